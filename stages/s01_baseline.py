@@ -1,0 +1,48 @@
+"""Stage 1 · baseline: float32, attention written out, AdamW, and a clock.
+
+Everything is as the textbook has it, and nothing is fast. Every later stage is this file with one thing changed;
+read them as diffs: diff stages/s01_baseline.py stages/s02_tf32.py
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    # every score of T x T is written to memory, masked there, normalised there, and read back
+    T, head_dim = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -math.inf)
+    weights = F.softmax(scores, dim=-1)
+    return weights @ v
+
+
+config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    logits, loss = model(x, y)
+    loss.backward()
+    optimizer.step()
+    log.step(loss)
+log.finish(model)

@@ -1,0 +1,55 @@
+"""Stage 3 · bf16: run the forward and backward products in 16 bits.
+
+autocast hands matrix products 16-bit copies of their inputs and keeps weights, optimizer and loss in float32. Half
+the bytes to move, and twice TF32's rate where the device has bfloat16 units: Ampere GPUs or newer, CPUs with AMX.
+A T4 has float16 only and takes that: gradients under 6e-8 would become zero there, so the GradScaler multiplies the
+loss by a large number before the backward and divides the gradients by it after. With bfloat16 it does nothing.
+Where neither is native (most laptop CPUs), autocast stays off and this stage is the one before.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    # every score of T x T is written to memory, masked there, normalised there, and read back
+    T, head_dim = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -math.inf)
+    weights = F.softmax(scores, dim=-1)
+    return weights @ v
+
+
+config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+        logits, loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss)
+log.finish(model)

@@ -1,0 +1,56 @@
+"""Stage 4 · compile: let torch.compile fuse what lies between the matrix products.
+
+Run op by op, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back.
+The compiler turns neighbours into one kernel that touches memory once, and Python leaves the inner loop. The first
+step pays for it with a minute or so of compilation, which the log counts as warm-up. It needs a C++ compiler, on a
+GPU Triton as well; --no-compile goes on without. A model that waits for its matrix products alone gains little.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    # every score of T x T is written to memory, masked there, normalised there, and read back
+    T, head_dim = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -math.inf)
+    weights = F.softmax(scores, dim=-1)
+    return weights @ v
+
+
+config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+        logits, loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss)
+log.finish(model)

@@ -1,0 +1,48 @@
+"""Stage 5 · flash: attention without the T x T matrix.
+
+Flash attention (Dao et al., arXiv:2205.14135) walks over keys and values in blocks that fit into the chip's own
+memory and keeps a running softmax, so the T x T scores are never written out: the same numbers but for rounding, far
+fewer bytes moved, and memory that grows with T instead of T squared. A causal kernel also skips the blocks that lie
+in the future. PyTorch picks the kernel: flash, cuDNN or memory-efficient. At a short T there is little to save.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+        logits, loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss)
+log.finish(model)

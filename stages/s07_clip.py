@@ -1,0 +1,50 @@
+"""Stage 7 · clip: GPT-3's AdamW settings, and gradients clipped to a norm of 1.
+
+For the loss, not for the speed: it costs one more pass over the gradients. One bad batch can throw the weights far
+off; clipping bounds how far a step can go, and beta2 = 0.95 lets AdamW's idea of the gradients' size follow them
+sooner (Brown et al., arXiv:2005.14165, appendix B). The norm is that of the true gradients, so float16's loss scale
+is taken out first.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+        logits, loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss, norm=norm)
+log.finish(model)

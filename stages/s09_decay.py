@@ -1,0 +1,69 @@
+"""Stage 9 · decay: weight decay for matrices only.
+
+For the loss, not for the speed. Decay pulls a weight towards zero, which makes a matrix spread its work over its
+inputs; a bias or a LayerNorm's gain has nothing to spread and is only held back. At gpt2 and T 1024 that is 50
+tensors with 124,354,560 parameters decayed, embeddings among them, and 98 with 121,344 left alone.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+groups = [
+    {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+]
+optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+max_lr, min_lr = 6e-4, 6e-5
+warmup_steps = max(1, args.steps // 10)
+
+
+def get_lr(step):
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / (args.steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+log = StepLog(args, model, loader, tokens_per_step=B * T)
+for step in range(args.steps):
+    x, y = loader.next_batch()
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    optimizer.zero_grad()
+    with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+        logits, loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss, norm=norm, lr=lr)
+log.finish(model)

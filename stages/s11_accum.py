@@ -1,0 +1,74 @@
+"""Stage 11 · accum: add up the gradients of several micro-batches before a step.
+
+GPT-2 took half a million tokens a step, far more than fit into memory at once. The gradient of the mean over a large
+batch is the mean of its micro-batches' gradients: so each loss is divided by their number, backward() adds them up,
+and the optimizer steps once. What is saved is the optimizer's time, paid once for all; what is gained is a large
+batch on a small card. A step is --accum micro-batches long now: compare tok/sec, not dt.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+groups = [
+    {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+]
+optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+max_lr, min_lr = 6e-4, 6e-5
+warmup_steps = max(1, args.steps // 10)
+
+
+def get_lr(step):
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / (args.steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
+for step in range(args.steps):
+    optimizer.zero_grad()
+    loss_sum = 0.0
+    for micro in range(args.accum):
+        x, y = loader.next_batch()
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+            logits, loss = model(x, y)
+        loss = loss / args.accum  # backward() adds gradients up, and the mean is wanted
+        loss_sum += loss.detach()
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss_sum, norm=norm, lr=lr)
+log.finish(model)

@@ -1,0 +1,89 @@
+"""Stage 12 · ddp: several processes, each with its own device and its own share of the micro-batches.
+
+    torchrun --standalone --nproc_per_node=2 stages/s12_ddp.py
+
+Every rank holds the whole model and reads its own slices of the data. DistributedDataParallel averages the gradients
+over the ranks, bucket by bucket while the backward still runs, so that all take the step that one process would take
+with every micro-batch. Once a step is enough, with the last micro-batch; DDP looks at that flag in the forward, so it
+is set before. Under plain python the world is one process and this is the stage before. On a CPU the ranks share
+the cores and gain nothing.
+"""
+
+from harness import StepLog, parse_args  # first: it makes data and model importable from here
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from data import TokenLoader, load_tokens
+from model import GPT, SIZES, GPTConfig
+
+args = parse_args(__doc__)
+device = args.device
+alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # on any free port
+os.environ.update(alone | os.environ)  # what torchrun sets counts
+dist.init_process_group()  # nccl for GPUs, gloo for CPUs
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(args.seed)
+torch.set_float32_matmul_precision("high")
+
+B, T = args.batch_size, args.seq_len
+loader = TokenLoader(load_tokens(args.data), B, T, rank, world_size)
+
+
+def attention(q, k, v):  # (B, n_head, T, head_dim) each
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])
+model = GPT(config, attention).to(device)
+if args.compile:
+    model = torch.compile(model)
+model = DistributedDataParallel(model)
+groups = [
+    {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+]
+optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
+
+max_lr, min_lr = 6e-4, 6e-5
+warmup_steps = max(1, args.steps // 10)
+
+
+def get_lr(step):
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / (args.steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
+for step in range(args.steps):
+    optimizer.zero_grad()
+    loss_sum = 0.0
+    for micro in range(args.accum // world_size):
+        model.require_backward_grad_sync = micro == args.accum // world_size - 1  # the forward looks at it
+        x, y = loader.next_batch()
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
+            logits, loss = model(x, y)
+        loss = loss / (args.accum // world_size)  # backward() adds gradients up, and the mean is wanted
+        loss_sum += loss.detach()
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    dist.all_reduce(loss_sum)  # gloo has no average
+    loss_sum /= world_size
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    log.step(loss_sum, norm=norm, lr=lr)
+log.finish(model)
+dist.destroy_process_group()
