@@ -124,13 +124,10 @@ def _fetch(url, sha256, path):
 
 @functools.cache
 def tokenizer():
-    """The tiktoken Encoding in use: GPT-2's BPE or, where its vocabulary can't be had, its 256 byte tokens alone.
+    """The tiktoken Encoding in use: GPT-2's BPE or, where its vocabulary can't be had, its bytes alone.
 
-    The byte-level one is named "gpt2-bytes"; its ids are those that GPT-2's vocabulary gives to single bytes. The
-    vocabulary is fetched here rather than by tiktoken, whose own download has no timeout.
+    The vocabulary is fetched here rather than by tiktoken, whose own download has no timeout.
     """
-    import tiktoken  # here, since most runs find their tokens cached and need none of it
-
     own = cache_dir() / "tiktoken"
     names = {url: hashlib.sha1(url.encode()).hexdigest() for url in VOCAB_SHA256}
     places = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.environ.get("DATA_GYM_CACHE_DIR")]
@@ -142,7 +139,14 @@ def tokenizer():
     if all(_fetch(url, VOCAB_SHA256[url], own / name) for url, name in names.items()) and own.is_dir():
         return _gpt2_from(own)
 
-    # GPT-2 numbers its bytes with the printable ones first
+    return byte_tokenizer()
+
+
+def byte_tokenizer():
+    """A tiktoken Encoding "gpt2-bytes" of 256 ids, those that GPT-2's vocabulary gives to single bytes."""
+    import tiktoken
+
+    # GPT-2 numbers the printable ones first
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     order = printable + [b for b in range(256) if b not in printable]
     ranks = {bytes([b]): i for i, b in enumerate(order)}
@@ -151,7 +155,7 @@ def tokenizer():
 
 def _gpt2_from(place):
     """tiktoken's gpt2 encoding, from vocabulary files in `place` that have been checked."""
-    import tiktoken
+    import tiktoken  # here, since most runs find their tokens cached and need none of it
 
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = str(place)

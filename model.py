@@ -115,6 +115,27 @@ class GPT(nn.Module):
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(p, mean=0.0, std=0.02 * scale)
 
+    @classmethod
+    def from_pretrained(cls, name, attention):
+        """A GPT with trained weights, float32 on the CPU: OpenAI's by name ("gpt2" to "gpt2-xl"), or a directory's.
+
+        The files are Hugging Face's: config.json and model.safetensors. Raises data.InputError where they are missing,
+        damaged or of another architecture.
+        """
+        from weights import load  # here, because weights imports this file, and a stage has no need of it
+
+        return load(name, attention)[0]
+
+    def save_pretrained(self, directory, tokenizer="gpt2"):
+        """Write the weights, float32, so that from_pretrained and transformers' GPT2LMHeadModel read them.
+
+        tokenizer: the name of the one whose ids the model was trained on. The directory appears whole or not at all.
+        Raises data.InputError where it can't be written or holds something else.
+        """
+        from weights import save
+
+        save(self, directory, tokenizer)
+
     def forward(self, idx, targets=None):
         """Next-token logits, and the loss where targets are given.
 
@@ -135,7 +156,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         # float32, because a sum over 50,257 exponentials is no place for 8 bits of mantissa
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1))
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
         return logits, loss
 
     @torch.no_grad()
@@ -153,10 +174,16 @@ class GPT(nn.Module):
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
-                logits = logits / temperature
+                logits = logits / max(temperature, 1e-6)  # less would overflow float32
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -math.inf)
                 new = torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
             idx = torch.cat((idx, new), dim=1)
         return idx
+
+
+if __name__ == "__main__":  # python model.py --prompt "To be": the command line is in sample.py, which says why
+    from sample import main
+
+    main()
