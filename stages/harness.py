@@ -19,6 +19,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler greets on stderr
 
 import torch
 
+import weights
 from data import InputError
 from model import CONTEXT, SIZES
 from stages import machine
@@ -119,6 +120,8 @@ def resolve(args):
     if cpu and ranks_here > 1 and torch.get_num_threads() == 1:
         # torchrun gives each of several ranks one thread, however many cores there are
         torch.set_num_threads(max(1, machine.cores() // ranks_here))
+    if args.save:
+        weights.check_save(args.save)  # now rather than when the work is done
     if args.record and os.environ.get("RANK", "0") == "0":
         try:
             open(args.record, "x").close()  # now rather than after the model is built
@@ -141,8 +144,9 @@ class StepLog:
     def __init__(self, args, model, loader, tokens_per_step):
         StepLog.current = self
         self.args, self.device, self.model, self.tokens_per_step = args, args.device, model, tokens_per_step
-        self.talks, self.steps = loader.rank == 0, []
+        self.talks, self.world_size, self.steps = loader.rank == 0, loader.world_size, []
         self.record = self.profiler = self.sdpa = None
+        self.tokenizer = loader.tokens.tokenizer
         parameters = sum(p.numel() for p in model.parameters())
         if self.talks:
             what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
@@ -167,7 +171,7 @@ class StepLog:
             tokens_per_step=self.tokens_per_step,
             parameters=parameters,
             corpus=loader.tokens.corpus,
-            tokenizer=loader.tokens.tokenizer,
+            tokenizer=self.tokenizer,
             environment=machine.environment(self.device),
             commit=commit or None,
             dirty=bool(machine.command_output(["git", "status", "--porcelain", "-uno", ".."])) if commit else None,
@@ -186,6 +190,8 @@ class StepLog:
     def _start(self):
         if self.args.lockstep and self.talks and not sys.stdin.readline():
             raise KeyboardInterrupt  # the bench is gone
+        if self.args.lockstep and self.world_size > 1:
+            torch.distributed.barrier()  # so that the other ranks wait for the word, too
         self._synchronize()
         self.began = time.perf_counter()
 
@@ -238,7 +244,7 @@ class StepLog:
         if self.args.save:
             model = getattr(model, "module", model)  # out of DDP's wrapper
             model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
-            model.save_pretrained(self.args.save)
+            model.save_pretrained(self.args.save, tokenizer=self.tokenizer)
             print(f"saved to {self.args.save}")
 
     def stopped(self, why, keep=False):
@@ -279,7 +285,10 @@ def _excepthook(kind, error, trace):
             log.stopped(f"{kind.__name__}: {said}")
         sys.__excepthook__(kind, error, trace)
         return
-    if log:
-        log.stopped(said, keep)
+    try:
+        if log:
+            log.stopped(said, keep)
+    except InputError as failed:  # the interrupted run's weights could not be written
+        said = f"{said}; {failed}"
     print(f"error: {said}", file=sys.stderr)
     sys.exit(status)

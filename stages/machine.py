@@ -114,6 +114,7 @@ def environment(device):
         device_name=device_name(device),
         threads=torch.get_num_threads(),
         cores=cores(),
+        capability=torch.cuda.get_device_capability(device)[0] if cuda else None,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,

@@ -10,19 +10,24 @@ WARMUP = 3  # steps left out of the figures: compilation, autotuning, first allo
 
 
 def text_sha256(stage):
-    """The sha256 of a stage's text and of model.py, by which a record is known to be of this text."""
-    files = [ROOT / "stages" / f"{stage}.py", ROOT / "model.py"]
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files if f.exists())).hexdigest()
+    """The sha256 of a stage's text, by which a record is known to be of this text; None for a script that is none."""
+    file = ROOT / "stages" / f"{stage}.py"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
 
 def read_record(path):
-    """(header, steps, end) of a record file: a dict, a list of dicts, a dict.
+    """parse_record() of a file. Raises OSError."""
+    return parse_record(Path(path).read_text(errors="replace").splitlines())
+
+
+def parse_record(lines):
+    """(header, steps, end) of a record: a dict, a list of dicts, a dict.
 
     header and end are None where the run did not get there; end is the summary, or has an "error" instead. A line
-    that was cut off is left out. Raises OSError.
+    that was cut off is left out.
     """
     header, steps, end = None, [], None
-    for line in Path(path).read_text(errors="replace").splitlines():
+    for line in lines:
         try:
             entry = json.loads(line)
             kind = entry.pop("kind")
