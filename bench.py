@@ -180,7 +180,8 @@ def run(args, rows, parts):
         todo = [rows[0], *extras, *(c for c in todo if c is not rows[0])]
         steps = min(args.steps, max(missing.values())) if results.lockstep else args.steps
         number = 1 + max((session for session, _ in results.records), default=-1)
-        session = Session(parts, number, stage_flags(args), steps, args.timeout, say)
+        names = [row.name for row in rows]
+        session = Session(parts, number, stage_flags(args), steps, args.timeout, say, names)
         if results.lockstep:
             session.in_lockstep(todo, lambda first=session: room_for_one_more(first.live[0]))
         else:
@@ -197,33 +198,27 @@ def room_for_one_more(process):
     return free is None or free > 1.5 * held
 
 
-def write_results(name, results):
-    """results/NAME.jsonl and results/NAME.md, each whole or as it was."""
-    write_whole(RESULTS / f"{name}.jsonl", results.text().encode())
-    write_whole(RESULTS / f"{name}.md", questions.page(results).encode())
-
-
 def show(args, name, results):
     """Print the table, write the files, and say how the bench ended: the exit status."""
     mixed = results.mixed()
     if mixed:
         raise InputError(f"results/{name} mixes runs that can't be compared: {mixed}")
-    readme = ROOT / "README.md"
-    if args.readme:
-        table.between_markers(readme.read_text(), "")  # markers that are not there are told before all else
-    write_results(name, results)
     print(questions.body(results))
+    write_whole(RESULTS / f"{name}.jsonl", results.text().encode())
+    write_whole(RESULTS / f"{name}.md", questions.page(results).encode())
     print(f"written to results/{name}.md and results/{name}.jsonl", file=sys.stderr)
     if args.readme:
-        write_whole(readme, table.between_markers(readme.read_text(), questions.body(results)).encode())
-    return (
-        0 if all(results.summary(n) and "error" not in (results.end(n) or {"error": 1}) for n in results.names) else 1
-    )
+        readme = ROOT / "README.md"
+        text = table.between_markers(readme.read_text(), questions.body(results, "stages/"))
+        write_whole(readme, text.encode())
+    return 0 if questions.complete(results) else 1
 
 
 def main():
     args = parse(sys.argv[1:])
     try:
+        if args.readme:  # markers that are not there are told before all else
+            table.between_markers((ROOT / "README.md").read_text(), "")
         if args.render:
             places = [RESULTS / f"{args.render}.parts", RESULTS / f"{args.render}.jsonl"]
             place = next((place for place in places if place.exists()), None)

@@ -120,7 +120,8 @@ class Results:
         if not steps:
             return None
         warmups = [sum(s["dt"] for s in steps[:WARMUP]) for _, steps, _ in self.of(name)]
-        return summarize(steps, warmup=0) | dict(warmup_s=warmups[0])
+        reserved = max((end.get("reserved", 0) for _, _, end in self.of(name) if end), default=0)
+        return summarize(steps, warmup=0) | dict(warmup_s=warmups[0], reserved=reserved)
 
     def seconds_per_token(self, name):
         """{round: seconds}. A round is a step in lockstep, else a session; within one, contenders can be compared."""

@@ -46,7 +46,7 @@ class Process:
                 start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its children in order
                 env=os.environ | contender.env,
             )
-        self.steps, self.failure = 0, None
+        self.steps, self.failure, self.speed = 0, None, "?"
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -78,6 +78,7 @@ class Process:
                 return False
             if line.startswith(b"step "):
                 self.steps += 1
+                self.speed = line.decode().rpartition("tok/sec ")[2].strip()
                 return True
 
     def _why_it_ended(self):
@@ -134,9 +135,10 @@ class Session:
     alike; the way to compare on a shared CPU. Otherwise one after the other, as an accelerator wants it.
     """
 
-    def __init__(self, folder, number, flags, steps, timeout, say):
+    def __init__(self, folder, number, flags, steps, timeout, say, timed=()):
+        """steps: after the warm-up. say(line, brief): told how far it is, with the speed of those named in timed."""
         self.folder, self.number, self.flags, self.steps = Path(folder), number, flags, steps
-        self.timeout, self.say = timeout, say
+        self.timeout, self.say, self.timed = timeout, say, timed
         self.live, self.failures = [], {}
 
     def _start(self, contender):
@@ -184,7 +186,8 @@ class Session:
                     process.go(self.timeout)
                 self._drop_failed()
                 left = (time.monotonic() - began) / step * (self.steps - step)
-                self.say(f"round {step}/{self.steps} of {len(self.live)} in lockstep, {left:.0f} s left", brief=True)
+                speeds = ", ".join(f"{p.name.split('_')[0]} {p.speed}" for p in self.live if p.name in self.timed)
+                self.say(f"round {step}/{self.steps}, {left:.0f} s left | tok/sec {speeds}", brief=True)
             for process in self.live:
                 process.finish(60)
             self._drop_failed()
@@ -202,7 +205,8 @@ class Session:
                     if process.failure or not process.go(self.timeout):
                         break
                     left = (time.monotonic() - began) / step * (self.steps - step)
-                    self.say(f"{contender.name}: step {step}/{self.steps}, {left:.0f} s left", brief=True)
+                    at = f"[{i}/{len(contenders)}] {contender.name}: step {step}/{self.steps}"
+                    self.say(f"{at}, tok/sec {process.speed}, {left:.0f} s left", brief=True)
                 if not process.failure:
                     process.finish(60)
                 self._drop_failed()

@@ -72,13 +72,16 @@ def extras(args, rows):
     return [Contender(RATE, "measure/rate.py")]
 
 
-def body(results):
-    """The answer as markdown: what is printed, written to results/NAME.md and put into a README."""
+def body(results, stages=None):
+    """The answer as markdown: what is printed, written to results/NAME.md and put into a README.
+
+    stages: the way from the page to the stages' folder, for links to them; None for a terminal.
+    """
     if results.settings["question"] == "limit":
         return f"{limit_table(results)}\n\n{table.under_the_table(results)}\n"
     answer = {"amp": recommendation, "scale": scaling}.get(results.settings["question"])
     said = f"\n\n{answer(results)}" if answer else ""
-    return f"{table.table(results)}{said}\n\n{table.under_the_table(results)}\n\n{table.charts(results)}"
+    return f"{table.table(results, stages)}{said}\n\n{table.under_the_table(results)}\n\n{table.charts(results)}"
 
 
 def page(results):
@@ -89,7 +92,15 @@ def page(results):
         "limit": "The largest batch that fits",
         "scale": "One process and several",
     }[results.settings["question"]]
-    return f"# {title} on {results.settings['environment']['device_name']}\n\n{body(results)}"
+    return f"# {title} on {results.settings['environment']['device_name']}\n\n{body(results, '../stages/')}"
+
+
+def complete(results):
+    """Whether every row got to its end without a failure."""
+    if results.settings["question"] == "limit":
+        return all(any(results.summary(n) for _, n in results.records if n.startswith(f"{s} B")) for s in results.names)
+    ends = [results.end(name) for name in results.names]
+    return all(end and "error" not in end for end in ends)
 
 
 def recommendation(results):
@@ -147,8 +158,8 @@ def limit_table(results):
         stopped = f"B {min(fails)}: {fails[min(fails)]}".replace("|", "/") if fails else "nothing yet: not finished"
         summary = results.summary(f"{stage} B{max(fits)}") if fits else None
         if summary:
-            memory = f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter"
-            lines.append(f"| {stage} | {max(fits)} | {summary['tok_per_sec']:,.0f} | {memory} | {stopped} |")
+            speed, memory = f"{summary['tok_per_sec']:,.0f}", table.memory(summary)
+            lines.append(f"| {stage} | {max(fits)} | {speed} | {memory} | {stopped} |")
         else:
             lines.append(f"| {stage} | {max(fits, default='none')} | – | – | {stopped} |")
     return "\n".join(lines)

@@ -22,8 +22,8 @@ WHAT = {
 FOR_THE_LOSS = ("s07_clip", "s08_cosine", "s09_decay")
 
 
-def table(results):
-    """The markdown table, one row a contender in the order they were asked for."""
+def table(results, stages=None):
+    """The markdown table, one row a contender in ladder order; stages: the folder that its rows link to, if any."""
     head = [
         "stage",
         "what changed",
@@ -37,7 +37,11 @@ def table(results):
     step = results.last_common_step()
     head += [f"loss, step {step}" if step is not None else "loss", "note"]
     rows = [head, [":--", ":--", *["--:"] * 7, ":--"]]
-    rows += [row(results, name, step) for name in results.names]
+    for name in results.names:
+        cells = row(results, name, step)
+        if stages and name in WHAT:
+            cells[0] = f"[{name}]({stages}{name}.py)"
+        rows.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
@@ -52,13 +56,21 @@ def row(results, name, step):
         *cells,
         f"{summary['tok_per_sec']:,.0f}",
         f"{summary['dt_ms']:.1f} [{summary['dt_q1_ms']:.1f}, {summary['dt_q3_ms']:.1f}]",
-        f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter",
+        memory(summary),
         str(versus(results, name, before(results, name)) or "–"),
         str(versus(results, name, results.names[0]) or "–"),
         f"{100 * share:.1f}" if share else "–",
         f"{results.loss(name, step):.4f}",
         note(results, name),
     ]
+
+
+def memory(summary):
+    """The peak in GB, and on a GPU what the allocator had reserved for it."""
+    if not summary["memory"]:
+        return "no meter"
+    reserved = f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""
+    return f"{summary['memory'] / 1e9:.2f}{reserved}"
 
 
 def before(results, name):

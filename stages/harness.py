@@ -71,7 +71,7 @@ def add_flags(parser):
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
-    add("--accum", type=int, metavar="N", help="micro-batches a step, over all ranks, from s11 on (4)")
+    add("--accum", type=int, metavar="N", help="micro-batches a step, over all ranks, from s11 on (4; 2 on a CPU)")
     add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="DIRECTORY", help="write the weights there at the end, as Hugging Face does")
     add("--lockstep", action="store_true", help=argparse.SUPPRESS)  # the bench: wait for a line on stdin each step
@@ -89,7 +89,7 @@ def resolve(args):
         seq_len=256 if cpu else 1024,
         batch_size=4 if cpu else machine.fitting_batch_size(device),
         steps=10 if cpu else 50,
-        accum=world_size * max(1, 4 // world_size),
+        accum=world_size * max(1, (2 if cpu else 4) // world_size),
     )
     for name, value in defaults.items():
         if getattr(args, name) is None:
