@@ -6,6 +6,7 @@ What is read, downloaded or cached is checked first; what a user got wrong is an
 import contextlib
 import functools
 import hashlib
+import http.client
 import os
 import platform
 import sys
@@ -90,11 +91,14 @@ def download(url, sha256, path, timeout=10.0, limit=120.0):
     """
     deadline = time.monotonic() + limit
     content = bytearray()
-    with urllib.request.urlopen(url, timeout=timeout) as response:
-        while chunk := response.read1(1 << 16):
-            content += chunk
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{url} took more than {limit:.0f} s")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            while chunk := response.read1(1 << 16):
+                content += chunk
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{url} took more than {limit:.0f} s")
+    except http.client.HTTPException as error:  # cut within a chunk, or no HTTP at all
+        raise OSError(f"{url}: {error!r}") from None
     if _sha256(content) != sha256:
         raise OSError(f"{url} sent {len(content):,} bytes with a sha256 other than {sha256[:12]}…; nothing was kept")
     with contextlib.suppress(OSError):  # a cache that can't be written costs a download the next time, no more
@@ -136,7 +140,8 @@ def tokenizer():
         files = {Path(place, name): VOCAB_SHA256[url] for url, name in names.items()}
         if all(path.is_file() and _sha256(path.read_bytes()) == sha256 for path, sha256 in files.items()):
             return _gpt2_from(place)
-    if all(_fetch(url, VOCAB_SHA256[url], own / name) for url, name in names.items()) and own.is_dir():
+    fetched = all(_fetch(url, VOCAB_SHA256[url], own / name) for url, name in names.items())
+    if fetched and all((own / name).is_file() for name in names.values()):
         return _gpt2_from(own)
 
     return byte_tokenizer()

@@ -103,6 +103,8 @@ def resolve(args):
         raise InputError(f"--seq-len {args.seq_len} is beyond GPT-2's block_size: pass {CONTEXT} or less")
     if args.accum % world_size:
         raise InputError(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of it")
+    if device.type == "mps" and _number(args.stage) == 12:
+        raise InputError("s12 averages gradients over gloo or nccl, and neither knows mps: pass --device cpu")
     if world_size > 1 and _number(args.stage) in range(1, 12):
         raise InputError(f"{args.stage} is for one process, and torchrun started {world_size}: run s12_ddp")
 
@@ -290,5 +292,6 @@ def _excepthook(kind, error, trace):
             log.stopped(said, keep)
     except InputError as failed:  # the interrupted run's weights could not be written
         said = f"{said}; {failed}"
-    print(f"error: {said}", file=sys.stderr)
+    # __stderr__, since torch.distributed wraps this hook and holds back what it writes to stderr
+    print(f"error: {said}", file=sys.__stderr__)
     sys.exit(status)

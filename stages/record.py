@@ -31,7 +31,7 @@ def parse_record(lines):
         try:
             entry = json.loads(line)
             kind = entry.pop("kind")
-        except (ValueError, AttributeError, KeyError):
+        except (ValueError, AttributeError, KeyError, TypeError):
             continue
         if kind == "header":
             header = entry
