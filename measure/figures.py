@@ -13,6 +13,7 @@ RATE = "rate"  # the contender that multiplies matrices, see measure/rate.py
 MAY_DIFFER = (
     "stage",
     "title",
+    "steps",  # a session that goes on where one was interrupted takes what is left of them
     "parameters",
     "tokens_per_step",
     "commit",
@@ -74,7 +75,7 @@ class Results:
                 parts[int(session), name] = file.read_text(errors="replace").splitlines()
         else:
             first, *lines = path.read_text().splitlines()
-            settings, parts = json.loads(first), {}
+            settings, parts, into = json.loads(first), {}, []
             for line in lines:
                 if '"kind": "record"' in line[:20]:
                     entry = json.loads(line)

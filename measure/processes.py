@@ -82,7 +82,10 @@ class Process:
                 return True
 
     def _why_it_ended(self):
-        code = self.process.wait()
+        try:
+            code = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "closed its output, and did not end"
         with contextlib.suppress(OSError):
             end = read_record(self.record)[2] or {}
             if "error" in end:
@@ -98,14 +101,17 @@ class Process:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.failure = self.failure or f"did not end within {timeout:.0f} s of its last step"
+        else:
+            if self.process.returncode:
+                self.failure = self._why_it_ended()
         self.stop()
 
     def stop(self):
         """End the process and all that it started, at once where it does not end by itself."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
-        self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
@@ -120,7 +126,8 @@ class Process:
             with contextlib.suppress(OSError), open(self.record, "a") as f:
                 f.write("\n" + json.dumps(dict(kind="error", error=self.failure)) + "\n")
 
-    def _signal(self, number):
+    def signal(self, number):
+        """Send a signal to the process and to all that it started."""
         with contextlib.suppress(OSError):
             if hasattr(os, "killpg"):
                 os.killpg(self.process.pid, number)  # it leads a group of its own
@@ -181,7 +188,8 @@ class Session:
                     break
             began = time.monotonic()
             for step in range(1, self.steps + 1):
-                for process in self.live:
+                # there and back, so that a drift of the machine's speed hits the first and the last alike
+                for process in self.live if step % 2 else self.live[::-1]:
                     time.sleep(0.02)  # the last one's threads may still spin, waiting for work
                     process.go(self.timeout)
                 self._drop_failed()
@@ -216,6 +224,8 @@ class Session:
 
     def stop(self):
         """Stop what still runs."""
+        for process in self.live:
+            process.signal(signal.SIGTERM)  # all at once, since each takes its time
         for process in self.live:
             process.stop()
 

@@ -9,7 +9,7 @@ from measure import table
 from measure.figures import RATE, Results
 from measure.processes import Contender, Process, free_memory
 from stages import machine
-from stages.record import WARMUP
+from stages.record import WARMUP, read_record
 
 QUESTIONS = {  # and the stages each asks where none is named
     "amp": ["s03_bf16"],
@@ -152,7 +152,8 @@ def limit_table(results):
     """The largest batch of each stage that fits, its figures, and what stopped the next."""
     lines = ["| stage | largest batch | tok/sec | memory GB | stopped by |", "|:--|--:|--:|--:|:--|"]
     for stage in results.names:
-        tried = {int(m[1]): n for _, n in results.records if (m := re.fullmatch(rf"{stage} B(\d+)( probe)?", n))}
+        names = sorted((n for _, n in results.records), key=lambda n: not n.endswith(" probe"))  # the last one counts
+        tried = {int(m[1]): n for n in names if (m := re.fullmatch(rf"{stage} B(\d+)( probe)?", n))}
         fits = [b for b, n in tried.items() if results.end(n) and "error" not in results.end(n)]
         fails = {b: results.end(n)["error"] for b, n in tried.items() if results.end(n) and "error" in results.end(n)}
         stopped = f"B {min(fails)}: {fails[min(fails)]}".replace("|", "/") if fails else "nothing yet: not finished"
@@ -174,7 +175,9 @@ def find_limit(args, stage, parts, flags, say):
 
     def fits(batch, steps, name):
         record = parts / f"0-{stage} B{batch}{name}.jsonl"
-        if not record.exists():
+        before = read_record(record)[2] if record.exists() else None
+        if before in (None, {"error": "interrupted"}):
+            record.unlink(missing_ok=True)
             process = Process(
                 Contender(f"{stage} B{batch}", f"stages/{stage}.py"),
                 [*flags, "--batch-size", str(batch), "--steps", str(steps)],
