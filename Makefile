@@ -22,7 +22,7 @@ help:
 	@echo 'make clean         remove .venv and caches, keep results'
 	@echo 'PY=python3 with any of them uses that Python and installs nothing'
 
-setup: $(dev)
+setup: $(runtime)
 
 .venv/runtime: requirements.txt
 	test -x .venv/bin/python || python3 -m venv .venv

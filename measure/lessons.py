@@ -1,19 +1,16 @@
 """Puts each stage's diff into stages/README.md, between markers, so that a lesson shows the text as it is.
 
-python measure/lessons.py
+Run it as python -m measure.lessons.
 """
 
 import ast
 import difflib
 import re
-import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 from data import write_whole
 
+ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "stages" / "README.md"
 
 
