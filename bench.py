@@ -109,6 +109,7 @@ def say(line, brief=False):
     """Tell on stderr where the bench is; a brief line takes the place of the last where that is a terminal."""
     if sys.stderr.isatty():
         end = "" if brief else "\n"
+        line = line[: shutil.get_terminal_size().columns - 1]  # what wraps can't be overwritten
         print(f"\r\033[K{line}", end=end, file=sys.stderr, flush=True)
     else:
         print(line, file=sys.stderr, flush=True)
@@ -153,9 +154,10 @@ def resumed(name, settings):
     if not (parts / "bench.json").exists():
         raise InputError(f"results/{name} has nothing to resume: it is complete, or was never begun")
     before = json.loads((parts / "bench.json").read_text())
-    for key in settings.keys() - {"command"}:
-        if before.get(key) != settings[key]:
-            raise InputError(f"--resume {name}: {key} was {before.get(key)} and is {settings[key]}; start a new bench")
+    old, new = ({**s, **s["environment"]} for s in (before, settings))
+    for key in sorted(new.keys() - {"command", "environment"}):
+        if old.get(key) != new[key]:
+            raise InputError(f"--resume {name}: {key} was {old.get(key)} and is {new[key]}; start a new bench")
     return parts
 
 
@@ -168,34 +170,45 @@ def run(args, rows, parts):
     twin = rows[len(rows) // 2]
     extras = questions.extras(args, rows)
     everyone = [rows[0], *extras, *rows[1:], replace(twin, name=twin.name + TWIN)]
-    failed = set()
+    failed, before = set(), None
     while True:
         results = Results.read(parts)
         wanted = args.steps * args.rounds if results.lockstep else args.rounds
-        missing = {c.name: wanted - len(results.seconds_per_token(c.name)) for c in everyone if c not in extras}
+        missing = {c.name: wanted - rounds_done(results, c.name) for c in everyone if c not in extras}
         todo = [c for c in everyone if missing.get(c.name, 0) > 0 and c.name not in failed]
         if not todo:
             return
-        # what all others are compared with is in every session, and so are the extras
-        todo = [rows[0], *extras, *(c for c in todo if c is not rows[0])]
+        if before == (todo, sum(missing[c.name] for c in todo)):
+            say("no memory for a second process beside the first: try a smaller --batch-size")
+            return
+        before = todo, sum(missing[c.name] for c in todo)
         steps = min(args.steps, max(missing.values())) if results.lockstep else args.steps
+        # what all others are compared with is in every session; extras that have figures leave the room to others
+        always = [c for c in (rows[0], *(c for c in extras if not results.steps(c.name))) if c.name not in failed]
+        todo = [*always, *(c for c in todo if c not in always)]
+        todo += [c for c in extras if c not in todo and c.name not in failed]
         number = 1 + max((session for session, _ in results.records), default=-1)
         names = [row.name for row in rows]
         session = Session(parts, number, stage_flags(args), steps, args.timeout, say, names)
         if results.lockstep:
-            session.in_lockstep(todo, lambda first=session: room_for_one_more(first.live[0]))
+            session.in_lockstep(todo, lambda live=session.live: room_for_one_more(live))
         else:
             session.one_by_one(todo)
         failed |= session.failures.keys()
-        if rows[0].name in failed:
-            return
 
 
-def room_for_one_more(process):
-    """Whether memory allows another process: one and a half times what this one has held at most."""
+def rounds_done(results, name):
+    """How many rounds a contender has behind it; one less than it took where the last of them was interrupted."""
+    done = len(results.seconds_per_token(name))
+    end = results.end(name)
+    return done - 1 if done and (end is None or "error" in end) else done
+
+
+def room_for_one_more(live):
+    """Whether memory allows another process: one and a half times what one of these has held at most."""
     free = free_memory()
-    held = max((step["memory"] or 0 for step in read_record(process.record)[1]), default=0)
-    return free is None or free > 1.5 * held
+    steps = [step for process in live if process.record.exists() for step in read_record(process.record)[1]]
+    return free is None or free > 1.5 * max((step.get("memory") or 0 for step in steps), default=0)
 
 
 def show(args, name, results):
@@ -209,7 +222,7 @@ def show(args, name, results):
     print(f"written to results/{name}.md and results/{name}.jsonl", file=sys.stderr)
     if args.readme:
         readme = ROOT / "README.md"
-        text = table.between_markers(readme.read_text(), questions.body(results, "stages/"))
+        text = table.between_markers(readme.read_bytes().decode(), questions.body(results, "stages/"))
         write_whole(readme, text.encode())
     return 0 if questions.complete(results) else 1
 
@@ -218,35 +231,41 @@ def main():
     args = parse(sys.argv[1:])
     try:
         if args.readme:  # markers that are not there are told before all else
-            table.between_markers((ROOT / "README.md").read_text(), "")
+            table.between_markers((ROOT / "README.md").read_bytes().decode(), "")
         if args.render:
             places = [RESULTS / f"{args.render}.parts", RESULTS / f"{args.render}.jsonl"]
             place = next((place for place in places if place.exists()), None)
             if place is None:
                 raise InputError(f"results/{args.render}.jsonl is not there: pass the NAME of a bench that ran")
-            return show(args, args.render, Results.read(place))
+            try:
+                results = Results.read(place)
+            except (ValueError, LookupError, TypeError) as error:
+                raise InputError(f"{place} is no record of a bench ({error})") from None
+            return show(args, args.render, results)
         return bench(args)
+    except KeyboardInterrupt:  # before the first process, or after the last
+        print("bench.py: interrupted", file=sys.stderr)
+        return 130
     except InputError as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"bench.py: error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"bench.py: error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
 
 
 def bench(args):
     """Run what was asked; the exit status."""
+    contenders = questions.contenders(args)
+    settings = settings_of(args, contenders)
+    name = args.resume or free_name(args)
+    parts = resumed(name, settings) if args.resume else RESULTS / f"{name}.parts"
     tokens = data.load_tokens(args.data)  # fetched and tokenized once, for all processes
     data.TokenLoader(tokens, args.batch_size, args.seq_len)
     if data.offline:
         os.environ["LADDER_OFFLINE"] = "1"
-    contenders = questions.contenders(args)
-    settings = settings_of(args, contenders)
-    if args.resume:
-        name, parts = args.resume, resumed(args.resume, settings)
-    else:
-        name = free_name(args)
-        parts = RESULTS / f"{name}.parts"
+    if not args.resume:
         parts.mkdir(parents=True)
         write_whole(parts / "bench.json", json.dumps(settings).encode())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -254,9 +273,9 @@ def bench(args):
         run(args, contenders, parts)
     except KeyboardInterrupt:
         say("interrupted")
-        status = show(args, name, Results.read(parts))
+        show(args, name, Results.read(parts))
         print(f"go on with: python bench.py --resume {name} {shlex.join(sys.argv[1:])}", file=sys.stderr)
-        return 130 if status != 2 else status
+        return 130
     status = show(args, name, Results.read(parts))
     shutil.rmtree(parts)
     return status

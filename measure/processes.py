@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.record import WARMUP, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 5  # seconds in which a process ends that was told to, or that has closed its output
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Process:
 
     def _why_it_ended(self):
         try:
-            code = self.process.wait(10)
+            code = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             return "closed its output, and did not end"
         with contextlib.suppress(OSError):
@@ -110,7 +111,7 @@ class Process:
         """End the process and all that it started, at once where it does not end by itself."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+            self.process.wait(PATIENCE)
         self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

@@ -180,6 +180,7 @@ def how(results):
     sessions = 1 + max((session for session, _ in results.records), default=0)
     steps = results.settings["steps"]
     if results.lockstep:
+        steps *= results.settings["rounds"]
         many = f" in {sessions} sessions" if sessions > 1 else ""
         return (
             f"{steps} rounds in lockstep{many}: all processes live at once and take a step each in turn. × is the "
@@ -213,8 +214,9 @@ def charts(results):
     text = f'```mermaid\nxychart-beta\n    title "tokens a second"\n    x-axis [{names}]\n    bar [{bars}]\n```\n'
     pair = [n for n in ("s07_clip", "s08_cosine") if results.steps(n)]
     if len(pair) == 2:
-        curves = [[f"{s['loss']:.3f}" for s in results.of(n)[0][1]] for n in pair]
-        steps = ", ".join(str(i) for i in range(min(map(len, curves))))
+        curves = [[f"{s['loss']:.3f}" for s in max((r[1] for r in results.of(n)), key=len)] for n in pair]
+        curves = [curve[: min(map(len, curves))] for curve in curves]
+        steps = ", ".join(str(i) for i in range(len(curves[0])))
         text += (
             "\nLoss by step, constant learning rate (s07, bars) against warmup and cosine decay (s08, line):\n\n"
             f"```mermaid\nxychart-beta\n    x-axis [{steps}]\n"
