@@ -191,7 +191,7 @@ def run(args, rows, parts):
         names = [row.name for row in rows]
         session = Session(parts, number, stage_flags(args), steps, args.timeout, say, names)
         if results.lockstep:
-            session.in_lockstep(todo, lambda live=session.live: room_for_one_more(live))
+            session.in_lockstep(todo, lambda n, live=session.live: room_for(n, live))
         else:
             session.one_by_one(todo)
         failed |= session.failures.keys()
@@ -204,11 +204,11 @@ def rounds_done(results, name):
     return done - 1 if done and (end is None or "error" in end) else done
 
 
-def room_for_one_more(live):
-    """Whether memory allows another process: one and a half times what one of these has held at most."""
+def room_for(n, live):
+    """Whether memory allows n more processes: for each, one and a half times what one of these has held at most."""
     free = free_memory()
     steps = [step for process in live if process.record.exists() for step in read_record(process.record)[1]]
-    return free is None or free > 1.5 * max((step.get("memory") or 0 for step in steps), default=0)
+    return free is None or free > n * 1.5 * max((step.get("memory") or 0 for step in steps), default=0)
 
 
 def show(args, name, results):

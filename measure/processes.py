@@ -58,9 +58,17 @@ class Process:
 
     def go(self, timeout):
         """Let one step run, and return True when it has; False where the process ended or hung, see failure."""
+        self.send()
+        return self.wait(timeout)
+
+    def send(self):
+        """Let one step run, and do not wait for it."""
         with contextlib.suppress(OSError):  # the process is gone: its lines say so
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
+
+    def wait(self, timeout):
+        """Whether the step that was sent has come to its end within so many seconds; where not, see failure."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -97,7 +105,8 @@ class Process:
         return f"exit status {code}" + (f": {last[0][:200]}" if last else "")
 
     def finish(self, timeout):
-        """Wait for the process to end by itself after its last step, so that its record has a summary."""
+        """Let the process end by itself after its last step, so that its record has a summary."""
+        self.send()
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -155,11 +164,19 @@ class Session:
         self.live.append(process)
         return process
 
-    def _warm_up(self, process, position):
-        self.say(f"[{position}] {process.name}: start and {WARMUP} steps of warm-up", brief=True)
+    def _warm_up(self, processes, position):
+        names = " and ".join(process.name for process in processes)
+        self.say(f"[{position}] {names}: start and {WARMUP} steps of warm-up", brief=True)
         began = time.monotonic()
-        if all(process.go(self.timeout) for _ in range(WARMUP)):
-            self.say(f"[{position}] {process.name}: warm after {time.monotonic() - began:.0f} s")
+        for _ in range(WARMUP):
+            for process in processes:
+                process.send()
+            for process in processes:
+                if not process.failure:
+                    process.wait(self.timeout)
+        warm = " and ".join(process.name for process in processes if not process.failure)
+        if warm:
+            self.say(f"[{position}] {warm}: warm after {time.monotonic() - began:.0f} s")
         self._drop_failed()
 
     def _drop_failed(self):
@@ -173,20 +190,18 @@ class Session:
     def in_lockstep(self, contenders, room):
         """Run as many contenders at once as memory allows, from the front.
 
-        room(): whether there is memory for one more, asked when the first is warm and before each start after it.
+        The first warms up alone, the others two at a time, since compilation keeps one core busy.
+        room(n): whether there is memory for n more processes, asked when the first is warm and before each start.
         """
+        waiting = list(contenders)
         try:
-            next_one = self._start(contenders[0])
-            for i in range(len(contenders)):
-                process = next_one
-                if i == 0:
-                    self._warm_up(process, f"{i + 1}/{len(contenders)}")
-                # the next one loads its libraries while this one warms up
-                next_one = self._start(contenders[i + 1]) if i + 1 < len(contenders) and room() else None
-                if i > 0:
-                    self._warm_up(process, f"{i + 1}/{len(contenders)}")
-                if next_one is None:
+            while waiting:
+                few = 1 if len(waiting) == len(contenders) else next((n for n in (2, 1) if room(n)), 0)
+                if not few:
                     break
+                starting = [self._start(contender) for contender in waiting[:few]]
+                waiting = waiting[few:]
+                self._warm_up(starting, f"{len(contenders) - len(waiting)}/{len(contenders)}")
             began = time.monotonic()
             for step in range(1, self.steps + 1):
                 # there and back, so that a drift of the machine's speed hits the first and the last alike
@@ -208,7 +223,7 @@ class Session:
         try:
             for i, contender in enumerate(contenders, 1):
                 process = self._start(contender)
-                self._warm_up(process, f"{i}/{len(contenders)}")
+                self._warm_up([process], f"{i}/{len(contenders)}")
                 began = time.monotonic()
                 for step in range(1, self.steps + 1):
                     if process.failure or not process.go(self.timeout):

@@ -183,8 +183,8 @@ def how(results):
         steps *= results.settings["rounds"]
         many = f" in {sessions} sessions" if sessions > 1 else ""
         return (
-            f"{steps} rounds in lockstep{many}: all processes live at once and take a step each in turn. × is the "
-            "median of the ratios within a round, ± its 95 % interval."
+            f"{steps} rounds in lockstep{many}: all processes live at once, warm up two at a time, and take a step "
+            "each in turn. × is the median of the ratios within a round, ± its 95 % interval."
         )
     return (
         f"{sessions} rounds of fresh processes, {steps} steps each. × is the median over the rounds of the ratio of "
