@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-VOCAB = 50257  # ids of GPT-2's tokenizer
+from model import VOCAB
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

@@ -42,6 +42,8 @@ def main():
         if record:
             print(json.dumps(dict(kind="step", step=step, dt=dt, bytes=total, tokens=1)), file=record, flush=True)
             print(f"step {step} | {1e3 * dt:.1f} ms", flush=True)
+    if record and args.lockstep:
+        sys.stdin.readline()  # as StepLog.finish does: leaving takes time, and others may still be on the clock
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import CONTEXT, SIZES, VOCAB
+from model import SIZES, VOCAB
 from stages.record import WARMUP, parse_record, summarize
 
 TWIN = " again"  # ends the name of the second copy of a contender, by which the noise is measured
@@ -32,7 +32,7 @@ def flops_per_token(size, seq_len):
     V of 50257 (padding is no work that GPT-2 asks for), T tokens in a sequence.
     """
     L, C = SIZES[size]["n_layer"], SIZES[size]["n_embd"]
-    return 6 * (12 * L * C**2 + VOCAB * C) + 12 * L * C * min(seq_len, CONTEXT)
+    return 6 * (12 * L * C**2 + VOCAB * C) + 12 * L * C * seq_len
 
 
 @dataclass

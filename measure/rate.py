@@ -44,6 +44,8 @@ def main():
             }
             print(json.dumps(dict(kind="step", step=step, size=n, rates=rates)), file=record, flush=True)
             print(f"step {step} | " + " | ".join(f"{k} {v / 1e9:,.0f} GFLOP/s" for k, v in rates.items()), flush=True)
+    if args.lockstep:
+        sys.stdin.readline()  # as StepLog.finish does: leaving takes time, and others may still be on the clock
 
 
 if __name__ == "__main__":
