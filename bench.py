@@ -169,7 +169,8 @@ def run(args, rows, parts):
         return
     twin = rows[len(rows) // 2]
     extras = questions.extras(args, rows)
-    everyone = [rows[0], *extras, *rows[1:], replace(twin, name=twin.name + TWIN)]
+    everyone = [rows[0], *extras, *rows[1:]]
+    everyone.insert(everyone.index(twin) + 1, replace(twin, name=twin.name + TWIN))  # apart by what neighbours are
     failed, before = set(), None
     while True:
         results = Results.read(parts)

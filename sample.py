@@ -1,6 +1,6 @@
 """GPT-2 speaks: python model.py --prompt "To be" [--weights gpt2|DIRECTORY], and --eval for its held-out loss.
 
-Without --weights it is a random `mini`, to show what training has to start from. The command line belongs to model.py
+Without --weights it is a random `micro`, to show what training has to start from. The command line belongs to model.py
 and lives here, since it is about tokens, terminals and flags, and model.py is to hold the model alone.
 """
 
@@ -77,7 +77,7 @@ def _run(args):
     device = find_device(args.device)
     if args.weights is None:
         torch.manual_seed(args.seed)
-        model, encoding = GPT(GPTConfig(**SIZES["mini"]), attention), tokenizer()
+        model, encoding = GPT(GPTConfig(**SIZES["micro"]), attention), tokenizer()
     else:
         model, name = weights.load(args.weights, attention)
         encoding = _find_encoding(name)

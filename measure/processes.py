@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from stages.record import WARMUP, read_record
@@ -63,32 +64,39 @@ class Process:
 
     def send(self):
         """Let one step run, and do not wait for it."""
+        self.sent = time.monotonic()
         with contextlib.suppress(OSError):  # the process is gone: its lines say so
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
 
     def wait(self, timeout):
-        """Whether the step that was sent has come to its end within so many seconds; where not, see failure."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                line = self.lines.get(timeout=0.05 if self.budget else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                if time.monotonic() >= deadline:
-                    self.failure = f"no step in {timeout:.0f} s: stopped; raise --timeout if it is only slow"
-                elif resident_memory(self.process.pid) > self.budget:
-                    self.failure = f"out of memory: more than the budget of {self.budget / 1e9:.1f} GB"
-                else:
-                    continue
-                self.stop()
-                return False
-            if line is None:
-                self.failure = self._why_it_ended()
-                return False
-            if line.startswith(b"step "):
-                self.steps += 1
-                self.speed = line.decode().rpartition("tok/sec ")[2].strip()
-                return True
+        """Whether the step that was sent came to its end within so many seconds; where not, see failure."""
+        while (done := self.poll(timeout, 0.05 if self.budget else timeout)) is None:
+            pass
+        return done
+
+    def poll(self, timeout, seconds):
+        """Like wait, but None where it looked for so many seconds and there is time left."""
+        left = self.sent + timeout - time.monotonic()
+        try:
+            line = self.lines.get(timeout=max(0.0, min(seconds, left)))
+        except queue.Empty:
+            if left <= seconds:
+                self.failure = f"no step in {timeout:.0f} s: stopped; raise --timeout if it is only slow"
+            elif self.budget and resident_memory(self.process.pid) > self.budget:
+                self.failure = f"out of memory: more than the budget of {self.budget / 1e9:.1f} GB"
+            else:
+                return None
+            self.stop()
+            return False
+        if line is None:
+            self.failure = self._why_it_ended()
+            return False
+        if not line.startswith(b"step "):
+            return None
+        self.steps += 1
+        self.speed = line.decode().rpartition("tok/sec ")[2].strip()
+        return True
 
     def _why_it_ended(self):
         try:
@@ -164,20 +172,28 @@ class Session:
         self.live.append(process)
         return process
 
-    def _warm_up(self, processes, position):
-        names = " and ".join(process.name for process in processes)
-        self.say(f"[{position}] {names}: start and {WARMUP} steps of warm-up", brief=True)
-        began = time.monotonic()
-        for _ in range(WARMUP):
-            for process in processes:
+    def _warm_up(self, contenders, room=lambda n: True, at_once=1):
+        """Start contenders and take each through its warm-up steps, up to `at_once` at a time while there is room."""
+        waiting, warming, count = list(contenders), {}, 0
+        while waiting or warming:
+            while waiting and len(warming) < at_once and room(len(warming) + 1):
+                process, count = self._start(waiting.pop(0)), count + 1
+                self.say(f"[{count}/{len(contenders)}] {process.name}: start and warm-up", brief=True)
                 process.send()
-            for process in processes:
-                if not process.failure:
-                    process.wait(self.timeout)
-        warm = " and ".join(process.name for process in processes if not process.failure)
-        if warm:
-            self.say(f"[{position}] {warm}: warm after {time.monotonic() - began:.0f} s")
-        self._drop_failed()
+                warming[process] = (WARMUP, time.monotonic())
+            if not warming:
+                return  # no room for those that wait
+            for process, (left, began) in list(warming.items()):
+                done = process.poll(self.timeout, 0.1)
+                if done and left > 1:
+                    process.send()
+                    warming[process] = (left - 1, began)
+                elif done is not None:
+                    del warming[process]
+                    if done:
+                        took = f"warm after {time.monotonic() - began:.0f} s"
+                        self.say(f"[{count}/{len(contenders)}] {process.name}: {took}")
+            self._drop_failed()
 
     def _drop_failed(self):
         for process in [p for p in self.live if p.failure]:
@@ -188,20 +204,20 @@ class Session:
             self.say(f"{process.name} failed: {process.failure}")
 
     def in_lockstep(self, contenders, room):
-        """Run as many contenders at once as memory allows, from the front.
+        """Run as many contenders at once as memory allows, the first always among them.
 
-        The first warms up alone, the others two at a time, since compilation keeps one core busy.
+        The first warms up alone, and tells what one holds. The others warm up two at a time, since compilation keeps
+        one core busy, and from both ends: neighbours in the ladder compile the same kernels, and one after the
+        other they do so once.
         room(n): whether there is memory for n more processes, asked when the first is warm and before each start.
         """
-        waiting = list(contenders)
+        first, *others = contenders
+        middle = (len(others) + 1) // 2
+        ends = [c for pair in zip_longest(others[:middle], others[: middle - 1 : -1]) for c in pair if c]
         try:
-            while waiting:
-                few = 1 if len(waiting) == len(contenders) else next((n for n in (2, 1) if room(n)), 0)
-                if not few:
-                    break
-                starting = [self._start(contender) for contender in waiting[:few]]
-                waiting = waiting[few:]
-                self._warm_up(starting, f"{len(contenders) - len(waiting)}/{len(contenders)}")
+            self._warm_up([first])
+            self._warm_up(ends, room, at_once=2)
+            self.live.sort(key=lambda process: [c.name for c in contenders].index(process.name))
             began = time.monotonic()
             for step in range(1, self.steps + 1):
                 # there and back, so that a drift of the machine's speed hits the first and the last alike
@@ -213,6 +229,8 @@ class Session:
                 speeds = ", ".join(f"{p.name.split('_')[0]} {p.speed}" for p in self.live if p.name in self.timed)
                 self.say(f"round {step}/{self.steps}, {left:.0f} s left | tok/sec {speeds}", brief=True)
             for process in self.live:
+                process.send()  # to all before the first is waited for, since each takes its time to leave
+            for process in self.live:
                 process.finish(60)
             self._drop_failed()
         finally:
@@ -222,9 +240,10 @@ class Session:
         """Run the contenders one after the other."""
         try:
             for i, contender in enumerate(contenders, 1):
-                process = self._start(contender)
-                self._warm_up([process], f"{i}/{len(contenders)}")
-                began = time.monotonic()
+                self._warm_up([contender])
+                if not self.live:
+                    continue
+                process, began = self.live[0], time.monotonic()
                 for step in range(1, self.steps + 1):
                     if process.failure or not process.go(self.timeout):
                         break

@@ -62,10 +62,10 @@ def _number(stage):
 def add_flags(parser):
     """The flags that all twelve stages take, so that the bench can pass one set to all of them."""
     add = parser.add_argument
-    add("--steps", type=int, metavar="N", help="optimizer steps (50; 10 on a CPU)")
+    add("--steps", type=int, metavar="N", help="optimizer steps (50; 20 on a CPU)")
     add("--batch-size", type=int, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
-    add("--seq-len", type=int, metavar="T", help=f"tokens in a sequence, at most {CONTEXT} (1024; 256 on a CPU)")
-    add("--size", choices=SIZES, help="model (gpt2; mini on a CPU)")
+    add("--seq-len", type=int, metavar="T", help=f"tokens in a sequence, at most {CONTEXT} (that many)")
+    add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, xpu, mps or cpu (the best one there is)")
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
@@ -85,10 +85,10 @@ def resolve(args):
     if device.type in ("cuda", "xpu"):
         torch.accelerator.set_device_index(device.index)
     defaults = dict(
-        size="mini" if cpu else "gpt2",
-        seq_len=256 if cpu else 1024,
+        size="micro" if cpu else "gpt2",
+        seq_len=CONTEXT,
         batch_size=1 if cpu else machine.fitting_batch_size(device),
-        steps=10 if cpu else 50,
+        steps=20 if cpu else 50,
         accum=world_size * max(1, (2 if cpu else 4) // world_size),
     )
     for name, value in defaults.items():

@@ -176,7 +176,7 @@ def test_ranks_share_the_cores_where_torchrun_left_them_one_thread(parse, monkey
 
 def test_a_cpu_trains_mini_by_default(parse):
     args = parse("--device", "cpu")
-    assert (args.size, args.seq_len, args.batch_size, args.steps, args.accum) == ("mini", 256, 1, 10, 2)
+    assert (args.size, args.seq_len, args.batch_size, args.steps, args.accum) == ("micro", 1024, 1, 20, 2)
     assert args.device == CPU and args.seed == 1337 and args.data is None and args.record is None
     assert args.amp_dtype == machine.native_amp_dtype(CPU)
     assert args.compile == (machine.compile_problem(CPU) is None)
