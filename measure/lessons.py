@@ -1,4 +1,4 @@
-"""Puts each stage's diff into stages/README.md, between markers, so that a lesson shows the text as it is.
+"""Puts into stages/README.md, between markers, each stage's diff as it is and what the committed records say.
 
 Run it as python -m measure.lessons.
 """
@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 
 from data import write_whole
+from measure import misread
+from measure.figures import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "stages" / "README.md"
@@ -47,5 +49,18 @@ def with_diffs(page):
     return re.sub(r"<!-- diff s(\d\d) -->.*?<!-- end -->", block, page, flags=re.DOTALL)
 
 
+def with_misreadings(page):
+    """The page with the block `<!-- misread -->` ... `<!-- end -->` holding the table of what committed records say."""
+    results = Results.read(ROOT / "results" / f"{misread.NAME}.jsonl")
+    table = misread.as_table(misread.misreadings(results))
+    block = f"<!-- misread -->\n{table}\n<!-- end -->"
+    return re.sub(r"<!-- misread -->.*?<!-- end -->", lambda _: block, page, flags=re.DOTALL)
+
+
+def fresh(page):
+    """The page with everything between markers as it is now."""
+    return with_misreadings(with_diffs(page))
+
+
 if __name__ == "__main__":
-    write_whole(PAGE, with_diffs(PAGE.read_text()).encode())
+    write_whole(PAGE, fresh(PAGE.read_text()).encode())

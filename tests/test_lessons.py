@@ -1,13 +1,13 @@
-"""stages/README.md shows each stage's diff as it is."""
+"""stages/README.md shows the stages' diffs as they are, and its commands run."""
 
 import re
 
-from measure.lessons import PAGE, code_diff, with_diffs
+from measure.lessons import PAGE, code_diff, fresh, with_diffs
 
 
 def test_the_lessons_hold_the_diffs_of_the_stages_as_they_are():
     page = PAGE.read_text()
-    assert with_diffs(page) == page, "run python -m measure.lessons"
+    assert fresh(page) == page, "run python -m measure.lessons"
     assert re.findall(r"<!-- diff s(\d\d) -->", page) == [f"{i:02d}" for i in range(2, 13)]
 
 
@@ -20,6 +20,6 @@ def test_a_line_that_only_moved_to_the_right_is_no_change(tmp_path):
 
 def test_a_stale_diff_is_replaced_and_the_text_around_it_is_not():
     page = "before\n<!-- diff s02 -->\nold\n<!-- end -->\nafter\n"
-    fresh = with_diffs(page)
-    assert fresh.startswith("before\n<!-- diff s02 -->\n```diff\n") and fresh.endswith("\n```\n<!-- end -->\nafter\n")
-    assert '+torch.set_float32_matmul_precision("high")' in fresh and "old" not in fresh
+    now = with_diffs(page)
+    assert now.startswith("before\n<!-- diff s02 -->\n```diff\n") and now.endswith("\n```\n<!-- end -->\nafter\n")
+    assert '+torch.set_float32_matmul_precision("high")' in now and "old" not in now
