@@ -19,6 +19,7 @@ WHAT = {
     "s11_accum": "gradient accumulation",
     "s12_ddp": "DistributedDataParallel",
 }
+COLOURS = '%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "#3b7dd8, #d9822b"}}}}%%'
 FOR_THE_LOSS = ("s07_clip", "s08_cosine", "s09_decay")
 
 
@@ -41,6 +42,9 @@ def table(results, stages=None):
         cells = row(results, name, step)
         if stages and name in WHAT:
             cells[0] = f"[{name}]({stages}{name}.py)"
+        if stages:
+            # a page may break before the quartiles, and not within a figure
+            cells[2:-1] = [cell.replace(" ", "\u00a0").replace("\u00a0[", " [") for cell in cells[2:-1]]
         rows.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
@@ -55,7 +59,7 @@ def row(results, name, step):
     return [
         *cells,
         f"{summary['tok_per_sec']:,.0f}",
-        f"{summary['dt_ms']:.1f} [{summary['dt_q1_ms']:.1f}, {summary['dt_q3_ms']:.1f}]",
+        f"{digits(summary['dt_ms'])} [{digits(summary['dt_q1_ms'])}, {digits(summary['dt_q3_ms'])}]",
         memory(summary),
         str(versus(results, name, before(results, name)) or "–"),
         str(versus(results, name, results.names[0]) or "–"),
@@ -63,6 +67,11 @@ def row(results, name, step):
         f"{results.loss(name, step):.4f}",
         note(results, name),
     ]
+
+
+def digits(ms):
+    """Milliseconds with the digits that mean something: none behind the point from 100 on."""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
 def memory(summary):
@@ -211,16 +220,20 @@ def charts(results):
         return ""
     names = ", ".join(n.split("_")[0] if results.settings["question"] == "ladder" else f'"{n}"' for n, _ in shown)
     bars = ", ".join(f"{s['tok_per_sec']:.0f}" for _, s in shown)
-    text = f'```mermaid\nxychart-beta\n    title "tokens a second"\n    x-axis [{names}]\n    bar [{bars}]\n```\n'
+    top = 1.1 * max(s["tok_per_sec"] for _, s in shown)
+    text = (
+        f'```mermaid\n{COLOURS}\nxychart-beta\n    title "tokens a second"\n    x-axis [{names}]\n'
+        f"    y-axis 0 --> {top:.0f}\n    bar [{bars}]\n```\n"
+    )
     pair = [n for n in ("s07_clip", "s08_cosine") if results.steps(n)]
     if len(pair) == 2:
         curves = [[f"{s['loss']:.3f}" for s in max((r[1] for r in results.of(n)), key=len)] for n in pair]
         curves = [curve[: min(map(len, curves))] for curve in curves]
         steps = ", ".join(str(i) for i in range(len(curves[0])))
         text += (
-            "\nLoss by step, constant learning rate (s07, bars) against warmup and cosine decay (s08, line):\n\n"
-            f"```mermaid\nxychart-beta\n    x-axis [{steps}]\n"
-            f"    bar [{', '.join(curves[0])}]\n    line [{', '.join(curves[1])}]\n```\n"
+            "\nLoss by step, constant learning rate (s07, blue) against warmup and cosine decay (s08, orange):\n\n"
+            f"```mermaid\n{COLOURS}\nxychart-beta\n    x-axis [{steps}]\n"
+            f"    line [{', '.join(curves[0])}]\n    line [{', '.join(curves[1])}]\n```\n"
         )
     return text
 
