@@ -22,6 +22,8 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 from stages.record import read_record
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tensors are small here, and stages run beside the tests
 
 STAGES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}

@@ -16,15 +16,16 @@ RUNNER = """
 import os, runpy, shlex, subprocess, sys
 for line in sys.stdin.read().splitlines():
     if line.startswith("python "):  # here, since torch takes long to import
-        sys.argv = shlex.split(line)[1:]
-        folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-        sys.path.insert(0, folder)
+        sys.argv, run = shlex.split(line)[1:], runpy.run_path
+        if sys.argv[0] == "-m":
+            sys.argv, run = sys.argv[1:], runpy.run_module
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
         status = 0
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            run(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             status = end.code or 0
-        sys.path.remove(folder)
+        del sys.path[0]
         sys.modules.pop("harness", None)
     else:
         status = subprocess.call(line, shell=True)
@@ -56,7 +57,7 @@ def runnable(line):
         return shlex.join([*words, *SMALL])
     if words[1] == "model.py":
         return shlex.join([*words, "--device", "cpu", *(["--tokens", "2"] if "--prompt" in words else [])])
-    return shlex.join([sys.executable, *words[1:], *([] if words[1] == "-m" else ["--help"])]) + " > python.out"
+    return shlex.join([*words, *([] if words[1] == "-m" else ["--help"])])
 
 
 @pytest.mark.parametrize("page", ["README.md", "stages/README.md"])
