@@ -208,7 +208,7 @@ def rounds_done(results, name):
 def room_for(n, live):
     """Whether memory allows n more processes: for each, one and a half times what one of these has held at most."""
     free = free_memory()
-    steps = [step for process in live if process.record.exists() for step in read_record(process.record)[1]]
+    steps = [step for process in live if process.steps for step in read_record(process.record)[1]]
     return free is None or free > n * 1.5 * max((step.get("memory") or 0 for step in steps), default=0)
 
 

@@ -131,7 +131,7 @@ def technique(results, name):
     if name == "s11_accum":
         return f"{header['accum']} micro-batches a step"
     if name == "s12_ddp" and header["world_size"] == 1:
-        return "no-op: one process"
+        return "one process: what DDP itself costs"
     return ""
 
 

@@ -1,9 +1,10 @@
 """Stage 6 · vocab: pad the vocabulary from 50257 to 50304 rows.
 
 50257 is odd. A matrix product works in tiles of 64 or 128 columns, so the last tile of the logits is handled apart, and
-rows of 100,514 bytes start where a wide load may not. 50304 is 128 x 393: more work on paper, less time on a GPU.
-The 47 new ids occur in no text. Their logits do enter the softmax's sum, which adds log(1 + 47/50257) = 0.0009 to the
-first loss and fades as the model learns that they never come. On a CPU there are no such tiles, and it does nothing.
+rows of 100,514 bytes start where a wide load may not. 50304 is 128 x 393: more work on paper, less time on a GPU, and
+on a CPU with AMX, which has tiles too; on other CPUs it does nothing. The 47 new ids occur in no text. Their logits do
+enter the softmax's sum, which adds log(1 + 47/50257) = 0.0009 to the first loss and fades as the model learns that
+they never come.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
