@@ -1,5 +1,7 @@
 """From figures to what a reader sees: the table, what stands under it, and its place in a README."""
 
+import math
+
 from data import InputError
 from measure.figures import RATE, flops_per_token
 from stages.record import text_sha256
@@ -227,7 +229,8 @@ def charts(results):
     )
     pair = [n for n in ("s07_clip", "s08_cosine") if results.steps(n)]
     if len(pair) == 2:
-        curves = [[f"{s['loss']:.3f}" for s in max((r[1] for r in results.of(n)), key=len)] for n in pair]
+        longest = [max((record[1] for record in results.of(n)), key=len) for n in pair]
+        curves = [[f"{s['loss']:.3f}" for s in steps if math.isfinite(s["loss"])] for steps in longest]
         curves = [curve[: min(map(len, curves))] for curve in curves]
         steps = ", ".join(str(i) for i in range(len(curves[0])))
         text += (

@@ -1,6 +1,7 @@
 """The bench: from records to figures, from figures to the table, and its command line."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -497,6 +498,13 @@ def test_the_chart_has_a_bar_for_every_row_that_has_figures(texts_as_recorded):
     shown = {row.split("_")[0]: cells["tok/sec"] for row, cells in cells_of(results).items() if cells["tok/sec"] != "–"}
     assert dict(zip(names, bars, strict=True)) == {name: cell.replace(",", "") for name, cell in shown.items()}
     assert names == sorted(names)
+
+
+def test_a_loss_that_is_no_number_is_left_out_of_the_curves():
+    records = {(0, name): record_of(name, [1.0, 1.0]) for name in ("s07_clip", "s08_cosine")}
+    records[0, "s07_clip"][1][-1]["loss"] = math.nan
+    curves = table.charts(results_of(records)).split("```")[3]
+    assert "nan" not in curves and "x-axis [0, 1, 2, 3]" in curves
 
 
 def test_the_losses_of_s07_and_s08_stand_side_by_side(texts_as_recorded):
