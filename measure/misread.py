@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from measure.figures import Results
+from measure.figures import TWIN, Results
 from stages.record import WARMUP
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def misreadings(results):
             (
                 f"two runs at different times: the fastest and the slowest step of {twin.split('_')[0]} itself",
                 f"{slow / fast:.2f} times as fast",
-                f"{results.speedup(twin + ' again', twin)}, as two copies that ran together",
+                f"{results.speedup(twin + TWIN, twin)}, as two copies that ran together",
             )
         )
     return found
@@ -82,8 +82,13 @@ def as_table(found):
 
 def main():
     name = sys.argv[1] if len(sys.argv) > 1 else NAME
-    print(as_table(misreadings(Results.read(ROOT / "results" / f"{name}.jsonl"))))
+    path = ROOT / "results" / f"{name}.jsonl"
+    if not path.exists():
+        print(f"misread: error: {path} is not there: pass the NAME of a bench that ran", file=sys.stderr)
+        return 2
+    print(as_table(misreadings(Results.read(path))))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

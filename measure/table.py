@@ -3,7 +3,7 @@
 import math
 
 from data import InputError
-from measure.figures import RATE, flops_per_token
+from measure.figures import RATE, TWIN, flops_per_token
 from stages.record import text_sha256
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -208,7 +208,7 @@ def noise_line(results):
     twin, noise = results.twin(), results.noise()
     if noise is None:
         return "Noise: no pair of identical processes finished, so no difference is called one."
-    apart = versus(results, twin + " again", twin)
+    apart = versus(results, twin + TWIN, twin)
     return (
         f"Noise: {twin} ran twice, and one copy was {apart.value:.3f} ± {apart.spread:.3f} times as fast as the other; "
         f'a step from row to row of less than {100 * noise:.1f} %, or than its own ±, is called "no difference".'
