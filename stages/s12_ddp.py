@@ -6,7 +6,7 @@ Every rank holds the whole model and reads its own slices of the data. Distribut
 over the ranks, bucket by bucket while the backward still runs, so that all take the step that one process would take
 with every micro-batch. Once a step is enough, with the last micro-batch; DDP looks at that flag in the forward, so it
 is set before. Under plain python the world is one process and this is the stage before. On a CPU the ranks share
-the cores and gain nothing.
+its cores, and gain as much as one process had left idle: little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
