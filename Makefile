@@ -13,18 +13,19 @@ endif
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
-	@echo 'make bench         all twelve stages, a table   (ARGS="s05 s11 --steps 20" for flags of bench.py)'
+	@echo 'make bench         all stages, a table      (ARGS="s05 s11 --steps 20" for flags of bench.py)'
 	@echo 'make amp           float32, float16 and bfloat16 side by side'
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
 	@echo 'make test          the tests, on the CPU'
-	@echo 'make diff N=5      what stage 5 changes         (A=s01 B=s12 for any two)'
+	@echo 'make diff N=5      what stage 5 changes     (A=s01 B=s12 for any two)'
 	@echo 'make clean         remove .venv and caches, keep results'
 	@echo 'PY=python3 with any of them uses that Python and installs nothing'
 
 setup: $(runtime)
 
 .venv/runtime: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH, or pass PY=" % sys.version_info[:2])'
 	test -x .venv/bin/python || python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
@@ -42,7 +43,7 @@ amp limit scale: $(runtime)
 test: $(dev)
 	@$(PY) -m pytest -q $(ARGS)
 
-# git colours it where the terminal can, and -w leaves out lines that only moved to the right
+# git colors it where the terminal can, and -w leaves out lines that only moved to the right
 diff:
 	@if [ -n "$(A)" ] && [ -n "$(B)" ]; then old="$(A)"; new="$(B)"; \
 	else new=$$(expr "$(N)" + 0 2>/dev/null) || new=0; old=$$(expr $$new - 1); \

@@ -1,82 +1,101 @@
 """Runs the stages in processes of their own and writes a table of what each is worth on this machine.
 
-    python bench.py                    all twelve
+    python bench.py                    all stages
     python bench.py s05 s11            these, by number or name
     python bench.py amp                float32, float16 with loss scaling and bfloat16, side by side
     python bench.py limit s05 s11      the largest batch that fits
     python bench.py scale              s12 on 1, 2, ... processes
 
-Every flag of a stage can be given and goes to all of them. The table goes to stdout and to results/NAME.md, the records
-to results/NAME.jsonl. On a CPU all processes live at once and take one step each in turn; on a GPU they run one after
-the other, and the whole is done again in rounds.
+Every flag of a stage can be given and goes to all of them. The table goes to stdout and to results/NAME.md, each step
+to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in turn; on a
+GPU they run one after the other, in several rounds.
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
+import math
 import os
+import queue
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
-from dataclasses import replace
-from datetime import date
+import tempfile
+import threading
+import time
+from collections import namedtuple
+from datetime import datetime
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "stages"))
+
+from harness import WARMUP, Parser, add_flags, code_sha256, machine, positive, report, resolve, source
+
+import torch
 
 import data
 from data import InputError, write_whole
-from measure import questions, table
-from measure.figures import TWIN, Results
-from measure.processes import Session, free_memory
-from stages import harness, machine
-from stages.record import read_record
 
-ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 STAGES = sorted(path.stem for path in (ROOT / "stages").glob("s[0-9][0-9]_*.py"))
+MODES = {  # the stages of each, and what may differ between its runs
+    "ladder": (STAGES, []),
+    "amp": (["s03_bf16"], ["amp_dtype"]),
+    "limit": (["s05_flash", "s11_accum"], ["batch_size"]),
+    "scale": (["s12_ddp"], ["world_size", "threads"]),
+}
+PROBE = "stages/harness/probe.py"
+PATIENCE = 5  # seconds in which a process ends that was told to, or that has closed its output
 
 
 def parse(argv):
     """The command line, checked, every default filled in for the device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("what", nargs="*", metavar="STAGE", help="stages, or one of the questions amp, limit and scale (all stages)")
-    add("--rounds", type=int, metavar="N", help="times that every process is started afresh (3; 1 on a CPU)")
+    add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit and scale (all stages)")
+    add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (5; 1 on a CPU)")
     add("--out", metavar="NAME", help="of the files in results/ (the date and the device)")
-    add("--resume", metavar="NAME", help="go on with a bench that was interrupted")
+    add("--resume", metavar="NAME", help="continue a bench that was interrupted, with the flags it had")
     add("--render", metavar="NAME", help="draw results/NAME.md again from its records, and run nothing")
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
-    add("--timeout", type=float, default=600, metavar="S", help="stop a stage with no step for so long (%(default)s s)")
-    add("--batches", type=int, metavar="N", help="for amp: the same as --steps")
+    add(
+        "--timeout",
+        type=positive,
+        default=600,
+        metavar="S",
+        help="stop a stage with no step for so long (%(default)s s)",
+    )
     add(
         "--memory-budget",
-        type=float,
+        type=positive,
         metavar="GB",
-        help="for limit on a CPU: what a run may hold (half of what is free)",
+        help="for limit on a CPU: what a run may hold (half of the free)",
     )
-    add("--ranks", type=int, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
-    harness.add_flags(parser)
+    add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
+    add_flags(parser)
     args = parser.parse_args(argv)
     try:
-        if args.record or args.save or args.lockstep:
-            raise InputError("--record, --save and --lockstep are for a single stage: python stages/s01_baseline.py")
-        args.given = [f for f in ("amp_dtype", "compile") if getattr(args, f) is not None]
-        args.steps = args.steps if args.batches is None else args.batches
-        args.stage = ""
-        harness.resolve(args)
-        cpu = args.device.type == "cpu"
-        args.rounds = args.rounds if args.rounds is not None else 1 if cpu else 3
-        for flag in ("rounds", "timeout", "memory_budget", "ranks"):
-            if getattr(args, flag) is not None and getattr(args, flag) <= 0:
-                raise InputError(f"--{flag.replace('_', '-')} must be more than 0, got {getattr(args, flag)}")
+        if args.resume and argv not in (["--resume", args.resume], [f"--resume={args.resume}"]):
+            raise InputError(f"--resume {args.resume} continues with the flags of before: pass no other")
+        if args.record or args.save or args.led:
+            raise InputError("--record and --save are for a single stage: python stages/s01_baseline.py")
+        args.given = [flag for flag in ("amp_dtype", "compile") if getattr(args, flag) is not None]
+        args.steps, args.stage, args.argv = args.steps or 24, "", argv
+        resolve(args)
+        args.interleaved = args.device.type == "cpu"
+        args.rounds = (1 if args.interleaved else 5) if args.rounds is None else args.rounds
+        if args.steps <= WARMUP:
+            raise InputError(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
         for name in (args.out, args.resume, args.render):
             if name is not None and not re.fullmatch(r"[\w][\w.+-]*", name):
                 raise InputError(f"{name!r} is no name for a file in results/: pass letters, digits, '.', '-' and '_'")
-        args.question = args.what.pop(0) if args.what and args.what[0] in questions.QUESTIONS else "ladder"
-        args.stages = [stage_named(word) for word in args.what] or questions.QUESTIONS.get(args.question, STAGES)
-        args.stages = sorted(set(args.stages))
+        args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
+        args.stages = sorted({stage_named(word) for word in args.what}) or MODES[args.mode][0]
     except InputError as error:
         parser.error(str(error))
     return args
@@ -84,16 +103,48 @@ def parse(argv):
 
 def stage_named(word):
     """The stage that s05, 5, 05 or s05_flash names. Raises InputError."""
-    match = re.fullmatch(r"s?(\d{1,2})", word)
-    found = [s for s in STAGES if s == word or (match and int(s[1:3]) == int(match[1]))]
-    if not found:
-        raise InputError(f"{word} is no stage: pass s01 to s12, or one of {', '.join(questions.QUESTIONS)}")
-    return found[0]
+    for stage in STAGES:
+        if word == stage or re.fullmatch(rf"s?{int(stage[1:3])}|s?{stage[1:3]}", word):
+            return stage
+    raise InputError(f"{word} is no stage: pass s01 to {STAGES[-1][:3]}, or one of {', '.join(MODES)}")
+
+
+# a row of the table, or a probe: a script, with the flags it gets beyond those that all share; ranks: processes under
+# torchrun, 0 without it; env: what it adds to the environment
+Row = namedtuple("Row", "name script change flags ranks env", defaults=("", (), 0, {}))
+
+
+def rows_of(args):
+    """(rows, probes) of a bench, each a Row. Raises InputError for a mode that a stage can't answer."""
+    peak, scripts = Row(report.PEAK, PROBE), [f"stages/{stage}.py" for stage in args.stages]
+    if args.mode == "amp":
+        if len(args.stages) > 1 or int(args.stages[0][1:3]) < 3:
+            raise InputError("amp compares dtypes in one stage from s03 on: pass one, such as s10")
+        if "amp_dtype" in args.given:
+            raise InputError("amp runs every dtype: leave --amp-dtype out")
+        dtypes = ("float32", "float16", "bfloat16")
+        return [Row(dtype, scripts[0], "", ["--amp-dtype", dtype]) for dtype in dtypes], [peak]
+    if args.mode == "scale":
+        if args.stages != ["s12_ddp"]:
+            raise InputError("scale is about s12, the one stage that knows several processes")
+        there = machine.cores() if args.interleaved else getattr(torch, args.device.type).device_count()
+        most = args.ranks or (min(2, there) if args.interleaved else there)
+        if most > there:
+            raise InputError(f"--ranks {most}: this machine has {there} {'cores' if args.interleaved else 'devices'}")
+        if args.accum % most:
+            args.accum = most * max(1, round(args.accum / most))
+        env = {"OMP_NUM_THREADS": str(max(1, there // most))} if args.interleaved else {}
+        sizes = sorted({2**i for i in range(most.bit_length())} | {most})  # 1, 2, 4, ... and all
+        rows = [Row(f"{n} rank{'s' * (n > 1)}", scripts[0], ranks=n, env=env) for n in sizes]
+        return rows, [row._replace(name=f"all-reduce {row.name}", script=PROBE) for row in rows if row.ranks > 1]
+    titles = [source(stage)[0].partition("\n")[0].partition(": ")[2].rstrip(".") for stage in args.stages]
+    return [Row(*row) for row in zip(args.stages, scripts, titles, strict=True)], [peak]
 
 
 def stage_flags(args):
     """The flags that every process gets: those given, and the defaults made explicit."""
-    flags = ["--device", str(args.device)]
+    device = args.device.type if args.mode == "scale" else str(args.device)  # each rank takes a device of its own
+    flags = ["--device", device, "--steps", str(args.steps)]
     for name in ("batch_size", "seq_len", "size", "seed", "accum"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.data:
@@ -106,180 +157,340 @@ def stage_flags(args):
 
 
 def say(line, brief=False):
-    """Tell on stderr where the bench is; a brief line takes the place of the last where that is a terminal."""
-    if sys.stderr.isatty():
-        end = "" if brief else "\n"
-        line = line[: shutil.get_terminal_size().columns - 1]  # what wraps can't be overwritten
-        print(f"\r\033[K{line}", end=end, file=sys.stderr, flush=True)
-    else:
-        print(line, file=sys.stderr, flush=True)
+    """Report on stderr where the bench is; a brief line replaces the last where that is a terminal."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed terminal costs no record
+        if sys.stderr.isatty():
+            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps can't be overwritten
+            print(f"\r\033[K{line}", end="" if brief else "\n", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
-def settings_of(args, contenders):
-    """The bench's own line in the results: what makes two benches the same."""
-    cpu = args.device.type == "cpu"
-    return dict(
-        kind="bench",
-        question=args.question,
-        names=[c.name for c in contenders],
-        lockstep=cpu,
-        rounds=args.rounds,
-        steps=args.steps,
-        flags=stage_flags(args),
-        varies=questions.VARIES.get(args.question, []),
-        what={c.name: " ".join(c.flags) for c in contenders if c.flags},
-        command=shlex.join(["python", "bench.py", *sys.argv[1:]]),
-        environment=machine.environment(args.device),
-    )
+class Process:
+    """A row at work. It takes a step for each ask() and ends by itself when this process dies."""
+
+    def __init__(self, row, args, write, budget=None):
+        """write(entry): keeps a line of its record. budget: bytes of memory that it may hold, or None."""
+        self.row, self.timeout, self.write, self.budget = row, args.timeout, write, budget
+        self.failure, self.speed, self.held = None, 0, 0
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"] if row.ranks else []
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, str(ROOT / row.script), *stage_flags(args), *row.flags, "--led"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its children in order
+            env=os.environ | {"PYTHONSAFEPATH": ""} | row.env,  # a stage finds the harness beside itself
+        )
+        self.lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith(b'{"kind":') and line.endswith(b"}\n"):  # else a library printed it, or it was cut off
+                self.lines.put(json.loads(line))
+        self.lines.put(None)
+
+    def ask(self):
+        """Ask for one step, and do not wait for it."""
+        self.deadline = time.monotonic() + self.timeout
+        with contextlib.suppress(OSError):  # the process is gone: poll() finds out why
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
+
+    def close(self):
+        """Ask for the summary."""
+        self.deadline = time.monotonic() + 60
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def poll(self, seconds=math.inf):
+        """True where the step has ended, False where the process has: see failure; None after so many seconds."""
+        until = time.monotonic() + seconds
+        while self.failure is None:
+            try:
+                entry = self.lines.get(timeout=0.05)
+            except queue.Empty:
+                if time.monotonic() > self.deadline:
+                    self.failure = f"no answer in {self.timeout:.0f} s: stopped; raise --timeout if it is only slow"
+                elif self.budget and machine.resident_memory(self.process.pid) > self.budget:
+                    self.failure = f"out of memory: more than the budget of {self.budget / 1e9:.1f} GB"
+                elif time.monotonic() > until:
+                    return None
+                continue
+            if entry is None or entry["kind"] == "error":
+                self.failure = entry["error"] if entry else self._why_it_ended()
+                return False
+            self.write(entry)
+            if entry["kind"] == "step":
+                self.held = max(self.held, (entry.get("memory") or 0) * max(1, self.row.ranks))
+                self.speed = entry.get("tokens", 0) / entry.get("dt", 1)
+                return True
+        return False
+
+    def _why_it_ended(self):
+        """What a process died of that has closed its output, or None where it ended as it should."""
+        try:
+            code = self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return "closed its output, and did not end"
+        self.errors.seek(0)
+        last = "".join(self.errors.read().decode(errors="replace").strip().splitlines()[-1:])[:200]
+        if code == -9:  # SIGKILL
+            return "killed by the system, most likely out of memory: try a smaller --batch-size"
+        if code == 2 and "error: " in last:  # refused by its own checks
+            return last.partition("error: ")[2]
+        return f"exit status {code}: {last}".rstrip(": ") if code else None
+
+    def stop(self):
+        """End the process and all that it started, at once where it does not end by itself."""
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE)
+        self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        self.process.wait()
+        if self.failure:
+            self.write(dict(kind="error", error=self.failure))
+        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def signal(self, number):
+        """Send a signal to the process and to all that it started."""
+        with contextlib.suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, number)  # it leads a group of its own
+            else:
+                self.process.send_signal(number)
 
 
-def free_name(args):
-    """results/NAME for a new bench, never one that is there."""
-    wanted = args.out
-    if wanted is None:
-        device = re.sub(r"\W+", "-", re.sub(r"\(\w+\)", "", machine.device_name(args.device))).strip("-").lower()
-        wanted = f"{date.today()}-{device}" + ("" if args.question == "ladder" else f"-{args.question}")
-    names = [wanted] if args.out else [wanted] + [f"{wanted}-{i}" for i in range(2, 1000)]
-    for name in names:
-        if not any((RESULTS / f"{name}{end}").exists() for end in (".md", ".jsonl", ".parts")):
-            return name
-    raise InputError(
-        f"results/{wanted} is there already: pass another --out, or --resume {wanted}, or --render {wanted}"
-    )
+class Session:
+    """Fresh processes of some rows, led through warm-up and counted steps, one step each in turn."""
+
+    def __init__(self, args, path, number, budget=None):
+        self.args, self.path, self.number, self.budget, self.live, self.failed = args, path, number, budget, [], set()
+
+    def start(self, row):
+        """A Process of a row, whose record goes to the results file."""
+
+        def write(entry):
+            line = dict(kind=entry["kind"], session=self.number, name=row.name) | entry
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps(line) + "\n")
+
+        self.live.append(Process(row, self.args, write, self.budget))
+        return self.live[-1]
+
+    def room(self):
+        """How many processes to start next: one, which shows what a process holds, then two where memory allows."""
+        free, held = machine.free_memory(), 1.5 * max((process.held for process in self.live), default=0)
+        return min(2 if self.live else 1, int(free // held) if free is not None and held else 2)
+
+    def lead(self, rows, steps):
+        """Take as many of the rows as memory holds through warm-up and so many counted steps; the names that failed."""
+        rest = list(rows)
+        try:
+            while rest and (n := self.room()):
+                some = [self.start(row) for row in rest[:n]]  # two at once, since compilation keeps one core busy
+                del rest[:n]
+                names = ", ".join(process.row.name for process in some)
+                say(f"[{len(rows) - len(rest)}/{len(rows)}] {names}: start and warm-up", brief=True)
+                for _ in range(WARMUP):
+                    self.step([process for process in some if not process.failure])
+            began = time.monotonic()
+            for step in range(1, steps + 1):
+                # there and back, so that a drift of the machine's speed hits the first and the last alike
+                for process in self.live[:] if step % 2 else self.live[::-1]:
+                    time.sleep(0.02 * (len(self.live) > 1))  # the last one's threads may still spin, waiting for work
+                    self.step([process])
+                left = (time.monotonic() - began) / step * (steps - step)
+                speeds = [f"{report.short(p.row.name)} {p.speed:,.0f}" for p in self.live if p.speed]
+                say(f"step {step}/{steps}, {left:.0f} s left | tok/sec {', '.join(speeds)}", brief=True)
+            self.step(self.live[:], Process.close)  # all together, since each takes its time to leave
+        finally:
+            for process in self.live:
+                process.signal(signal.SIGTERM)  # likewise
+            for process in self.live:
+                process.stop()
+        return self.failed
+
+    def step(self, processes, ask=Process.ask):
+        """Ask processes for a step at once, wait for all of them, and drop those that failed."""
+        for process in processes:
+            ask(process)
+        for process in processes:
+            process.poll()
+        for process in filter(lambda process: process.failure, processes):
+            say(f"{process.row.name} failed: {process.failure}")
+            self.failed.add(process.row.name)
+            self.live.remove(process)
+            process.stop()
 
 
-def resumed(name, settings):
-    """The folder of an interrupted bench, if it was made with the same settings on the same machine."""
-    parts = RESULTS / f"{name}.parts"
-    if not (parts / "bench.json").exists():
-        raise InputError(f"results/{name} has nothing to resume: it is complete, or was never begun")
-    before = json.loads((parts / "bench.json").read_text())
-    old, new = ({**s, **s["environment"]} for s in (before, settings))
-    for key in sorted(new.keys() - {"command", "environment"}):
-        if old.get(key) != new[key]:
-            raise InputError(f"--resume {name}: {key} was {old.get(key)} and is {new[key]}; start a new bench")
-    return parts
-
-
-def run(args, rows, parts):
-    """Take every row through its rounds, leaving a record each in `parts`; goes on from the records that are there."""
-    if args.question == "limit":
-        for row in rows:
-            questions.find_limit(args, row.name, parts, stage_flags(args), say)
-        return
-    twin = rows[len(rows) // 2]
-    extras = questions.extras(args, rows)
-    everyone = [rows[0], *extras, *rows[1:]]
-    everyone.insert(everyone.index(twin) + 1, replace(twin, name=twin.name + TWIN))  # apart by what neighbours are
+def run(args, path, rows, probes):
+    """Lead sessions until every row has its counted steps; those that are in the results file count."""
+    pair = rows[len(rows) // 2]
+    everyone = [*rows]
+    everyone.insert(everyone.index(pair) + 1, pair._replace(name=pair.name + report.AGAIN))
     failed, before = set(), None
     while True:
-        results = Results.read(parts)
-        wanted = args.steps * args.rounds if results.lockstep else args.rounds
-        missing = {c.name: wanted - rounds_done(results, c.name) for c in everyone if c not in extras}
-        todo = [c for c in everyone if missing.get(c.name, 0) > 0 and c.name not in failed]
-        if not todo:
+        results = report.Results(path)
+        need = {
+            row.name: max(0, results.wanted - len(results.steps(row.name)))
+            for row in everyone
+            if row.name not in failed
+        }
+        rest = [row for row in everyone if need.get(row.name)]
+        if need == before:
+            say("no memory for another process beside the first ones: try a smaller --batch-size")
+        if not rest or need == before:
             return
-        if before == (todo, sum(missing[c.name] for c in todo)):
-            say("no memory for a second process beside the first: try a smaller --batch-size")
-            return
-        before = todo, sum(missing[c.name] for c in todo)
-        steps = min(args.steps, max(missing.values())) if results.lockstep else args.steps
-        # what all others are compared with is in every session; extras that have figures leave the room to others
-        always = [c for c in (rows[0], *(c for c in extras if not results.steps(c.name))) if c.name not in failed]
-        todo = [*always, *(c for c in todo if c not in always)]
-        todo += [c for c in extras if c not in todo and c.name not in failed]
-        number = 1 + max((session for session, _ in results.records), default=-1)
-        names = [row.name for row in rows]
-        session = Session(parts, number, stage_flags(args), steps, args.timeout, say, names)
-        if results.lockstep:
-            session.in_lockstep(todo, lambda n, live=session.live: room_for(n, live))
-        else:
-            session.one_by_one(todo)
-        failed |= session.failures.keys()
+        before = need
+        # a row is compared with the first one and the one above: both are in its session, and so are the probes
+        above = [row for row in everyone[: everyone.index(rest[0])] if row in rows and row.name in need]
+        first, *others = [*above[:1], *above[1:][-1:], *rest]
+        probing = [row for row in probes if row.name not in failed]
+        steps = min(args.steps - WARMUP, max(need.values()))
+        session = 1 + max((number for number, _ in results.runs), default=-1)
+        if args.interleaved:  # the first one warms up alone, and shows what one holds
+            groups = [[first, *probing, *others]]
+        else:  # the probes warm the card up; there and back, so that a drift hits the first and the last alike
+            groups = [[row] for row in probing + [first, *others][:: 1 if session % 2 == 0 else -1]]
+        for group in groups:
+            failed |= Session(args, path, session).lead(group, steps)
 
 
-def rounds_done(results, name):
-    """How many rounds a contender has behind it; one less than it took where the last of them was interrupted."""
-    done = len(results.seconds_per_token(name))
-    end = results.end(name)
-    return done - 1 if done and (end is None or "error" in end) else done
+def find_limit(args, path, rows):
+    """Double the batch of each row until it no longer fits, and bisect: a fresh process for each batch."""
+    budget = None
+    if args.device.type == "cpu":
+        budget = args.memory_budget * 1e9 if args.memory_budget else (machine.free_memory() or 0) / 2
+
+    def fits(row, batch, steps=0):
+        tried = row._replace(name=f"{row.name} B{batch}", flags=["--batch-size", str(batch)])
+        key = (int(steps > 0), tried.name)
+        runs = report.Results(path).runs
+        if key not in runs or not runs[key].end:
+            Session(args, path, key[0], budget).lead([tried], steps)
+        error = report.Results(path).runs[key].end.get("error")
+        say(f"{tried.name}: {error or 'fits'}")
+        return not error
+
+    for row in rows:
+        low, high = 0, 1
+        while fits(row, high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(row, middle) else (low, middle)
+        while low and not fits(row, low, steps=3):
+            low -= 1  # a longer run holds a little more
 
 
-def room_for(n, live):
-    """Whether memory allows n more processes: for each, one and a half times what one of these has held at most."""
-    free = free_memory()
-    steps = [step for process in live if process.steps for step in read_record(process.record)[1]]
-    return free is None or free > n * 1.5 * max((step.get("memory") or 0 for step in steps), default=0)
+def first_line(args, rows):
+    """The bench's own line in the records: all that must be the same where it continues."""
+    tokens = data.load_tokens(args.data)  # downloaded and tokenized once, for all processes
+    data.TokenLoader(tokens, args.batch_size, args.seq_len)
+    if data.offline:
+        os.environ["LADDER_OFFLINE"] = "1"
+    sources = [ROOT / "model.py", ROOT / "data.py", *(ROOT / "stages" / "harness").glob("[!r]*.py")]
+    sources = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
+    return dict(
+        kind="bench",
+        mode=args.mode,
+        rows=[row.name for row in rows],
+        change={row.name: row.change for row in rows},
+        interleaved=args.interleaved,
+        warmup=WARMUP,
+        steps=args.steps,
+        rounds=args.rounds,
+        flags=stage_flags(args),
+        varies=MODES[args.mode][1],
+        corpus=tokens.corpus,
+        tokenizer=tokens.tokenizer,
+        sources=sources | {stage: code_sha256(stage) for stage in args.stages},
+        environment=machine.environment(args.device),
+        command=shlex.join(["python", "bench.py", *args.argv]),
+    )
 
 
-def show(args, name, results):
-    """Print the table, write the files, and say how the bench ended: the exit status."""
-    mixed = results.mixed()
-    if mixed:
-        raise InputError(f"results/{name} mixes runs that can't be compared: {mixed}")
-    print(questions.body(results))
-    write_whole(RESULTS / f"{name}.jsonl", results.text().encode())
-    write_whole(RESULTS / f"{name}.md", questions.page(results).encode())
-    print(f"written to results/{name}.md and results/{name}.jsonl", file=sys.stderr)
-    if args.readme:
-        readme = ROOT / "README.md"
-        text = table.between_markers(readme.read_bytes().decode(), questions.body(results, "stages/"))
-        write_whole(readme, text.encode())
-    return 0 if questions.complete(results) else 1
+def resumed(path):
+    """(args, rows, probes) of a bench that was interrupted. Raises InputError where anything that runs has changed."""
+    before = report.Results(path).bench
+    args = parse(shlex.split(before["command"])[2:])
+    rows, probes = rows_of(args)
+    old, new = ({**line, **line["sources"], **line["environment"]} for line in (before, first_line(args, rows)))
+    for key in sorted(new.keys() - {"sources", "environment"}):
+        if old.get(key) != new[key]:
+            raise InputError(f"--resume {path.stem}: {key} was {old.get(key)} and is {new[key]}; start a new bench")
+    text = path.read_bytes()
+    if not text.endswith(b"\n"):
+        write_whole(path, text[: text.rfind(b"\n") + 1])  # without the line that was cut off
+    return args, rows, probes
+
+
+def show(path, readme):
+    """Write the page and README's part, print the page, and return how the bench ended: the exit status."""
+    results = report.Results(path)
+    if mixed := results.mixed():
+        raise InputError(f"results/{path.name} mixes runs that can't be compared: {mixed}")
+    page = report.page(results)
+    write_whole(path.with_suffix(".md"), page.encode())
+    if readme:
+        text = (ROOT / "README.md").read_bytes().decode()
+        write_whole(ROOT / "README.md", report.between_markers(text, report.narrow(results, path.stem)).encode())
+    say(f"written to results/{path.stem}.md, the records to results/{path.name}")
+    print(page, flush=True)
+    return 0 if results.complete() else 1
+
+
+def bench(args):
+    """Run, continue or draw what was asked; the exit status."""
+    readme, known = args.readme, args.render or args.resume
+    if readme:  # markers that are missing are reported before anything runs
+        report.between_markers((ROOT / "README.md").read_bytes().decode(), "")
+    path = RESULTS / f"{known or args.out or f'{datetime.now():%Y-%m-%d-%H%M%S}-{args.mode}'}.jsonl"
+    there = next((place for place in (path, path.with_suffix(".md")) if place.exists()), None)
+    if known and there != path:
+        raise InputError(f"results/{path.name} is not there: pass the NAME of a bench that ran")
+    if there and not known:
+        raise InputError(
+            f"results/{there.name} is there already: pass another --out, --resume {path.stem} or --render {path.stem}"
+        )
+    if args.render:
+        return show(path, readme)
+    if args.resume:
+        args, rows, probes = resumed(path)
+    else:
+        rows, probes = rows_of(args)
+        write_whole(path, (json.dumps(first_line(args, rows)) + "\n").encode())
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        find_limit(args, path, rows) if args.mode == "limit" else run(args, path, rows, probes)
+    except KeyboardInterrupt:
+        say(f"interrupted; continue with: python bench.py --resume {path.stem}")
+        show(path, readme)
+        return 130
+    return show(path, readme)
 
 
 def main():
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
     args = parse(sys.argv[1:])
     try:
-        if args.readme:  # markers that are not there are told before all else
-            table.between_markers((ROOT / "README.md").read_bytes().decode(), "")
-        if args.render:
-            places = [RESULTS / f"{args.render}.parts", RESULTS / f"{args.render}.jsonl"]
-            place = next((place for place in places if place.exists()), None)
-            if place is None:
-                raise InputError(f"results/{args.render}.jsonl is not there: pass the NAME of a bench that ran")
-            try:
-                results = Results.read(place)
-            except (ValueError, LookupError, TypeError) as error:
-                raise InputError(f"{place} is no record of a bench ({error})") from None
-            return show(args, args.render, results)
         return bench(args)
-    except KeyboardInterrupt:  # before the first process, or after the last
-        print("bench.py: interrupted", file=sys.stderr)
-        return 130
     except InputError as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"bench.py: error: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"bench.py: error: {error.filename or 'the disk'}: {error.strerror or error}", file=sys.stderr)
         return 2
-
-
-def bench(args):
-    """Run what was asked; the exit status."""
-    contenders = questions.contenders(args)
-    settings = settings_of(args, contenders)
-    name = args.resume or free_name(args)
-    parts = resumed(name, settings) if args.resume else RESULTS / f"{name}.parts"
-    tokens = data.load_tokens(args.data)  # fetched and tokenized once, for all processes
-    data.TokenLoader(tokens, args.batch_size, args.seq_len)
-    if data.offline:
-        os.environ["LADDER_OFFLINE"] = "1"
-    if not args.resume:
-        parts.mkdir(parents=True)
-        write_whole(parts / "bench.json", json.dumps(settings).encode())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run(args, contenders, parts)
-    except KeyboardInterrupt:
-        say("interrupted")
-        show(args, name, Results.read(parts))
-        print(f"go on with: python bench.py --resume {name} {shlex.join(sys.argv[1:])}", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first process, or after the last
+        print("bench.py: interrupted", file=sys.stderr)
         return 130
-    status = show(args, name, Results.read(parts))
-    shutil.rmtree(parts)
-    return status
 
 
 if __name__ == "__main__":

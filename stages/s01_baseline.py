@@ -1,7 +1,7 @@
-"""Stage 1 · baseline: float32, attention written out, AdamW, and a clock.
+"""Stage 1 · baseline: float32, explicit attention.
 
-Everything is as the textbook has it, and nothing is fast. Every later stage is this file with one thing changed;
-read them as diffs: diff stages/s01_baseline.py stages/s02_tf32.py
+The textbook GPT-2 with AdamW and a clock, and nothing in it is fast. Every later stage is this file with one thing
+changed. Read them as diffs: diff stages/s01_baseline.py stages/s02_tf32.py
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -23,7 +23,7 @@ loader = TokenLoader(load_tokens(args.data), B, T)
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
-    # every score of T x T is written to memory, masked there, normalised there, and read back
+    # every score of T x T is written to memory, masked there, normalized there, and read back
     T, head_dim = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -39,9 +39,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
-    logits, loss = model(x, y)
+    loss = model(x, y)
     loss.backward()
     optimizer.step()
     log.step(loss)

@@ -1,8 +1,8 @@
-"""Stage 2 · tf32: let float32 matrix products round their inputs to 19 bits.
+"""Stage 2 · tf32: TF32 for float32 matmuls.
 
-TF32 keeps float32's range and ten bits of mantissa, and sums in float32: what a tensor core wants to eat. The weights
-stay float32 and nothing else in the text changes. On an A100 or newer the products run up to eight times faster.
-Elsewhere there is no such unit: a T4, a Mac or a CPU computes in float32 as before, and gains nothing.
+A matmul may round its float32 inputs to TF32: float32's range, ten bits of mantissa, the sum still in float32. Tensor
+cores multiply that up to eight times faster, on an A100 or newer. Weights and all other operations stay float32.
+A T4, a Mac or a CPU has no such unit: it computes in float32 as before and gains nothing.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -25,7 +25,7 @@ loader = TokenLoader(load_tokens(args.data), B, T)
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
-    # every score of T x T is written to memory, masked there, normalised there, and read back
+    # every score of T x T is written to memory, masked there, normalized there, and read back
     T, head_dim = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -41,9 +41,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
-    logits, loss = model(x, y)
+    loss = model(x, y)
     loss.backward()
     optimizer.step()
     log.step(loss)

@@ -1,10 +1,10 @@
-"""Stage 3 · bf16: run the forward and backward products in 16 bits.
+"""Stage 3 · bf16: autocast to 16 bits.
 
-autocast hands matrix products 16-bit copies of their inputs and keeps weights, optimizer and loss in float32. Half
-the bytes to move, and twice TF32's rate where the device has bfloat16 units: Ampere GPUs or newer, CPUs with AMX.
-A T4 has float16 only and takes that: gradients under 6e-8 would become zero there, so the GradScaler multiplies the
-loss by a large number before the backward and divides the gradients by it after. With bfloat16 it does nothing.
-Where neither is native (most laptop CPUs), autocast stays off and this stage is the one before.
+autocast gives matmuls 16-bit copies of their inputs and keeps weights, optimizer and loss in float32. Half the bytes
+move, and bfloat16 units (Ampere GPUs or newer, CPUs with AMX) multiply at twice TF32's rate. A T4 has float16 only and
+uses that. float16 gradients below 6e-8 would become zero, so the GradScaler multiplies the loss by a large number
+before the backward and divides the gradients by it afterwards. With bfloat16 the scaler does nothing.
+Where neither type is native (most laptop CPUs), autocast stays off and this stage equals the one before.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -27,7 +27,7 @@ loader = TokenLoader(load_tokens(args.data), B, T)
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
-    # every score of T x T is written to memory, masked there, normalised there, and read back
+    # every score of T x T is written to memory, masked there, normalized there, and read back
     T, head_dim = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -44,10 +44,10 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,9 +1,9 @@
-"""Stage 4 · compile: let torch.compile fuse what lies between the matrix products.
+"""Stage 4 · compile: torch.compile.
 
-Run op by op, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back.
-The compiler turns neighbours into one kernel that touches memory once, and Python leaves the inner loop. The first
-step pays for it with a minute or so of compilation, which the log counts as warm-up. It needs a C++ compiler, on a
-GPU Triton as well; --no-compile goes on without. A model that waits for its matrix products alone gains little.
+Op by op, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back. The
+compiler fuses neighbors into one kernel that touches memory once, and takes Python out of the inner loop. The first
+step compiles, for a minute or less, which the log counts as warm-up. It needs a C++ compiler, and Triton on a GPU;
+--no-compile goes on without. A model that spends its time in matmuls gains little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -26,7 +26,7 @@ loader = TokenLoader(load_tokens(args.data), B, T)
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
-    # every score of T x T is written to memory, masked there, normalised there, and read back
+    # every score of T x T is written to memory, masked there, normalized there, and read back
     T, head_dim = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -45,10 +45,10 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,9 +1,9 @@
-"""Stage 5 · flash: attention without the T x T matrix.
+"""Stage 5 · flash: flash attention, no T x T matrix.
 
-Flash attention (Dao et al., arXiv:2205.14135) walks over keys and values in blocks that fit into the chip's own
-memory and keeps a running softmax, so the T x T scores are never written out: the same numbers but for rounding, far
-fewer bytes moved, and memory that grows with T instead of T squared. A causal kernel also skips the blocks that lie
-in the future. PyTorch picks the kernel: flash, cuDNN or memory-efficient. At a short T there is little to save.
+Flash attention (Dao et al., arXiv:2205.14135) walks over keys and values in blocks that fit into on-chip memory and
+keeps a running softmax, so it never writes out the T x T scores. The result is the same up to rounding. Far fewer
+bytes move, and memory grows with T instead of T squared. A causal kernel also skips blocks that lie in the future.
+PyTorch picks the kernel: flash, cuDNN or memory-efficient. At a short T there is little to save.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -37,10 +37,10 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,10 +1,9 @@
-"""Stage 6 · vocab: pad the vocabulary from 50257 to 50304 rows.
+"""Stage 6 · vocab: vocabulary padded to 50304.
 
-50257 is odd. A matrix product works in tiles of 64 or 128 columns, so the last tile of the logits is handled apart, and
-rows of 100,514 bytes start where a wide load may not. 50304 is 128 x 393: more work on paper, less time on a GPU, and
-on a CPU with AMX, which has tiles too; on other CPUs it does nothing. The 47 new ids occur in no text. Their logits do
-enter the softmax's sum, which adds log(1 + 47/50257) = 0.0009 to the first loss and fades as the model learns that
-they never come.
+50257 is odd. A matmul works in tiles of 64 or 128 columns, so the last tile of the logits needs special handling, and
+rows of 100,514 bytes start where a wide load may not. 50304 is 128 x 393: more FLOPs, less time on a GPU, and on a CPU
+with AMX, which has tiles too. On other CPUs it does nothing. The 47 new ids occur in no text. Their logits do enter the
+softmax: that adds log(1 + 47/50257) = 0.0009 to the first loss, and fades as the model learns that they never come.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -38,10 +37,10 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

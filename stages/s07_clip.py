@@ -1,9 +1,9 @@
-"""Stage 7 · clip: GPT-3's AdamW settings, and gradients clipped to a norm of 1.
+"""Stage 7 · clip: GPT-3's betas, gradient clipping.
 
-For the loss, not for the speed: it costs one more pass over the gradients. One bad batch can throw the weights far
-off; clipping bounds how far a step can go, and beta2 = 0.95 lets AdamW's idea of the gradients' size follow them
-sooner (Brown et al., arXiv:2005.14165, appendix B). The norm is that of the true gradients, so float16's loss scale
-is taken out first.
+For the loss, not the speed: it costs one more pass over the gradients. One bad batch can throw the weights far off.
+Clipping bounds the gradients' norm at 1, and beta2 = 0.95 lets AdamW's estimate of their size follow them sooner
+(Brown et al., arXiv:2005.14165, appendix B). The norm must be that of the true gradients, so float16's loss scale is
+taken out first.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -37,10 +37,10 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

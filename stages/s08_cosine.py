@@ -1,8 +1,8 @@
-"""Stage 8 · cosine: warm the learning rate up, then let it decay along a cosine to a tenth.
+"""Stage 8 · cosine: warmup and cosine decay.
 
-For the loss, not for the speed. AdamW's first averages rest on few gradients, so the first steps are kept small; the
-last ones are small again, so that the weights settle (Loshchilov & Hutter, arXiv:1608.03983; the numbers are GPT-3's).
-The step counts from 1 in the warm-up: a first step at lr 0 would be a step for nothing.
+For the loss, not the speed. AdamW's first averages rest on few gradients, so the first steps are small. The last steps
+are small again, so that the weights settle (Loshchilov & Hutter, arXiv:1608.03983; the numbers are GPT-3's).
+The warmup counts from 1, because a first step at a learning rate of 0 would be wasted.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -49,10 +49,10 @@ def get_lr(step):
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

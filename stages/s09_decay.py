@@ -1,7 +1,7 @@
-"""Stage 9 · decay: weight decay for matrices only.
+"""Stage 9 · decay: weight decay on matrices only.
 
-For the loss, not for the speed. Decay pulls a weight towards zero, which makes a matrix spread its work over its
-inputs; a bias or a LayerNorm's gain has nothing to spread and is only held back. At gpt2 and T 1024 that is 50
+For the loss, not the speed. Weight decay pulls a weight toward zero, which makes a matrix spread its work over its
+inputs. A bias or a LayerNorm's gain has nothing to spread and is only held back. At gpt2 and T 1024 that is 50
 tensors with 124,354,560 parameters decayed, embeddings among them, and 98 with 121,344 left alone.
 """
 
@@ -53,10 +53,10 @@ def get_lr(step):
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

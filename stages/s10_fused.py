@@ -1,8 +1,8 @@
-"""Stage 10 · fused: AdamW in one kernel.
+"""Stage 10 · fused: fused AdamW.
 
-Unfused, updating a parameter takes about ten operations, each of which reads and writes whole tensors; fused, one
-kernel reads weight, gradient and both moments once and writes them once. The larger the model against the batch, the
-larger the optimizer's share of a step, and so the gain. By default CUDA runs a half-fused "foreach", a CPU a loop.
+Unfused, updating a parameter takes about ten operations, each of which reads and writes whole tensors. Fused, one
+kernel reads weight, gradient and both moments once and writes them once. The smaller the batch, the larger the
+optimizer's share of a step, and so the gain. The default on CUDA is a half-fused "foreach", on a CPU a plain loop.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -53,10 +53,10 @@ def get_lr(step):
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
     x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-        logits, loss = model(x, y)
+        loss = model(x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

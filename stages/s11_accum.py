@@ -1,9 +1,9 @@
-"""Stage 11 · accum: add up the gradients of several micro-batches before a step.
+"""Stage 11 · accum: gradient accumulation.
 
-GPT-2 took half a million tokens a step, far more than fit into memory at once. The gradient of the mean over a large
-batch is the mean of its micro-batches' gradients: so each loss is divided by their number, backward() adds them up,
-and the optimizer steps once. What is saved is the optimizer's time, paid once for all; what is gained is a large
-batch on a small card. A step is --accum micro-batches long now: compare tok/sec, not dt.
+GPT-2 took half a million tokens per step, far more than fit into memory at once. The gradient of the mean over a large
+batch is the mean of its micro-batches' gradients. So each loss is divided by their number, backward() adds the
+gradients up, and the optimizer steps once. That saves the optimizer's time and fits a large batch on a small card.
+A step is now --accum micro-batches long: compare tok/sec, not dt.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -57,9 +57,9 @@ for step in range(args.steps):
     loss_sum = 0.0
     for micro in range(args.accum):
         x, y = loader.next_batch()
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
         with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-            logits, loss = model(x, y)
+            loss = model(x, y)
         loss = loss / args.accum  # backward() adds gradients up, and the mean is wanted
         loss_sum += loss.detach()
         scaler.scale(loss).backward()

@@ -1,12 +1,12 @@
-"""Stage 12 · ddp: several processes, each with its own device and its own share of the micro-batches.
+"""Stage 12 · ddp: DistributedDataParallel.
 
     torchrun --standalone --nproc_per_node=2 stages/s12_ddp.py
 
-Every rank holds the whole model and reads its own slices of the data. DistributedDataParallel averages the gradients
-over the ranks, bucket by bucket while the backward still runs, so that all take the step that one process would take
-with every micro-batch. Once a step is enough, with the last micro-batch; DDP looks at that flag in the forward, so it
-is set before. Under plain python the world is one process and this is the stage before. On a CPU the ranks share
-its cores, and gain as much as one process had left idle: little.
+Every rank has its own device, holds the whole model and reads its own slices of the data. DistributedDataParallel
+averages the gradients over the ranks, bucket by bucket while the backward still runs, so that all ranks take the step
+that one process would take with every micro-batch. Once per step is enough, with the last micro-batch; DDP reads that
+flag in the forward, so it is set before. Under plain python the world is one process and this equals the stage before.
+On a CPU the ranks share its cores and gain only what one process had left idle: little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
@@ -26,7 +26,7 @@ args = parse_args(__doc__)
 device = args.device
 alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # on any free port
 os.environ.update(alone | os.environ)  # what torchrun sets counts
-dist.init_process_group()  # nccl for GPUs, gloo for CPUs
+dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(args.seed)
 torch.set_float32_matmul_precision("high")
@@ -69,9 +69,9 @@ for step in range(args.steps):
     for micro in range(args.accum // world_size):
         model.require_backward_grad_sync = micro == args.accum // world_size - 1  # the forward looks at it
         x, y = loader.next_batch()
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
         with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
-            logits, loss = model(x, y)
+            loss = model(x, y)
         loss = loss / (args.accum // world_size)  # backward() adds gradients up, and the mean is wanted
         loss_sum += loss.detach()
         scaler.scale(loss).backward()

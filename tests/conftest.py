@@ -1,4 +1,4 @@
-"""What the tests share: a clean environment, runs of stages in processes of their own, pieces of a stage's text."""
+"""What the tests share: a clean environment, runs of stages in processes of their own, pieces of a stage's source."""
 
 import ast
 import contextlib
@@ -14,13 +14,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench, data, model and stages, from whatever folder pytest was started in
+sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whatever folder pytest was started in
 
 os.environ["LADDER_OFFLINE"] = "1"  # before data is imported here, and for every child: no test downloads anything
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)  # these tests are one process, whatever started them
 
-from stages.record import read_record
+from harness import report
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,11 +29,11 @@ torch.set_num_threads(1)  # tensors are small here, and stages run beside the te
 STAGES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
 # the smallest run that has a step after the warm-up
-SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "32", "--batch-size", "2", "--accum", "4", "--steps", "4")
+SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "32", "--batch-size", "2", "--accum", "4", "--steps", "5")
 SMALL += ("--no-compile",)
 FLOAT32 = (*SMALL, "--amp-dtype", "float32")
 
-Run = namedtuple("Run", "status out err header steps end")
+Ran = namedtuple("Ran", "status out err header steps end")
 
 
 def figures(run, name):
@@ -41,13 +41,8 @@ def figures(run, name):
     return [step[name] for step in run.steps]
 
 
-def step_lines(run):
-    """The lines of a run's output that tell of a step."""
-    return [line for line in run.out.splitlines() if line.startswith("step ")]
-
-
 def definitions(stage, *names, **given):
-    """What a stage's own text binds these names to, as a dict; `given` are the names which that text uses."""
+    """What a stage's own source binds these names to, as a dict; `given` are the names which that source uses."""
     scope = dict(given)
     for statement in ast.parse(STAGES[stage].read_text()).body:
         bound = {getattr(statement, "name", None)}
@@ -59,18 +54,10 @@ def definitions(stage, *names, **given):
 
 
 @contextlib.contextmanager
-def process(command, cwd, env):
+def process(command, cwd, env, **more):
     """A child in a process group of its own, of which nothing is left afterwards."""
-    child = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    more = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | more
+    child = subprocess.Popen([str(word) for word in command], cwd=cwd, env=env, start_new_session=True, **more)
     try:
         yield child
     finally:
@@ -93,23 +80,20 @@ class Stages:
         """Queue `python [launch] stages/STAGE.py FLAGS`, from another folder than the repository's."""
         key = (stage, flags, tuple(launch))
         if key not in self.runs:
-            self.runs[key] = self.pool.submit(self.now, stage, *flags, launch=launch, number=len(self.runs))
+            self.runs[key] = self.pool.submit(self.now, stage, *flags, launch=launch)
         return self.runs[key]
 
     def __call__(self, stage, *flags, launch=()):
-        """The Run of a stage, once it is over."""
+        """The Ran of a stage, once it is over."""
         return self.start(stage, *flags, launch=launch).result()
 
-    def now(self, stage, *flags, launch=(), number=0, **env):
-        """A Run that is not shared."""
-        record = self.folder / f"{stage}-{number}-{os.urandom(4).hex()}.jsonl"
-        command = self.command(stage, *flags, "--record", record, launch=launch)
+    def now(self, stage, *flags, launch=(), **env):
+        """A Ran that is not shared."""
+        record = self.folder / f"{stage}-{os.urandom(4).hex()}.jsonl"
+        command = [sys.executable, *launch, STAGES[stage], *flags, "--record", record]
         with process(command, self.folder, self.env | env) as child:
             out, err = child.communicate(timeout=240)
-        return Run(child.returncode, out, err, *(read_record(record) if record.exists() else (None, [], None)))
-
-    def command(self, stage, *flags, launch=()):
-        return [sys.executable, *launch, STAGES[stage], *flags]
+        return Ran(child.returncode, out, err, *report.run_of(report.read(record) if record.exists() else []))
 
 
 @pytest.fixture(scope="session")

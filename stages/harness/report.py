@@ -1,0 +1,424 @@
+"""From the records of a bench to figures, and from figures to markdown. Starts nothing and writes nothing."""
+
+import json
+import statistics
+from collections import namedtuple
+from pathlib import Path
+
+from data import VOCAB, InputError
+from model import SIZES
+
+from . import code_sha256, summarize
+
+AGAIN = " again"  # ends the name of the second run of the A/A pair
+PEAK = "peak"  # the name of the run that times matmuls, see probe.py
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+def flops_per_token(size, seq_len):
+    """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
+
+    Two for each multiply-add of every matrix, once forward and twice backward, and attention counted in full although
+    half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B). L layers of width C, a vocabulary
+    V of 50257 (padding is no work that GPT-2 asks for), T tokens in a sequence.
+    """
+    L, C = SIZES[size]["n_layer"], SIZES[size]["n_embd"]
+    return 6 * (12 * L * C**2 + VOCAB * C) + 12 * L * C * seq_len
+
+
+class Ratio(namedtuple("Ratio", "value spread")):
+    """The median of the ratios of some rounds, and the half width of its interval, None where there is none."""
+
+    @classmethod
+    def of(cls, samples):
+        """The interval is McGill's notch: 1.57 IQR / sqrt(n)."""
+        if len(samples) < 2:
+            return cls(samples[0], None)
+        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, 1.57 * (q3 - q1) / len(samples) ** 0.5)
+
+    def text(self, digits=2):
+        return f"{self.value:.{digits}f}" + ("" if self.spread is None else f" ± {self.spread:.{digits}f}")
+
+
+Run = namedtuple("Run", "header steps end")  # what one process left; end is its summary or its error
+
+
+def run_of(lines):
+    """The Run of the lines of a record, each a dict; header and end are None where it did not get there."""
+    run = Run(None, [], None)
+    for line in lines:
+        if line["kind"] == "header":
+            run = Run(line, [], None)  # a run that was started again replaces the one before
+        elif line["kind"] == "step":
+            run.steps.append(line)
+        elif "error" not in (run.end or {}):
+            run = run._replace(end=line)
+    return run
+
+
+def read(path):
+    """The lines of a record, each a dict; a last line that was cut off is left out.
+
+    Raises OSError, and InputError with the number of a line that no run writes.
+    """
+    lines = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            entry = json.loads(line, parse_constant=int)  # int, since NaN is none: a ValueError
+            if entry["kind"] == "header":
+                flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
+            numbers = [entry[key] for key in ("dt", "tokens") if key in entry]
+            numbers += [entry[key] for key in ("memory", "loss", "norm", "lr") if entry.get(key) is not None]
+            if not all(value > 0 for value in numbers) or entry.get("session", 0) < 0:
+                raise ValueError
+            lines.append(entry)
+        except (ValueError, LookupError, TypeError):
+            raise InputError(f"{path}: line {number} is damaged: put the file back as it was, or remove it") from None
+    return lines
+
+
+class Results:
+    """All records of one bench: its own line, `bench`, and `runs`, {(session, name): Run}."""
+
+    def __init__(self, path):
+        """From results/NAME.jsonl. Raises OSError, and InputError where it holds no records of a bench."""
+        lines = read(path)
+        try:
+            self.bench, *lines = lines
+            self.mode, self.rows, self.warmup = self.bench["mode"], self.bench["rows"], self.bench["warmup"]
+            self.wanted = (self.bench["steps"] - self.warmup) * self.bench["rounds"]  # counted steps per row
+            _ = self.bench["command"], self.bench["interleaved"], self.bench["change"], self.bench["environment"]
+            runs = {}
+            for line in lines:
+                runs.setdefault((line["session"], line["name"]), []).append(line)
+        except (ValueError, LookupError, TypeError):
+            raise InputError(f"{path} is no record of a bench: pass the NAME of one that ran") from None
+        self.runs = {key: run_of(of) for key, of in sorted(runs.items())}
+
+    def of(self, name):
+        """The Runs of a row, in the order of the sessions."""
+        return [run for (_, n), run in self.runs.items() if n == name]
+
+    def header(self, name=None):
+        """The first header of a row, or of all rows; None where no run got that far."""
+        return next((run.header for (_, n), run in self.runs.items() if run.header and name in (None, n)), None)
+
+    def end(self, name):
+        """How the last run of a row ended: its summary, a dict with "error", or None."""
+        return next((run.end for run in reversed(self.of(name))), None)
+
+    def steps(self, name):
+        """Every counted step of a row, its sessions pooled."""
+        return [step for run in self.of(name) for step in run.steps[self.warmup :]]
+
+    def summary(self, name):
+        """summarize() of all counted steps of a row, or None where it has none."""
+        steps = self.steps(name)
+        if not steps:
+            return None
+        warmup_s = sum(step["dt"] for step in self.of(name)[0].steps[: self.warmup])
+        reserved = max((run.end or {}).get("reserved", 0) for run in self.of(name))
+        return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
+
+    def samples(self, name):
+        """{round: seconds per token}. A round is a step where runs are interleaved, else a session."""
+        rounds = {}
+        for (session, n), run in self.runs.items():
+            values = [step["dt"] / step["tokens"] for step in run.steps[self.warmup :]] if n == name else []
+            if self.bench["interleaved"]:
+                rounds |= {(session, i): value for i, value in enumerate(values)}
+            elif values:
+                rounds[session, 0] = statistics.median(values)
+        return rounds
+
+    def speedup(self, name, base):
+        """How many times as many tokens per second as `base`: the Ratio of the rounds that both took, or None."""
+        ours, theirs = self.samples(name), self.samples(base)
+        shared = sorted(ours.keys() & theirs.keys())
+        return Ratio.of([theirs[key] / ours[key] for key in shared]) if shared and name != base else None
+
+    def pair(self):
+        """(name, Ratio) of the A/A pair, second run against first, or None."""
+        return next(((name, r) for name in self.rows if (r := self.speedup(name + AGAIN, name))), None)
+
+    def noise(self):
+        """How far two runs of the same program came out apart in this bench, their spread included, or None."""
+        pair = self.pair()
+        return abs(pair[1].value - 1) + (pair[1].spread or 0) if pair else None
+
+    def peaks(self):
+        """{dtype: FLOP/s}: the median of the matmuls timed between the steps."""
+        steps = self.steps(PEAK)
+        return {
+            dtype: statistics.median(s["peak"][dtype] for s in steps) for dtype in (steps[0]["peak"] if steps else ())
+        }
+
+    def share(self, name):
+        """The part of the machine's best matmul rate that a row turned into training, or None."""
+        peaks, summary, header = self.peaks(), self.summary(name), self.header(name)
+        if not peaks or not summary or not header:
+            return None
+        settings = header["settings"]
+        flops = flops_per_token(settings["size"], settings["seq_len"]) * summary["tok_per_sec"]
+        return flops / (max(peaks.values()) * settings["world_size"])
+
+    def finished(self, name):
+        """Whether the last run of a row came to its end, or the row has all its counted steps without."""
+        return bool(self.end(name)) or len(self.steps(name)) >= self.wanted
+
+    def complete(self):
+        """Whether every row got to its end without an error."""
+        if self.mode == "limit":
+            return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
+        return all("error" not in (self.end(name) or {}) and self.finished(name) for name in self.rows)
+
+    def mixed(self):
+        """What differs between runs that must agree in settings and environment, as one line, or None."""
+        first = None
+        for (_, name), run in self.runs.items():
+            flat = run.header["settings"] | run.header["environment"] if run.header else {}
+            first = first or (flat and (name, flat))
+            for key in sorted(flat.keys() - set(self.bench["varies"])):
+                if flat[key] != first[1].get(key):
+                    return f"{key} is {first[1].get(key)} for {first[0]} and {flat[key]} for {name}"
+        return None
+
+
+def markdown(sides, head, rows):
+    """A markdown table; sides has an l or an r for each column."""
+    line = [":--" if side == "l" else "--:" for side in sides]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, line, *rows))
+
+
+def table(results, link):
+    """The table of a page: a row per run in ladder order; link: the way from the page to the stages' folder."""
+    reached = [max(len(run.steps) for run in results.of(name)) for name in results.rows if results.steps(name)]
+    step = min(reached, default=0) - 1
+    head = ["stage", "change", "tok/sec", "dt ms [IQR]", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
+    head += ["% of peak", f"loss, step {step}" if reached else "loss", "note"]
+    rows = []
+    for name in results.rows:
+        share = results.share(name)
+        losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step >= results.warmup]
+        cells = [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
+        rows.append([*figures(results, name, link), *cells, note(results, name)])
+    return markdown("llrrrrrrrl", head, rows)
+
+
+def figures(results, name, link):
+    """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
+    cells = [f"[{name}]({link}{name}.py)" if results.mode == "ladder" else name, results.bench["change"][name]]
+    summary, position = results.summary(name), results.rows.index(name)
+    if summary is None:
+        return [*cells, *["–"] * 5]
+    ratios = [results.speedup(name, results.rows[base]) for base in (max(0, position - 1), 0)]
+    return [
+        *cells,
+        f"{summary['tok_per_sec']:,.0f}",
+        f"{digits(summary['dt_ms'])} [{digits(summary['dt_q1_ms'])}, {digits(summary['dt_q3_ms'])}]",
+        memory(summary),
+        *(ratio.text() if ratio else "–" for ratio in ratios),
+    ]
+
+
+def short(name):
+    """s05 for s05_flash."""
+    return name.split("_")[0]
+
+
+def digits(ms):
+    """Milliseconds with the digits that mean something: none behind the point from 100 on."""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def memory(summary):
+    """The peak in GB, and on a GPU what the allocator had reserved for it."""
+    if not summary["memory"]:
+        return "no meter"
+    reserved = f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""
+    return f"{summary['memory'] / 1e9:.2f}{reserved}"
+
+
+def note(results, name):
+    """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
+    header, end, position = results.header(name), results.end(name), results.rows.index(name)
+    # a technique is compared with the row above, a mode's answer with the first row
+    ratio = results.speedup(name, results.rows[max(0, position - 1) if results.mode == "ladder" else 0])
+    parts = []
+    if end and "error" in end:
+        parts.append(end["error"] if end["error"].startswith("out of memory") else f"failed: {end['error']}")
+    elif not results.finished(name):
+        parts.append("not finished" if header else "not run")
+    if header:
+        says = {"ladder": technique, "amp": recommendation, "scale": efficiency}[results.mode]
+        parts.append(says(results, name, header, ratio))
+    if ratio and results.noise() is not None:
+        seen = abs(ratio.value - 1) > max(results.noise(), ratio.spread or 0)
+        parts.append(("faster" if ratio.value > 1 else "slower") if seen else "no difference")
+    if header and header["code"] != code_sha256(header["stage"]):
+        parts.append("stale")
+    return "; ".join(part for part in parts if part).replace("|", "/")
+
+
+def technique(results, name, header, ratio):
+    """Whether the technique of a stage is at work here, or why not."""
+    env, settings, fallbacks = header["environment"], header["settings"], header["fallbacks"]
+    if name == "s02_tf32":
+        where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
+        return "active" if env["tf32"] else f"no-op: no TF32 units in {where}"
+    if name == "s03_bf16" and settings["amp_dtype"] == "float32":
+        return f"no-op: {fallbacks.get('amp_dtype', 'float32 was asked for')}"
+    if name == "s03_bf16":
+        return f"active: {settings['amp_dtype']}" + ", loss scaled" * (settings["amp_dtype"] == "float16")
+    if name == "s04_compile" and not settings["compile"]:
+        return f"fallback to eager: {fallbacks.get('compile', '--no-compile was given')}"
+    if name == "s04_compile":
+        return f"active: {results.summary(name)['warmup_s']:.0f} s of warm-up" if results.summary(name) else ""
+    kernels = [run.end["sdpa"] for run in results.of(name) if run.end and run.end.get("sdpa")]
+    if name == "s05_flash" and kernels:
+        return f"active: the {kernels[0]} kernel ran"
+    if name in ("s07_clip", "s08_cosine", "s09_decay"):
+        return "for the loss, not the speed"
+    if name == "s11_accum":
+        return f"{settings['accum']} micro-batches per step"
+    return "one process: what DDP itself costs" if name == "s12_ddp" and settings["world_size"] == 1 else ""
+
+
+def recommendation(results, name, header, ratio):
+    """What a 16-bit type is worth here, by its measured speed-up over float32."""
+    if not ratio:
+        return ""
+    grades = {1.5: "excellent: switch it on", 1.2: "significant: switch it on", 1.05: "modest", 0.95: "negligible"}
+    grade = next((words for least, words in grades.items() if ratio.value > least), "slower: leave it off")
+    ours, theirs = (results.summary(row)["memory"] for row in (name, results.rows[0]))
+    if not ours or not theirs:
+        return grade
+    return f"{grade}; {100 * abs(1 - ours / theirs):.0f} % {'less' if ours <= theirs else 'more'} memory"
+
+
+def efficiency(results, name, header, ratio):
+    """What several processes reach of so many times one's speed, and how much of a step their all-reduce takes."""
+    reduce = results.steps(f"all-reduce {name}")
+    words = f"efficiency {100 * ratio.value / header['settings']['world_size']:.0f} %" if ratio else ""
+    if ratio and reduce:
+        ms = 1e3 * sorted(step["dt"] for step in reduce)[len(reduce) // 2]
+        words += f"; an all-reduce of its {reduce[0]['bytes'] / 1e6:.0f} MB of gradients by itself takes {ms:.1f} ms, "
+        words += (
+            f"{100 * ms / results.summary(name)['dt_ms']:.1f} % of a step (DDP hides some of it behind the backward)"
+        )
+    return words
+
+
+def limit_table(results):
+    """The largest batch of each stage that fits, its figures, and what stopped the next."""
+    rows = []
+    for stage in results.rows:
+        tried = {int(n.removeprefix(f"{stage} B")): n for _, n in results.runs if n.startswith(f"{stage} B")}
+        ends = {batch: results.end(n) for batch, n in tried.items() if results.end(n)}
+        fits = max((batch for batch, end in ends.items() if "error" not in end), default=None)
+        fails = min((batch for batch, end in ends.items() if "error" in end), default=None)
+        summary = results.summary(tried[fits]) if fits else None
+        cells = [f"{summary['tok_per_sec']:,.0f}", memory(summary)] if summary else ["–", "–"]
+        stopped = f"B {fails}: {ends[fails]['error']}".replace("|", "/") if fails else "nothing yet: not finished"
+        rows.append([stage, str(fits or "none"), *cells, stopped])
+    return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
+
+
+def conditions(results):
+    """What stands under a table: hardware, settings, noise, peak, and the command, as a markdown list."""
+    header = results.header()
+    if header is None:
+        return "No stage got as far as its first step."
+    env, settings, sessions = header["environment"], header["settings"], len({session for session, _ in results.runs})
+    versions = f"{env['system']}, torch {env['torch']}, Python {env['python']}"
+    versions += f", CUDA {env['cuda']}, cuDNN {env['cudnn']}, driver {env['driver']}" if env["cuda"] else ""
+    threads = f", {env['threads']} threads on {env['cores']} cores" if env["device"] == "cpu" else ""
+    lines = [f"**{env['device_name']}**{threads}, {versions}, {header['started'][:10]}."]
+    counted, batch = results.bench["steps"] - results.warmup, f"B {settings['batch_size']}, "
+    if results.mode == "limit":
+        how, batch = "A fresh process for every batch size.", ""
+    elif results.bench["interleaved"]:
+        how = f"{counted * results.bench['rounds']} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
+        how += ", interleaved: all processes are alive at once and take one step each in turn. A ratio is the median "
+        how += "of the ratios within a round, ± its 95 % interval."
+    else:
+        how = (
+            f"{sessions} rounds of fresh processes, {counted} steps each. A ratio is the median over the rounds of the "
+        )
+        how += "ratio of the medians within a round, ± its 95 % interval."
+    corpus = f"{settings['corpus']} in {settings['tokenizer']} tokens"
+    lines.append(f"{settings['size']}, {batch}T {settings['seq_len']}, seed {settings['seed']}, {corpus}. {how}")
+    if results.mode != "limit" and results.noise() is None:
+        lines.append("Noise: no A/A pair finished, so no difference is called one.")
+    elif results.mode != "limit":
+        name, ratio = results.pair()
+        lines.append(
+            f"Noise: {name} ran twice (the A/A pair), and one run was {ratio.text(3)} times as fast as the other; a "
+            f'difference of less than {100 * results.noise():.1f} %, or than a row\'s own ±, is called "no difference".'
+        )
+    if peaks := results.peaks():
+        shown = ", ".join(f"{v / 1e12:.2f} TFLOP/s in {k}" for k, v in sorted(peaks.items()))
+        flops, n = flops_per_token(settings["size"], settings["seq_len"]), results.steps(PEAK)[0]["size"]
+        lines.append(
+            f"Peak: a matmul of {n} x {n} matrices, timed between the steps of this run, reached {shown}; the column "
+            f"is the share of the larger. A token takes {flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, "
+            "attention counted in full)."
+        )
+    meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
+    lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
+    if results.mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
+        lines.append("Stale: the stage's code has changed since it was measured.")
+    commit = f"commit {(header['commit'] or 'none')[:12]}{' with changes' if header['dirty'] else ''}"
+    lines.append(f"Again: `{results.bench['command']}` at {commit}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def chart(results):
+    """A mermaid bar chart of thousands of tokens per second, on the page's own background."""
+    bars = {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}
+    style = '{"themeVariables": {"xyChart": {"backgroundColor": "transparent", "plotColorPalette": "#3b7dd8"}}}'
+    lines = [
+        f"%%{{init: {style}}}%%\nxychart-beta",
+        '    title "thousands of tokens per second"',
+        f"    x-axis [{', '.join(bars)}]",
+        f"    y-axis 0 --> {1.1 * max(bars.values(), default=0):.2f}",
+        f"    bar [{', '.join(f'{value:.2f}' for value in bars.values())}]",
+    ]
+    return "```mermaid\n" + "\n".join(lines) + "\n```" if bars else ""
+
+
+def page(results):
+    """The whole of results/NAME.md."""
+    what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
+    parts = [f"# {what} on {results.bench['environment']['device_name']}"]
+    if results.mode == "limit":
+        parts += [limit_table(results), conditions(results)]
+    else:
+        parts += [table(results, "../stages/"), conditions(results), chart(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def narrow(results, name):
+    """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
+    head = ["stage", "change", "tok/sec", "dt ms", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
+    rows, notes = [], {}
+    for row in results.rows:
+        link, change, speed, dt, *cells = figures(results, row, "stages/")
+        rows.append([link, change, speed, dt.split(" ")[0], *(cell.replace(" ", "\u00a0") for cell in cells)])
+        notes.setdefault(note(results, row), []).append(short(row))
+    said = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
+    under = "\n".join(conditions(results).splitlines()[:2])
+    more = f"- Notes: {said}. [All columns, the noise and the peak](results/{name}.md)."
+    return f"{markdown('llrrrrr', head, rows)}\n\n{under}\n{more}\n\n{chart(results)}"
+
+
+def between_markers(text, content):
+    """text with content between its two markers. Raises InputError where a marker does not occur exactly once."""
+    for marker in (BEGIN, END):
+        if text.count(marker) != 1:
+            raise InputError(f"README.md must hold {marker} exactly once, and has it {text.count(marker)} times")
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    if end < start:
+        raise InputError(f"README.md has {END} before {BEGIN}: swap them")
+    return f"{text[:start]}\n{content.strip()}\n{text[end:]}"

@@ -1,0 +1,150 @@
+"""The pages show stages and records as they are, and their commands run. REDRAW=1 draws what is stale."""
+
+from harness import report
+
+import ast
+import difflib
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SMALL, STAGES, process
+
+from data import write_whole
+
+README, LESSONS = ROOT / "README.md", ROOT / "stages" / "README.md"
+RECORDS = sorted(path for path in (ROOT / "results").glob("*.jsonl") if path.name[:2] != "20")  # see .gitignore
+
+
+def is_drawn(path, text):
+    """Hold that a page is `text`, or write it."""
+    if os.environ.get("REDRAW"):
+        write_whole(path, text.encode())
+    stale = f"{path.relative_to(ROOT)} is stale: REDRAW=1 python -m pytest tests/test_pages.py"
+    assert path.exists() and path.read_bytes().decode() == text, stale
+
+
+def between(page, name, content):
+    """The page with `content` between <!-- name --> and <!-- end -->."""
+    before, begin, after = page.partition(f"<!-- {name} -->\n")
+    assert begin and "<!-- end -->" in after, f"stages/README.md needs <!-- {name} --> and <!-- end -->"
+    return f"{before}{begin}{content}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
+
+
+def code_diff(*sources):
+    """What differs in the code of two sources, with a line around it. A line that only moved right does not."""
+    old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in sources)
+    matcher = difflib.SequenceMatcher(None, *([line.strip() for line in lines] for lines in (old, new)), autojunk=False)
+    lines = []
+    for group in matcher.get_grouped_opcodes(1):
+        lines.append("@@")
+        for kind, i1, i2, j1, j2 in group:
+            lines += ["-" + line for line in old[i1:i2] if kind != "equal"]
+            lines += [(" " if kind == "equal" else "+") + line for line in new[j1:j2]]
+    return "\n".join(line.rstrip() for line in lines[1:])
+
+
+MISREAD = """| mistake | what it says | what the records say |
+| :-- | :-- | :-- |
+| compilation in the average: all {n} steps of s04 | {mean:,.0f} ms per step | {ms:,.0f} after {s:.0f} s of warm-up |
+| CUDA's memory meter, where there is no GPU: s04 | 0.00 GB | {memory:.2f} GB ({meter}) |
+| one step of each, instead of many: s05 over s04 | anything from {low:.2f} to {high:.2f} times as fast | {flash} |
+| dt compared where a step holds more tokens: s11 over s10 | {dts:.2f} times as fast | {accum}, by tok/sec |
+| two runs at different times: two steps of {pair} | {spread:.2f} times as fast | {again}, as an A/A pair |"""
+
+
+def misread(results):
+    """What a bench's records say when they are read wrongly, beside what they say."""
+    s04, s05, s10, s11 = (STAGES[stage].stem for stage in ("s04", "s05", "s10", "s11"))
+    (pair, again), one, dts = results.pair(), results.summary(s04), [step["dt"] for step in results.of(s04)[0].steps]
+    ours, theirs, steps = (results.samples(name) for name in (s05, s04, pair))
+    ratios = sorted(theirs[key] / ours[key] for key in ours.keys() & theirs.keys())
+    found = dict(n=len(dts), mean=1e3 * statistics.mean(dts), ms=one["dt_ms"], s=one["warmup_s"], meter=one["meter"])
+    found |= dict(memory=one["memory"] / 1e9, low=ratios[0], high=ratios[-1], flash=results.speedup(s05, s04).text())
+    found |= dict(dts=results.summary(s10)["dt_ms"] / results.summary(s11)["dt_ms"], again=again.text())
+    found |= dict(pair=report.short(pair), spread=max(steps.values()) / min(steps.values()))
+    return MISREAD.format(**found, accum=results.speedup(s11, s10).text())
+
+
+def test_lessons_show_the_diffs_and_the_record():
+    page, sources = LESSONS.read_bytes().decode(), [path.read_text("utf-8") for path in STAGES.values()]
+    for stage, *two in zip([*STAGES][1:], sources, sources[1:], strict=False):
+        page = between(page, f"diff {stage}", f"```diff\n{code_diff(*two)}\n```")
+    is_drawn(LESSONS, between(page, "misread", misread(report.Results(ROOT / "results" / "xeon-2-cores.jsonl"))))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_has_its_lesson_and_its_row(stage):
+    name, lessons = STAGES[stage].stem, LESSONS.read_text("utf-8")
+    assert re.search(rf"^## .*\b{stage} · {name[4:]}\b", lessons, re.MULTILINE), f"{stage} has no lesson"
+    listed = README.read_text("utf-8").partition(report.END)[2]  # below the table of the bench
+    assert f"\n| [{name}](stages/{name}.py) | " in listed, f"{stage} has no row"
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_renders_to_its_page(path):
+    is_drawn(path.with_suffix(".md"), report.page(report.Results(path)))
+
+
+def test_readme_shows_the_record_that_it_links_to():
+    text = README.read_bytes().decode()
+    block = text.partition(report.BEGIN)[2].partition(report.END)[0]
+    link = re.search(r"\(results/([\w.+-]+)\.md\)", block)
+    assert link, "the table of README.md has no link to its record: draw it by bench.py --render NAME --readme"
+    results = report.Results(ROOT / "results" / f"{link[1]}.jsonl")
+    is_drawn(README, report.between_markers(text, report.narrow(results, link[1])))
+
+
+# what a test can't do: install or fetch things, load OpenAI's weights, use a second machine or another project
+ELSEWHERE = ("pip install", "git clone", "cd ", "python model.py --weights gpt2 ", "torchrun --nnodes=2", "NGPU=8 ")
+RUNNER = """import os, runpy, shlex, subprocess, sys
+for line in sys.stdin.read().splitlines():
+    status = 0
+    if line.startswith("python "):  # here, since torch takes long to import
+        sys.argv = shlex.split(line)[1:]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+    else:
+        status = subprocess.call(line, shell=True)
+    print(f"STATUS {status} {line}", flush=True)
+"""
+
+
+def commands(page):
+    """The commands of a page, from its blocks and its text, on the smallest model: the last of two flags counts."""
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+    lines = [line for language, block in fenced.findall(page) if not language for line in block.splitlines()]
+    lines += re.findall(r"`!?((?:python|make|torchrun)\s[^`]*)`", fenced.sub("", page))
+    for line in lines:
+        line = " ".join(re.sub(r"\s+# .*| && .*", "", line).split())
+        line = re.sub(r"^torchrun .*(?=stages/)", "python ", line)  # that it starts several is tested elsewhere
+        more = {"python stages/": shlex.join(SMALL), "python model.py": "--device cpu", "python": "--help"}
+        more |= {"make": "-n PY=python3 > make.out", "": ""}
+        line += " " + next(words for start, words in more.items() if line.startswith(start))
+        if line.strip() and not line.startswith(ELSEWHERE):
+            yield line.strip() + " --tokens 2" * ("--prompt" in line)
+
+
+@pytest.mark.parametrize("page", [README, LESSONS], ids=["README.md", "stages/README.md"])
+def test_commands_of_a_page_run(stages, page, tmp_path):
+    for folder in ("stages", "results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "mine.py"))
+    for path in [*ROOT.glob("*.py"), ROOT / "Makefile", README]:
+        shutil.copy(path, tmp_path)
+    missing = [name for name in ("make", "diff", "sed") if not shutil.which(name)]
+    missing += ["python stages/mine.py"] * ("sed" in missing)  # which sed writes
+    lines = [line for line in commands(page.read_text("utf-8")) if not line.startswith(tuple(missing))]
+    env = stages.env | dict(TMPDIR=str(tmp_path))
+    with process([sys.executable, "-c", RUNNER], tmp_path, env, stdin=subprocess.PIPE) as child:
+        out, err = child.communicate("\n".join(lines), timeout=400)
+    ended = [line.split(" ", 2)[1:] for line in out.splitlines() if line.startswith("STATUS ")]
+    # diff ends with 1 where two files differ, as they must
+    assert lines and ended == [[str(int(line.startswith("diff "))), line] for line in lines], err
