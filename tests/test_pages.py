@@ -61,7 +61,8 @@ MISREAD = """| mistake | what it says | what the records say |
 def misread(results):
     """What a bench's records say when they are read wrongly, beside what they say."""
     s04, s05, s10, s11 = (STAGES[stage].stem for stage in ("s04", "s05", "s10", "s11"))
-    (pair, again), one, dts = results.pair(), results.summary(s04), [step["dt"] for step in results.of(s04)[0].steps]
+    ((_, pair), again), *_ = results.pairs().items()
+    one, dts = results.summary(s04), [step["dt"] for step in results.of(s04)[0].steps]
     ours, theirs, steps = (results.samples(name) for name in (s05, s04, pair))
     ratios = sorted(theirs[key] / ours[key] for key in ours.keys() & theirs.keys())
     found = dict(n=len(dts), mean=1e3 * statistics.mean(dts), ms=one["dt_ms"], s=one["warmup_s"], meter=one["meter"])

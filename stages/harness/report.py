@@ -1,6 +1,7 @@
 """From the records of a bench to figures, and from figures to markdown. Starts nothing and writes nothing."""
 
 import json
+import math
 import statistics
 from collections import namedtuple
 from pathlib import Path
@@ -12,6 +13,7 @@ from . import code_sha256, summarize
 
 AGAIN = " again"  # ends the name of the second run of the A/A pair
 PEAK = "peak"  # the name of the run that times matmuls, see probe.py
+NOT_FOR = "not for "  # begins the message of a stage that this device cannot run, which is no failure
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -31,11 +33,15 @@ class Ratio(namedtuple("Ratio", "value spread")):
 
     @classmethod
     def of(cls, samples):
-        """The interval is McGill's notch: 1.57 IQR / sqrt(n)."""
-        if len(samples) < 2:
-            return cls(samples[0], None)
-        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, 1.57 * (q3 - q1) / len(samples) ** 0.5)
+        """The interval between the k-th samples from either end, k the largest with which it holds the median in 95 %.
+
+        That is exact for any distribution, by the binomial one. Below six samples no k does: then it is the range.
+        """
+        ordered, n = sorted(samples), len(samples)
+        outside = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
+        k = max((k for k, missed in enumerate(outside, 1) if missed <= 0.05), default=1)
+        median = statistics.median(ordered)
+        return cls(median, max(ordered[-k] - median, median - ordered[k - 1]) if n > 1 else None)
 
     def text(self, digits=2):
         return f"{self.value:.{digits}f}" + ("" if self.spread is None else f" ± {self.spread:.{digits}f}")
@@ -68,9 +74,8 @@ def read(path):
             entry = json.loads(line, parse_constant=int)  # int, since NaN is none: a ValueError
             if entry["kind"] == "header":
                 flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
-            numbers = [entry[key] for key in ("dt", "tokens") if key in entry]
-            numbers += [entry[key] for key in ("memory", "loss", "norm", "lr") if entry.get(key) is not None]
-            if not all(value > 0 for value in numbers) or entry.get("session", 0) < 0:
+            others = [entry.get(key) or 0 for key in ("session", "memory", "loss", "norm", "lr")]
+            if not all(entry[key] > 0 for key in ("dt", "tokens") if key in entry) or min(others) < 0:
                 raise ValueError
             lines.append(entry)
         except (ValueError, LookupError, TypeError):
@@ -121,11 +126,11 @@ class Results:
         reserved = max((run.end or {}).get("reserved", 0) for run in self.of(name))
         return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
 
-    def samples(self, name):
-        """{round: seconds per token}. A round is a step where runs are interleaved, else a session."""
+    def samples(self, name, value=lambda step: step["dt"] / step["tokens"]):
+        """{round: seconds per token, or what value() is}. A round is a step of interleaved runs, else a session."""
         rounds = {}
         for (session, n), run in self.runs.items():
-            values = [step["dt"] / step["tokens"] for step in run.steps[self.warmup :]] if n == name else []
+            values = [value(step) for step in run.steps[self.warmup :]] if n == name else []
             if self.bench["interleaved"]:
                 rounds |= {(session, i): value for i, value in enumerate(values)}
             elif values:
@@ -138,30 +143,36 @@ class Results:
         shared = sorted(ours.keys() & theirs.keys())
         return Ratio.of([theirs[key] / ours[key] for key in shared]) if shared and name != base else None
 
-    def pair(self):
-        """(name, Ratio) of the A/A pair, second run against first, or None."""
-        return next(((name, r) for name in self.rows if (r := self.speedup(name + AGAIN, name))), None)
+    def above(self, name):
+        """The row above; for the first row itself."""
+        return self.rows[max(0, self.rows.index(name) - 1)]
+
+    def same(self, name):
+        """Whether a row is one computation with the row above: its technique is for the loss, or a no-op here."""
+        header, follows = self.header(name), dict(s02="s01", s03="s02", s08="s07", s09="s08")
+        if self.mode != "ladder" or not header or follows.get(short(name)) != short(self.above(name)):
+            return False
+        no_op = dict(s02=not header["environment"]["tf32"], s03=header["settings"]["amp_dtype"] == "float32")
+        return no_op.get(short(name), True)
+
+    def pairs(self):
+        """{(name, name): Ratio} of the runs of one computation: the A/A pair, and rows that equal the one above."""
+        names = [(name + AGAIN, name) for name in self.rows]
+        names += [(name, self.above(name)) for name in self.rows if self.same(name)]
+        return {pair: ratio for pair in names if (ratio := self.speedup(*pair))}
 
     def noise(self):
-        """How far two runs of the same program came out apart in this bench, their spread included, or None."""
-        pair = self.pair()
-        return abs(pair[1].value - 1) + (pair[1].spread or 0) if pair else None
-
-    def peaks(self):
-        """{dtype: FLOP/s}: the median of the matmuls timed between the steps."""
-        steps = self.steps(PEAK)
-        return {
-            dtype: statistics.median(s["peak"][dtype] for s in steps) for dtype in (steps[0]["peak"] if steps else ())
-        }
+        """How far two runs of one computation came out apart at worst, their interval included, or None."""
+        return max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
 
     def share(self, name):
-        """The part of the machine's best matmul rate that a row turned into training, or None."""
-        peaks, summary, header = self.peaks(), self.summary(name), self.header(name)
-        if not peaks or not summary or not header:
+        """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
+        peaks, ours = self.samples(PEAK, lambda step: max(step["peak"].values())), self.samples(name)
+        header, shared = self.header(name), ours.keys() & peaks.keys()
+        if not header or not shared:
             return None
-        settings = header["settings"]
-        flops = flops_per_token(settings["size"], settings["seq_len"]) * summary["tok_per_sec"]
-        return flops / (max(peaks.values()) * settings["world_size"])
+        flops = flops_per_token(header["settings"]["size"], header["settings"]["seq_len"])
+        return statistics.median(flops / ours[k] / peaks[k] for k in shared) / header["settings"]["world_size"]
 
     def finished(self, name):
         """Whether the last run of a row came to its end, or the row has all its counted steps without."""
@@ -171,7 +182,8 @@ class Results:
         """Whether every row got to its end without an error."""
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
-        return all("error" not in (self.end(name) or {}) and self.finished(name) for name in self.rows)
+        errors = [(self.end(name) or {}).get("error", NOT_FOR) for name in self.rows]
+        return all(error.startswith(NOT_FOR) for error in errors) and all(map(self.finished, self.rows))
 
     def mixed(self):
         """What differs between runs that must agree in settings and environment, as one line, or None."""
@@ -209,10 +221,10 @@ def table(results, link):
 def figures(results, name, link):
     """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
     cells = [f"[{name}]({link}{name}.py)" if results.mode == "ladder" else name, results.bench["change"][name]]
-    summary, position = results.summary(name), results.rows.index(name)
+    summary = results.summary(name)
     if summary is None:
         return [*cells, *["–"] * 5]
-    ratios = [results.speedup(name, results.rows[base]) for base in (max(0, position - 1), 0)]
+    ratios = [results.speedup(name, base) for base in (results.above(name), results.rows[0])]
     return [
         *cells,
         f"{summary['tok_per_sec']:,.0f}",
@@ -242,19 +254,19 @@ def memory(summary):
 
 def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
-    header, end, position = results.header(name), results.end(name), results.rows.index(name)
+    header, end = results.header(name), results.end(name)
     # a technique is compared with the row above, a mode's answer with the first row
-    ratio = results.speedup(name, results.rows[max(0, position - 1) if results.mode == "ladder" else 0])
+    ratio = results.speedup(name, results.above(name) if results.mode == "ladder" else results.rows[0])
     parts = []
     if end and "error" in end:
-        parts.append(end["error"] if end["error"].startswith("out of memory") else f"failed: {end['error']}")
+        parts.append("failed: " * (not end["error"].startswith(("out of memory", NOT_FOR))) + end["error"])
     elif not results.finished(name):
         parts.append("not finished" if header else "not run")
     if header:
         says = {"ladder": technique, "amp": recommendation, "scale": efficiency}[results.mode]
         parts.append(says(results, name, header, ratio))
     if ratio and results.noise() is not None:
-        seen = abs(ratio.value - 1) > max(results.noise(), ratio.spread or 0)
+        seen = abs(ratio.value - 1) > max(results.noise(), ratio.spread or 0) and not results.same(name)
         parts.append(("faster" if ratio.value > 1 else "slower") if seen else "no difference")
     if header and header["code"] != code_sha256(header["stage"]):
         parts.append("stale")
@@ -339,31 +351,34 @@ def conditions(results):
     if results.mode == "limit":
         how, batch = "A fresh process for every batch size.", ""
     elif results.bench["interleaved"]:
-        how = f"{counted * results.bench['rounds']} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
-        how += ", interleaved: all processes are alive at once and take one step each in turn. A ratio is the median "
-        how += "of the ratios within a round, ± its 95 % interval."
+        how = f"{results.wanted} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
+        how += ", interleaved: all processes are alive at once and take one step each in turn."
     else:
-        how = (
-            f"{sessions} rounds of fresh processes, {counted} steps each. A ratio is the median over the rounds of the "
-        )
-        how += "ratio of the medians within a round, ± its 95 % interval."
+        how = f"{sessions} rounds of fresh processes, of which each counts by the median of its {counted} steps."
     corpus = f"{settings['corpus']} in {settings['tokenizer']} tokens"
     lines.append(f"{settings['size']}, {batch}T {settings['seq_len']}, seed {settings['seed']}, {corpus}. {how}")
-    if results.mode != "limit" and results.noise() is None:
-        lines.append("Noise: no A/A pair finished, so no difference is called one.")
-    elif results.mode != "limit":
-        name, ratio = results.pair()
+    pairs, steps = results.pairs(), results.steps(PEAK)
+    if results.mode != "limit":
         lines.append(
-            f"Noise: {name} ran twice (the A/A pair), and one run was {ratio.text(3)} times as fast as the other; a "
-            f'difference of less than {100 * results.noise():.1f} %, or than a row\'s own ±, is called "no difference".'
+            "A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that median, with "
+            "fewer than six rounds their range; it covers this run."
         )
-    if peaks := results.peaks():
-        shown = ", ".join(f"{v / 1e12:.2f} TFLOP/s in {k}" for k, v in sorted(peaks.items()))
-        flops, n = flops_per_token(settings["size"], settings["seq_len"]), results.steps(PEAK)[0]["size"]
+    if pairs:
+        apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs.items()]
         lines.append(
-            f"Peak: a matmul of {n} x {n} matrices, timed between the steps of this run, reached {shown}; the column "
-            f"is the share of the larger. A token takes {flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, "
-            "attention counted in full)."
+            f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the worst, "
+            f'{100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
+        )
+    elif results.mode != "limit":
+        lines.append("Noise: no A/A pair finished, so no difference is called one.")
+    if steps:
+        peaks = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in sorted(steps[0]["peak"])}
+        shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
+        flops, n = flops_per_token(settings["size"], settings["seq_len"]), steps[0]["size"]
+        lines.append(
+            f"Peak: matmuls of {n} x {n} matrices, timed in {len(steps)} rounds, reached {shown}. The column is the "
+            f"share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + "
+            "12 L C T, attention counted in full)."
         )
     meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
     lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
