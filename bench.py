@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import math
 import os
 import queue
 import re
@@ -34,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import WARMUP, Parser, add_flags, code_sha256, machine, positive, report, resolve, source
+from harness import WARMUP, Parser, add_flags, code_sha256, end_as_by_ctrl_c, machine, positive, report, resolve, source
 
 import torch
 
@@ -59,17 +58,11 @@ def parse(argv):
     add = parser.add_argument
     add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit and scale (all stages)")
     add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (5; 1 on a CPU)")
-    add("--out", metavar="NAME", help="of the files in results/ (the date and the device)")
+    add("--out", metavar="NAME", help="of the files in results/ (date, time and mode)")
     add("--resume", metavar="NAME", help="continue a bench that was interrupted, with the flags it had")
     add("--render", metavar="NAME", help="draw results/NAME.md again from its records, and run nothing")
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
-    add(
-        "--timeout",
-        type=positive,
-        default=600,
-        metavar="S",
-        help="stop a stage with no step for so long (%(default)s s)",
-    )
+    add("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take (%(default)s)")
     add(
         "--memory-budget",
         type=positive,
@@ -88,7 +81,7 @@ def parse(argv):
         args.steps, args.stage, args.argv = args.steps or 24, "", argv
         resolve(args)
         args.interleaved = args.device.type == "cpu"
-        args.rounds = (1 if args.interleaved else 5) if args.rounds is None else args.rounds
+        args.rounds = args.rounds or (1 if args.interleaved else 5)
         if args.steps <= WARMUP:
             raise InputError(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
         for name in (args.out, args.resume, args.render):
@@ -205,9 +198,8 @@ class Process:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
-    def poll(self, seconds=math.inf):
-        """True where the step has ended, False where the process has: see failure; None after so many seconds."""
-        until = time.monotonic() + seconds
+    def poll(self):
+        """Wait until the step has ended, or the process has. Whether it was the step; if not, see failure."""
         while self.failure is None:
             try:
                 entry = self.lines.get(timeout=0.05)
@@ -216,8 +208,6 @@ class Process:
                     self.failure = f"no answer in {self.timeout:.0f} s: stopped; raise --timeout if it is only slow"
                 elif self.budget and machine.resident_memory(self.process.pid) > self.budget:
                     self.failure = f"out of memory: more than the budget of {self.budget / 1e9:.1f} GB"
-                elif time.monotonic() > until:
-                    return None
                 continue
             if entry is None or entry["kind"] == "error":
                 self.failure = entry["error"] if entry else self._why_it_ended()
@@ -330,25 +320,20 @@ class Session:
 
 def run(args, path, rows, probes):
     """Lead sessions until every row has its counted steps; those that are in the results file count."""
-    pair = rows[len(rows) // 2]
-    everyone = [*rows]
-    everyone.insert(everyone.index(pair) + 1, pair._replace(name=pair.name + report.AGAIN))
-    failed, before = set(), None
+    failed, before, pair = set(), None, len(rows) // 2
+    everyone = [*rows[: pair + 1], rows[pair]._replace(name=rows[pair].name + report.AGAIN), *rows[pair + 1 :]]
     while True:
         results = report.Results(path)
-        need = {
-            row.name: max(0, results.wanted - len(results.steps(row.name)))
-            for row in everyone
-            if row.name not in failed
-        }
-        rest = [row for row in everyone if need.get(row.name)]
+        alive = [row for row in everyone if row.name not in failed]
+        need = {row.name: max(0, results.wanted - len(results.steps(row.name))) for row in alive}
+        rest = [row for row in alive if need[row.name]]
         if need == before:
             say("no memory for another process beside the first ones: try a smaller --batch-size")
         if not rest or need == before:
             return
         before = need
         # a row is compared with the first one and the one above: both are in its session, and so are the probes
-        above = [row for row in everyone[: everyone.index(rest[0])] if row in rows and row.name in need]
+        above = [row for row in alive[: alive.index(rest[0])] if row in rows]
         first, *others = [*above[:1], *above[1:][-1:], *rest]
         probing = [row for row in probes if row.name not in failed]
         steps = min(args.steps - WARMUP, max(need.values()))
@@ -465,8 +450,7 @@ def bench(args):
     else:
         rows, probes = rows_of(args)
         write_whole(path, (json.dumps(first_line(args, rows)) + "\n").encode())
-    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        signal.signal(number, signal.default_int_handler)
+    end_as_by_ctrl_c()
     try:
         find_limit(args, path, rows) if args.mode == "limit" else run(args, path, rows, probes)
     except KeyboardInterrupt:
@@ -477,8 +461,6 @@ def bench(args):
 
 
 def main():
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
     args = parse(sys.argv[1:])
     try:
         return bench(args)

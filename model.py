@@ -303,7 +303,6 @@ def main(argv=None):
     sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
     from harness import Parser, machine  # here, because the harness imports this file
 
-    sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows a question mark
     parser = Parser(description="Generate text with GPT-2, or measure its loss on held-out text.", allow_abbrev=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     either("--prompt", metavar="TEXT", help="what to continue (a new line)")

@@ -40,8 +40,20 @@ WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory tou
 class Parser(argparse.ArgumentParser):
     """argparse with one line for a wrong flag, and no usage before it."""
 
+    def parse_args(self, *argv):
+        if sys.stdout:
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
+        return super().parse_args(*argv)
+
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def end_as_by_ctrl_c():
+    """Let a batch system's SIGTERM and a closed terminal's SIGHUP end a run as Ctrl-C does, unless nohup ignores it."""
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def parse_args(doc, argv=None):
@@ -52,11 +64,7 @@ def parse_args(doc, argv=None):
     fallbacks, which maps "amp_dtype" or "compile" to why the machine can't do it.
     """
     sys.excepthook = _excepthook
-    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # end as Ctrl-C does, weights saved
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish
-            signal.signal(number, signal.default_int_handler)
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
+    end_as_by_ctrl_c()
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -169,9 +177,7 @@ def resolve(args):
             open(args.record, "x").close()
             os.unlink(args.record)
         except OSError as error:
-            raise InputError(
-                f"--record {args.record}: {error.strerror}; name a new file, in a folder of yours"
-            ) from None
+            raise InputError(f"--record {args.record}: {error.strerror}; name a new file of yours") from None
 
 
 def model_bytes(args):
@@ -279,23 +285,17 @@ class StepLog:
         self._start()
 
     def _header(self, parameters, loader):
-        flags = ["steps", "batch_size", "seq_len", "size", "seed", "data", "compile", "accum"]
-        commit = machine.command_output(["git", "rev-parse", "HEAD"])
-        return dict(
-            stage=self.args.stage,
-            title=self.args.title,
-            code=code_sha256(self.args.stage),
-            settings={flag: getattr(self.args, flag) for flag in flags}
-            | dict(amp_dtype=str(self.args.amp_dtype).removeprefix("torch."), world_size=loader.world_size)
-            | dict(corpus=loader.tokens.corpus, tokenizer=self.tokenizer),
-            environment=machine.environment(self.device),
-            fallbacks=self.args.fallbacks,
-            parameters=parameters,
-            tokens_per_step=self.tokens_per_step,
-            commit=commit or None,
-            dirty=bool(machine.command_output(["git", "status", "--porcelain", "-uno", str(ROOT)])) if commit else None,
-            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
+        args, git = self.args, lambda *words: machine.command_output(["git", "-C", str(ROOT), *words])
+        flags = ("steps", "batch_size", "seq_len", "size", "seed", "data", "compile", "accum")
+        settings = {flag: getattr(args, flag) for flag in flags} | dict(world_size=loader.world_size)
+        settings |= dict(amp_dtype=str(args.amp_dtype).removeprefix("torch."))
+        settings |= dict(corpus=loader.tokens.corpus, tokenizer=self.tokenizer)
+        code = dict(stage=args.stage, title=args.title, code=code_sha256(args.stage))
+        code |= dict(commit=git("rev-parse", "HEAD") or None, dirty=bool(git("status", "--porcelain", "-uno")))
+        sizes = dict(parameters=parameters, tokens_per_step=self.tokens_per_step)
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        where = dict(environment=machine.environment(self.device), fallbacks=args.fallbacks, started=started)
+        return code | dict(settings=settings) | sizes | where
 
     def _start(self):
         if not self.record.wait():  # the bench has enough

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import re
@@ -73,8 +74,10 @@ def fitting_batch_size(device):
 
 
 def s01_bytes(batch_size):
-    """The most that s01's tensors hold at gpt2 and T 1024: weights and AdamW's moments, and for each sequence 16 T C
-    floats and one T x T softmax per head in each of 12 layers, and three copies of the logits, all in float32."""
+    """The most that s01's tensors hold at gpt2 and T 1024: weights with AdamW's moments, and so much per sequence.
+
+    That is 16 T C floats and a T x T softmax per head in each of 12 layers, and three copies of the logits, in float32.
+    """
     return 1.5e9 + 1.83e9 * batch_size
 
 
@@ -130,8 +133,13 @@ def device_name(device):
 
 
 def _cpuinfo():
+    return _read("/proc/cpuinfo")
+
+
+def _read(path):
+    """The text of a file; nothing where this system has no such file."""
     with contextlib.suppress(OSError):
-        return Path("/proc/cpuinfo").read_text()
+        return Path(path).read_text()
     return ""
 
 
@@ -151,6 +159,8 @@ def keep_freed_memory():
 def environment(device):
     """What two records must share to be compared: hardware, versions and what is native, as a flat dict for JSON."""
     cuda = device.type == "cuda"
+    # from a file where there is one, since nvidia-smi may time out
+    driver = _read("/proc/driver/nvidia/version") or command_output(["nvidia-smi", "-q"]) if cuda else ""
     return dict(
         device=device.type,
         device_name=device_name(device),
@@ -163,15 +173,8 @@ def environment(device):
         torch=torch.__version__,
         cuda=torch.version.cuda if cuda else None,
         cudnn=torch.backends.cudnn.version() if cuda else None,
-        driver=_driver() if cuda else None,
+        driver=next(iter(re.findall(r"\b\d{3}\.\d[\d.]*", driver)), None),
     )
-
-
-def _driver():
-    """The version of the NVIDIA driver, from a file where there is one, since nvidia-smi may time out."""
-    with contextlib.suppress(OSError):
-        return re.search(r"\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text())[1]
-    return command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0]
 
 
 def command_output(command):
@@ -198,8 +201,8 @@ def peak_memory(device):
         return torch.cuda.max_memory_allocated(device), "peak allocated"
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"
-    with contextlib.suppress(OSError, TypeError):
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]), "peak RSS"
+    if peak := re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status")):
+        return 1024 * int(peak[1]), "peak RSS"
     try:
         import resource
     except ImportError:  # Windows
@@ -219,19 +222,16 @@ def reset_peak_memory(device):
 
 def resident_memory(pid):
     """Bytes that a process holds in memory now; 0 where this system does not tell."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return 1024 * int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
-    return 1024 * int(command_output(["ps", "-o", "rss=", "-p", str(pid)]) or 0)
+    held = re.search(r"VmRSS:\s+(\d+)", _read(f"/proc/{pid}/status"))
+    return 1024 * int(held[1] if held else command_output(["ps", "-o", "rss=", "-p", str(pid)]) or 0)
 
 
 def free_memory():
     """Bytes that can be taken without swapping, as far as this system tells; None where it does not."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        free = 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
-        with contextlib.suppress(OSError, ValueError):  # a container may have less than its machine
-            limit, used = (int(Path(f"/sys/fs/cgroup/memory.{x}").read_text()) for x in ("max", "current"))
-            free = min(free, limit - used)
-        return free
+    if free := re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo")):
+        # a container may have less than its machine
+        limit, used = (_read(f"/sys/fs/cgroup/memory.{x}").strip() for x in ("max", "current"))
+        return min(1024 * int(free[1]), int(limit) - int(used) if limit.isdecimal() else math.inf)
     with contextlib.suppress(OSError, AttributeError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return None
