@@ -36,6 +36,23 @@ SIZES = {
 }
 
 
+def flops_per_token(size, seq_len):
+    """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
+
+    Two for each multiply-add of every matrix, once forward and twice backward, and attention counted in full although
+    half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B). L layers of width C, a vocabulary
+    V of 50257 (padding is no work that GPT-2 asks for), T tokens in a sequence.
+    """
+    L, C = SIZES[size]["n_layer"], SIZES[size]["n_embd"]
+    return 6 * (12 * L * C**2 + VOCAB * C) + 12 * L * C * seq_len
+
+
+def weight_bytes(size, block_size):
+    """Bytes of a GPT's weights in float32, as many as of its gradient. Biases and LayerNorms, 0.1 %, are left out."""
+    L, C = SIZES[size]["n_layer"], SIZES[size]["n_embd"]
+    return 4 * (12 * L * C**2 + (VOCAB + block_size) * C)
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of a GPT-2; the defaults are the 124M model. Raises ValueError where the numbers do not fit together."""

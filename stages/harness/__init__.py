@@ -28,8 +28,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.distributed as dist
 
-from data import VOCAB, InputError
-from model import CONTEXT, SIZES, check_save
+from data import InputError
+from model import CONTEXT, SIZES, check_save, weight_bytes
 
 from . import machine
 
@@ -169,7 +169,7 @@ def resolve(args):
         # torchrun gives each of several ranks one thread, however many cores there are
         torch.set_num_threads(max(1, machine.cores() // ranks_here))
     if args.save is not None:  # refused now rather than when the work is done
-        check_save(args.save, nbytes=model_bytes(args))
+        check_save(args.save, nbytes=weight_bytes(args.size, args.seq_len))
         if args.record is not None and Path(args.record).resolve().is_relative_to(Path(args.save).resolve()):
             raise InputError(f"--record {args.record} is inside --save {args.save}: name a file somewhere else")
     if args.record is not None and is_rank_0():
@@ -178,12 +178,6 @@ def resolve(args):
             os.unlink(args.record)
         except OSError as error:
             raise InputError(f"--record {args.record}: {error.strerror}; name a new file of yours") from None
-
-
-def model_bytes(args):
-    """Bytes of the model's weights in float32, and of its gradients; biases and LayerNorms, 0.1 %, left out."""
-    L, C = SIZES[args.size]["n_layer"], SIZES[args.size]["n_embd"]
-    return 4 * (12 * L * C**2 + (VOCAB + args.seq_len) * C)
 
 
 def source(stage):

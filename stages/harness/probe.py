@@ -10,10 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Record, machine, model_bytes, parse_args
+from harness import Record, machine, parse_args
 
 import torch
 import torch.distributed as dist
+
+from model import weight_bytes
 
 
 def timed(work, device):
@@ -41,7 +43,7 @@ def main():
     device, record = args.device, Record(args)
     if machine.environment_number("WORLD_SIZE", 1) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
-        gradient = torch.zeros(model_bytes(args) // 4, device=device)
+        gradient = torch.zeros(weight_bytes(args.size, args.seq_len) // 4, device=device)
     n = 2048 if device.type == "cpu" else 8192
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, args.amp_dtype)}
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -50,7 +52,7 @@ def main():
             break
         if dist.is_initialized():
             dist.barrier()
-            found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=model_bytes(args))
+            found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=gradient.nbytes)
         else:
             found = dict(size=n, peak={name: matmul_peak(device, dtype, n) for name, dtype in dtypes.items()})
         record.write("step", step=step, **found)

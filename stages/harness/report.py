@@ -6,8 +6,8 @@ import statistics
 from collections import namedtuple
 from pathlib import Path
 
-from data import VOCAB, InputError
-from model import SIZES
+from data import InputError
+from model import flops_per_token
 
 from . import code_sha256, summarize
 
@@ -15,17 +15,6 @@ AGAIN = " again"  # ends the name of the second run of the A/A pair
 PEAK = "peak"  # the name of the run that times matmuls, see probe.py
 NOT_FOR = "not for "  # begins the message of a stage that this device cannot run, which is no failure
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-
-
-def flops_per_token(size, seq_len):
-    """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
-
-    Two for each multiply-add of every matrix, once forward and twice backward, and attention counted in full although
-    half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B). L layers of width C, a vocabulary
-    V of 50257 (padding is no work that GPT-2 asks for), T tokens in a sequence.
-    """
-    L, C = SIZES[size]["n_layer"], SIZES[size]["n_embd"]
-    return 6 * (12 * L * C**2 + VOCAB * C) + 12 * L * C * seq_len
 
 
 class Ratio(namedtuple("Ratio", "value spread")):
