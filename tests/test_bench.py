@@ -61,7 +61,6 @@ class Fakes:
         self.patch.setenv("FAKES", json.dumps(dict(header=header("", code=harness.code_sha256(S01)), **fakes)))
 
     def command(self, *words):
-        """How `python bench.py WORDS` ended."""
         self.patch.setattr(sys, "argv", ["bench.py", *words])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -90,10 +89,10 @@ class Fakes:
 @pytest.fixture
 def fakes(tmp_path, monkeypatch, capsys):
     """Fakes in a folder with a blank in its name, of which no process is left afterwards."""
-    numbers = signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
-    handlers = [signal.signal(number, lambda *_: None) for number in numbers]  # a signal that is missed ends no test
+    # a signal that the bench misses is printed, and ends no test
+    handlers = {n: signal.signal(n, print) for n in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}}
     yield (fakes := Fakes(tmp_path / "a copy", monkeypatch, capsys))
-    for number, handler in zip(numbers, handlers, strict=True):
+    for number, handler in handlers.items():
         signal.signal(number, handler)
     deadline = time.monotonic() + 5
     while living := fakes.living():
@@ -125,9 +124,8 @@ def test_wrong_command_line_is_one_line_and_exit_status_2(fakes, words):
 
 def test_stages_have_several_names_and_run_in_ladder_order():
     assert {bench.stage_named(word) for word in ("s05", "5", "05", "s5", "s05_flash")} == {"s05_flash"}
-    words = ["11 s01 s11_accum", "amp", "limit 4", ""]
-    stages = [["s01_baseline", "s11_accum"], ["s03_bf16"], ["s04_compile"], bench.STAGES]
-    assert [bench.parse(["--device", "cpu", *word.split()]).stages for word in words] == stages
+    parsed = [bench.parse(["--device", "cpu", *word.split()]).stages for word in ("11 s01 s11", "amp", "limit 4", "")]
+    assert parsed == [["s01_baseline", "s11_accum"], ["s03_bf16"], ["s04_compile"], bench.STAGES]
 
 
 @pytest.mark.parametrize("devices, sizes", [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (6, [1, 2, 4, 6])])
@@ -152,11 +150,10 @@ def test_bench_takes_a_step_of_each_row_in_turn_there_and_back(fakes, monkeypatc
     assert steps == [*EVERYONE, *EVERYONE[::-1]] * 2
 
 
-HANG = "import time; time.sleep(600)"
+HANG = "import time; time.sleep(600)"  # the child of a deaf one ignores SIGTERM, too
 DOES = dict(boom="raise RuntimeError('boom')", refuse="print('error: no, thanks', file=sys.stderr); sys.exit(2)")
 DOES |= dict(die="os.kill(os.getpid(), 9)", cut="print('{\"kind\": \"st', end='', flush=True); os.kill(os.getpid(), 9)")
 DOES |= dict(grow=f"held = b'x' * 400_000_000; {HANG}", silent=f"os.close(1); {HANG}")
-# its child ignores SIGTERM like itself
 DOES["deaf"] = f"signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', '{HANG}']); {HANG}"
 BOOM, KILLED = "exit status 1: RuntimeError: boom", "killed by the system, most likely out of memory: try a smaller"
 FAULTS = [([name], "boom", at, BOOM) for name in (S01, PAIR, PEAK) for at in (0, 5, "end")]
@@ -201,9 +198,8 @@ def test_closed_stdout_or_stderr_loses_nothing(fakes, monkeypatch, name, closed)
 @pytest.mark.parametrize("free, held, room", [(None, 2, 2), (7, 2, 2), (5, 2, 1), (2, 2, 0), (2, 0, 2), (2, None, 1)])
 def test_there_is_room_for_half_as_much_again_as_one_holds(monkeypatch, free, held, room):
     monkeypatch.setattr(machine, "free_memory", lambda: free)
-    session = bench.Session(None, None, 0)
-    session.live = [SimpleNamespace(held=held)] * (held is not None)
-    assert session.room() == room
+    live = [SimpleNamespace(held=held)] * (held is not None)
+    assert bench.Session.room(SimpleNamespace(live=live)) == room
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4, 5])
@@ -228,11 +224,9 @@ def test_stopped_bench_keeps_its_records_and_continues(fakes, fault, when):
 
     fakes.stops[when] = stop
     ended, before = fakes.run(), fakes.records.read_bytes()
-    if fault == "full disk":
-        assert ended.status == 2 and ended.err.endswith("No space left on device\n")
-    else:
-        assert ended.status == 130 and "continue with: python bench.py --resume x\n" in ended.err
-        assert ended.out == fakes.page.read_text() + "\n"
+    status, words = (2, "No space left on device\n") if fault == "full disk" else (130, "python bench.py --resume x\n")
+    assert ended.status == status and words in ended.err
+    assert ended.out == ("" if status == 2 else fakes.page.read_text() + "\n")
     ended = fakes.command("--resume", "x")
     assert ended.status == 0 and "not finished" not in ended.out and fakes.records.read_bytes().startswith(before)
     assert {len(fakes.results().steps(name)) for name in EVERYONE} == {4}
@@ -243,8 +237,7 @@ def test_killed_bench_leaves_its_records_and_no_process(fakes):
     with process([sys.executable, "bench.py", *fakes.flags, "--out", "x"], fakes.folder, os.environ) as child:
         assert any(line.startswith("step 1/4") for line in child.stderr)
         child.kill()
-    before = fakes.records.read_bytes()
-    fakes.records.write_bytes(before + b'{"kind": "step", "sess')  # it may be in the middle of a line
+    fakes.records.write_bytes((before := fakes.records.read_bytes()) + b'{"kind": "step", "sess')  # a line cut off
     assert fakes.command("--render", "x").status == 1 and fakes.records.read_bytes().endswith(b'"sess')
     assert fakes.command("--resume", "x").status == 0 and fakes.records.read_bytes().startswith(before)
     assert all(len(fakes.results().steps(name)) >= 4 for name in EVERYONE)
@@ -280,7 +273,7 @@ def test_limit_is_found_by_doubling_and_bisection(fakes, monkeypatch, fault, row
     assert "B8: start" not in ended.err  # what was tried before is not tried again
 
 
-def test_real_bench_of_two_stages(fakes, monkeypatch):
+def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):
     monkeypatch.setattr(bench, "STAGES", names := ["s01_baseline", "s05_flash"])
     for name in (*names, "harness/probe"):
         code = (ROOT / f"stages/{name}.py").read_text().replace("n = 2048", "n = 64")
@@ -288,3 +281,10 @@ def test_real_bench_of_two_stages(fakes, monkeypatch):
     ended = fakes.run("1", "5", *FLOAT32)
     assert ended.status == 0 and fakes.taken() == dict.fromkeys([*names, PEAK, names[1] + report.AGAIN], [STEPS])
     assert "active: the flash kernel ran" in ended.out and "64 x 64" in ended.out and "stale" not in ended.out
+    for ranks, figure in ((0, "peak"), (2, "bytes")):
+        row, args, lines = bench.Row(PEAK, bench.PROBE, ranks=ranks), bench.parse([*FLOAT32, "--timeout", "60"]), []
+        run = bench.Process(row, args, lines.append)
+        run.ask()
+        time.sleep(0.3 * run.poll())
+        assert run.lines.empty() and [figure in line for line in lines] == [True]  # it waits to be asked again
+        run.stop()

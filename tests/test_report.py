@@ -234,7 +234,12 @@ def test_text_goes_between_markers_that_occur_once_each(broken):
 
 GOOD = text(ran("a", [1.0, 1.0]), ran("b", [0.9]), probed(peak=dict(float32=1e9)))
 EDITS = [(0, "", content) for content in ("", "\n", "rubbish\n", "[]\n", "{}\n", '{"kind": "bench"}\n', "\x00\xff\n")]
-EDITS += [(1, '"command"', '"other"'), (2, '"mini"', '"huge"'), (2, '"session": 0', '"session": "x"')]
+EDITS += [
+    (1, '"command"', '"other"'),
+    (2, '"mini"', '"huge"'),
+    (2, '"session": 0', '"session": "x"'),
+    (7, "4.6", "NaN"),
+]
 EDITS += [(7, '"dt": 1.0', f'"dt": {dt}') for dt in ("0", '"x"', "null", "NaN", "-1", "[]")]
 EDITS += [(7, "1000,", "0,"), (7, "1500000000", '"x"'), (7, "4.6", '"x"'), (7, "1.0}\n", "1"), (7, "1.0}\n", "1.0\n")]
 

@@ -386,6 +386,7 @@ def _excepthook(kind, error, trace):
     elif not issubclass(kind, FloatingPointError):
         message = None
     if log:
+        log._end_profile()  # torch crashes at exit where its profiler still runs
         with contextlib.suppress(InputError):
             log.record.write("error", error=message or f"{kind.__name__}: {str(error).strip()[:300]}")
         if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
