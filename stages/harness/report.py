@@ -406,13 +406,16 @@ def page(results):
 def narrow(results, name):
     """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
     head = ["stage", "change", "tok/sec", "dt ms", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
-    rows, notes = [], {}
+    rows, notes, stale = [], {}, False
     for row in results.rows:
         link, change, speed, dt, *cells = figures(results, row, "stages/")
         rows.append([link, change, speed, dt.split(" ")[0], *(cell.replace(" ", "\u00a0") for cell in cells)])
-        notes.setdefault(note(results, row), []).append(short(row))
+        text = note(results, row)
+        stale = text.endswith("stale") or stale
+        notes.setdefault(text.removesuffix("stale").removesuffix("; "), []).append(short(row))
     said = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
     under = "\n".join(conditions(results).splitlines()[:2])
+    said += ". Measured with an earlier version of the stages" * stale
     more = f"- Notes: {said}. [All columns, the noise and the peak](results/{name}.md)."
     return f"{markdown('llrrrrr', head, rows)}\n\n{under}\n{more}\n\n{chart(results)}"
 
