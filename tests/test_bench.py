@@ -266,7 +266,7 @@ def test_limit_is_found_by_doubling_and_bisection(fakes, monkeypatch, fault, row
     fakes.plan(s02_tf32=fault)
     fakes.stops[f"B{batches[-1]}: start"] = lambda: signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(machine, "free_memory", lambda: 4e8)  # half of it is the budget
-    assert fakes.run("limit", "s02").status == 130
+    assert fakes.run("limit", "s02", "--timeout", "20").status == 130
     ended = fakes.command("--resume", "x")
     assert ended.status == (len(batches) == 1) and f"| s02_tf32 | {row}" in ended.out
     assert sorted(int(name.split(" B")[1]) for name in fakes.taken()) == batches
