@@ -185,6 +185,6 @@ def test_a_signal_ends_a_run_with_its_weights_saved(stages, tmp_path, name, stag
             reaches(len(report.read(record)) + 5)
         os.kill(child.pid, getattr(signal, name))
         out, err = child.communicate(timeout=60)
-    end = report.read(record)[-1]
-    assert (child.returncode, err, end["error"]) == (130, "error: interrupted\n", "interrupted")
+    assert (child.returncode, report.read(record)[-1]["error"]) == (130, "interrupted")
+    assert err.splitlines()[-1] == "error: interrupted" and "Traceback" not in err  # the profiler may warn before it
     assert out.endswith(f"saved to {weights}\n") and load(str(weights), None)
