@@ -386,7 +386,6 @@ def _excepthook(kind, error, trace):
     elif not issubclass(kind, FloatingPointError):
         message = None
     if log:
-        log._end_profile()  # torch crashes at exit where its profiler still runs
         with contextlib.suppress(InputError):
             log.record.write("error", error=message or f"{kind.__name__}: {str(error).strip()[:300]}")
         if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
@@ -398,5 +397,7 @@ def _excepthook(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
         return
     # __stderr__, since torch.distributed wraps this hook and holds back what it writes to stderr
-    print(f"error: {message}", file=sys.__stderr__)
+    print(f"error: {message}", file=sys.__stderr__, flush=True)
+    if log and log.profiler:  # torch crashes at exit where its profiler still runs
+        os._exit(status)
     sys.exit(status)
