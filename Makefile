@@ -9,7 +9,7 @@ runtime := .venv/runtime
 dev := .venv/dev
 endif
 
-.PHONY: help setup bench amp limit scale test diff clean
+.PHONY: help setup bench amp limit scale loss test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
@@ -17,6 +17,7 @@ help:
 	@echo 'make amp           float32, float16 and bfloat16 side by side'
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
+	@echo 'make loss          held-out loss of s06 to s09 after the same tokens, on three seeds'
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes     (A=s01 B=s12 for any two)'
 	@echo 'make clean         remove .venv and caches, keep results'
@@ -37,7 +38,7 @@ setup: $(runtime)
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
 
-amp limit scale: $(runtime)
+amp limit scale loss: $(runtime)
 	@$(PY) bench.py $@ $(ARGS)
 
 test: $(dev)
@@ -50,7 +51,7 @@ diff:
 	  new=$$(printf s%02d $$new); old=$$(printf s%02d $$old); fi; \
 	old_file=$$(ls stages/$$old*.py 2>/dev/null | head -n 1); new_file=$$(ls stages/$$new*.py 2>/dev/null | head -n 1); \
 	if [ -z "$$old_file" ] || [ -z "$$new_file" ]; then \
-	  echo "make diff: pass N=2 to N=12, or A=s01 B=s12" >&2; exit 2; fi; \
+	  echo "make diff: pass N=2 or a later stage, or A=s01 B=s12" >&2; exit 2; fi; \
 	git --no-pager diff --no-index -w $$old_file $$new_file || true
 
 clean:

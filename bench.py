@@ -5,6 +5,7 @@
     python bench.py amp                float32, float16 with loss scaling and bfloat16, side by side
     python bench.py limit s05 s11      the largest batch that fits
     python bench.py scale              s12 on 1, 2, ... processes
+    python bench.py loss               held-out loss of s06 to s09 after the same tokens, on several seeds
 
 Every flag of a stage can be given and goes to all of them. The table goes to stdout and to results/NAME.md, each step
 to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in turn; on a
@@ -42,12 +43,9 @@ from data import InputError, write_whole
 
 RESULTS = ROOT / "results"
 STAGES = sorted(path.stem for path in (ROOT / "stages").glob("s[0-9][0-9]_*.py"))
-MODES = {  # the stages of each, and what may differ between its runs
-    "ladder": (STAGES, []),
-    "amp": (["s03_bf16"], ["amp_dtype"]),
-    "limit": (["s05_flash", "s11_accum"], ["batch_size"]),
-    "scale": (["s12_ddp"], ["world_size", "threads"]),
-}
+MODES = dict(ladder=STAGES, amp=["s03_bf16"], limit=["s05_flash", "s11_accum"], scale=["s12_ddp"], loss=STAGES[5:9])
+# what `loss` trains where no flag says otherwise; on a CPU, the shortest run that showed differences in minutes
+LOSS = dict(cpu=dict(seq_len=256, batch_size=2, steps=200, accum=1), gpu=dict(steps=600, accum=1))
 PROBE = "stages/harness/probe.py"
 PATIENCE = 5  # seconds in which a process ends that was told to, or that has closed its output
 
@@ -56,39 +54,41 @@ def parse(argv):
     """The command line, checked, every default filled in for the device."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit and scale (all stages)")
+    add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit, scale, loss (all stages)")
     add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (5; 1 on a CPU)")
     add("--out", metavar="NAME", help="of the files in results/ (date, time and mode)")
     add("--resume", metavar="NAME", help="continue a bench that was interrupted, with the flags it had")
     add("--render", metavar="NAME", help="draw results/NAME.md again from its records, and run nothing")
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
     add("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take (%(default)s)")
-    add(
-        "--memory-budget",
-        type=positive,
-        metavar="GB",
-        help="for limit on a CPU: what a run may hold (half of the free)",
-    )
+    add("--memory-budget", type=float, metavar="GB", help="for limit on a CPU: what a run may hold (half of the free)")
+    add("--seeds", type=positive, default=3, metavar="N", help="for loss: runs of each stage (%(default)s)")
     add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
         if args.resume and argv not in (["--resume", args.resume], [f"--resume={args.resume}"]):
             raise InputError(f"--resume {args.resume} continues with the flags of before: pass no other")
-        if args.record or args.save or args.led:
-            raise InputError("--record and --save are for a single stage: python stages/s01_baseline.py")
-        args.given = [flag for flag in ("amp_dtype", "compile") if getattr(args, flag) is not None]
-        args.steps, args.stage, args.argv = args.steps or 24, "", argv
+        if args.record or args.save or args.led or args.eval:
+            raise InputError("--record, --save and --eval are for a single stage: python stages/s01_baseline.py")
+        args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
+        args.given, args.stage, args.argv = [name for name, value in vars(args).items() if value is not None], "", argv
         resolve(args)
         args.interleaved = args.device.type == "cpu"
-        args.rounds = args.rounds or (1 if args.interleaved else 5)
+        defaults = dict(steps=24, rounds=1 if args.interleaved else 5)
+        if args.mode == "loss":
+            defaults = LOSS["cpu" if args.interleaved else "gpu"] | dict(rounds=args.seeds)
+        vars(args).update({name: value for name, value in defaults.items() if name not in args.given})
         if args.steps <= WARMUP:
             raise InputError(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
         for name in (args.out, args.resume, args.render):
             if name is not None and not re.fullmatch(r"[\w][\w.+-]*", name):
                 raise InputError(f"{name!r} is no name for a file in results/: pass letters, digits, '.', '-' and '_'")
-        args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
-        args.stages = sorted({stage_named(word) for word in args.what}) or MODES[args.mode][0]
+        if args.memory_budget is not None and not args.memory_budget > 0:
+            raise InputError(f"--memory-budget {args.memory_budget} holds nothing: pass more")
+        if args.readme and args.mode != "ladder":
+            raise InputError(f"README.md shows the ladder: leave --readme or {args.mode} out")
+        args.stages = sorted({stage_named(word) for word in args.what}) or MODES[args.mode]
     except InputError as error:
         parser.error(str(error))
     return args
@@ -130,8 +130,10 @@ def rows_of(args):
         sizes = sorted({2**i for i in range(most.bit_length())} | {most})  # 1, 2, 4, ... and all
         rows = [Row(f"{n} rank{'s' * (n > 1)}", scripts[0], ranks=n, env=env) for n in sizes]
         return rows, [row._replace(name=f"all-reduce {row.name}", script=PROBE) for row in rows if row.ranks > 1]
+    if args.mode == "loss" and args.accum > 1:
+        raise InputError("loss compares stages after the same tokens, which --accum multiplies: leave it out")
     titles = [source(stage)[0].partition("\n")[0].partition(": ")[2].rstrip(".") for stage in args.stages]
-    return [Row(*row) for row in zip(args.stages, scripts, titles, strict=True)], [peak]
+    return [Row(*row) for row in zip(args.stages, scripts, titles, strict=True)], [peak] * (args.mode == "ladder")
 
 
 def stage_flags(args):
@@ -177,7 +179,8 @@ class Process:
             env=os.environ | {"PYTHONSAFEPATH": ""} | row.env,  # a stage finds the harness beside itself
         )
         self.lines = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self):
         for line in self.process.stdout:
@@ -194,7 +197,7 @@ class Process:
 
     def close(self):
         """Ask for the summary."""
-        self.deadline = time.monotonic() + 60
+        self.deadline = time.monotonic() + self.timeout  # it may take the held-out loss first
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
@@ -231,18 +234,21 @@ class Process:
             return "killed by the system, most likely out of memory: try a smaller --batch-size"
         if code == 2 and "error: " in last:  # refused by its own checks
             return last.partition("error: ")[2]
-        return f"exit status {code}: {last}".rstrip(": ") if code else None
+        ended = "ended before its last step" * (not self.process.stdin.closed)
+        return f"exit status {code}: {last}".rstrip(": ") if code else ended or None
 
     def stop(self):
         """End the process and all that it started, at once where it does not end by itself."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
+            # torchrun's workers are in sessions of their own: it alone reaches them, and gives them 30 s
+            self.process.wait(PATIENCE + 35 * bool(self.row.ranks))
         self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
         self.process.wait()
         if self.failure:
             self.write(dict(kind="error", error=self.failure))
-        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+        self.reader.join(PATIENCE)
+        for pipe in (self.process.stdin, self.errors, *[self.process.stdout] * (not self.reader.is_alive())):
             with contextlib.suppress(OSError):
                 pipe.close()
 
@@ -258,8 +264,10 @@ class Process:
 class Session:
     """Fresh processes of some rows, led through warm-up and counted steps, one step each in turn."""
 
-    def __init__(self, args, path, number, budget=None):
-        self.args, self.path, self.number, self.budget, self.live, self.failed = args, path, number, budget, [], set()
+    def __init__(self, args, path, number, budget=None, ahead=0):
+        """number: by which its records name it; ahead: how many sessions of as many steps come after it."""
+        self.args, self.path, self.number, self.budget, self.ahead = args, path, number, budget, ahead
+        self.live, self.failed = [], set()
 
     def start(self, row):
         """A Process of a row, whose record goes to the results file."""
@@ -285,7 +293,8 @@ class Session:
                 some = [self.start(row) for row in rest[:n]]  # two at once, since compilation keeps one core busy
                 del rest[:n]
                 names = ", ".join(process.row.name for process in some)
-                say(f"[{len(rows) - len(rest)}/{len(rows)}] {names}: start and warm-up", brief=True)
+                place = f"{len(rows) - len(rest)}/{len(rows)}" + f", then {self.ahead} more" * (self.ahead > 0)
+                say(f"[{place}] {names}: start and warm-up", brief=True)
                 for _ in range(WARMUP):
                     self.step([process for process in some if not process.failure])
             began = time.monotonic()
@@ -294,7 +303,7 @@ class Session:
                 for process in self.live[:] if step % 2 else self.live[::-1]:
                     time.sleep(0.02 * (len(self.live) > 1))  # the last one's threads may still spin, waiting for work
                     self.step([process])
-                left = (time.monotonic() - began) / step * (steps - step)
+                left = (time.monotonic() - began) / step * (steps - step + steps * self.ahead)
                 speeds = [f"{report.short(p.row.name)} {p.speed:,.0f}" for p in self.live if p.speed]
                 say(f"step {step}/{steps}, {left:.0f} s left | tok/sec {', '.join(speeds)}", brief=True)
             self.step(self.live[:], Process.close)  # all together, since each takes its time to leave
@@ -326,6 +335,7 @@ def run(args, path, rows, probes):
         results = report.Results(path)
         alive = [row for row in everyone if row.name not in failed]
         need = {row.name: max(0, results.wanted - len(results.steps(row.name))) for row in alive}
+        need |= {n: args.steps - WARMUP for n in need if before is None and "error" in (results.end(n) or {})}
         rest = [row for row in alive if need[row.name]]
         if need == before:
             say("no memory for another process beside the first ones: try a smaller --batch-size")
@@ -342,8 +352,17 @@ def run(args, path, rows, probes):
             groups = [[first, *probing, *others]]
         else:  # the probes warm the card up; there and back, so that a drift hits the first and the last alike
             groups = [[row] for row in probing + [first, *others][:: 1 if session % 2 == 0 else -1]]
-        for group in groups:
-            failed |= Session(args, path, session).lead(group, steps)
+        for i, group in enumerate(groups):
+            failed |= Session(args, path, session, ahead=len(groups) - i - 1).lead(group, steps)
+
+
+def compare_losses(args, path, rows):
+    """Train every row once for each seed, in a fresh process; those that came to their end are not run again."""
+    ended = {key for key, run in report.Results(path).runs.items() if "eval" in (run.end or {})}
+    todo = [(i, row) for i in range(args.seeds) for row in rows if (i, row.name) not in ended]
+    for n, (i, row) in enumerate(todo, 1):
+        row = row._replace(flags=["--seed", str(args.seed + i), "--eval"])
+        Session(args, path, i, ahead=len(todo) - n).lead([row], args.steps - WARMUP)
 
 
 def find_limit(args, path, rows):
@@ -391,8 +410,8 @@ def first_line(args, rows):
         steps=args.steps,
         rounds=args.rounds,
         flags=stage_flags(args),
-        varies=MODES[args.mode][1],
         corpus=tokens.corpus,
+        ids=hashlib.sha256(tokens).hexdigest(),
         tokenizer=tokens.tokenizer,
         sources=sources | {stage: code_sha256(stage) for stage in args.stages},
         environment=machine.environment(args.device),
@@ -417,10 +436,7 @@ def resumed(path):
 
 def show(path, readme):
     """Write the page and README's part, print the page, and return how the bench ended: the exit status."""
-    results = report.Results(path)
-    if mixed := results.mixed():
-        raise InputError(f"results/{path.name} mixes runs that can't be compared: {mixed}")
-    page = report.page(results)
+    page = report.page(results := report.Results(path))
     write_whole(path.with_suffix(".md"), page.encode())
     if readme:
         text = (ROOT / "README.md").read_bytes().decode()
@@ -432,8 +448,8 @@ def show(path, readme):
 
 def bench(args):
     """Run, continue or draw what was asked; the exit status."""
-    readme, known = args.readme, args.render or args.resume
-    if readme:  # markers that are missing are reported before anything runs
+    known = args.render or args.resume
+    if args.readme:  # markers that are missing are reported before anything runs
         report.between_markers((ROOT / "README.md").read_bytes().decode(), "")
     path = RESULTS / f"{known or args.out or f'{datetime.now():%Y-%m-%d-%H%M%S}-{args.mode}'}.jsonl"
     there = next((place for place in (path, path.with_suffix(".md")) if place.exists()), None)
@@ -444,7 +460,7 @@ def bench(args):
             f"results/{there.name} is there already: pass another --out, --resume {path.stem} or --render {path.stem}"
         )
     if args.render:
-        return show(path, readme)
+        return show(path, args.readme)
     if args.resume:
         args, rows, probes = resumed(path)
     else:
@@ -452,12 +468,15 @@ def bench(args):
         write_whole(path, (json.dumps(first_line(args, rows)) + "\n").encode())
     end_as_by_ctrl_c()
     try:
-        find_limit(args, path, rows) if args.mode == "limit" else run(args, path, rows, probes)
+        if args.mode in ("limit", "loss"):
+            (find_limit if args.mode == "limit" else compare_losses)(args, path, rows)
+        else:
+            run(args, path, rows, probes)
     except KeyboardInterrupt:
         say(f"interrupted; continue with: python bench.py --resume {path.stem}")
-        show(path, readme)
+        show(path, readme=False)
         return 130
-    return show(path, readme)
+    return show(path, args.readme)  # as it was asked for before an interrupt
 
 
 def main():

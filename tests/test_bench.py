@@ -50,7 +50,7 @@ class Fakes:
         patch.setattr(bench, "ROOT", folder)
         patch.setattr(bench, "RESULTS", folder / "results")
         patch.setattr(bench, "STAGES", STAGES)
-        patch.setitem(bench.MODES, "ladder", (STAGES, []))
+        patch.setitem(bench.MODES, "ladder", STAGES)
         patch.setattr(bench, "Row", type("Row", (bench.Row,), {"env": property(lambda row: {"ROW": row.name})}))
         patch.setattr(machine, "free_memory", lambda: None)  # how much is free here does not matter
         patch.setenv("OMP_NUM_THREADS", "1")  # as many as this process has, so that the environments are the same
@@ -104,7 +104,19 @@ WRONG = {word: f"{word.split()[-1]} is no stage" for word in ("s13", "0", "s5x",
 WRONG |= {"--out ../x": "'../x'", "--out=": "''", "--resume a/b": "'a/b'", "--render .x": "'.x'"}
 WRONG |= {f"--{flag} {n}": flag for flag in ("rounds", "steps", "timeout", "memory-budget", "ranks") for n in (0, "x")}
 WRONG |= {"--steps 4": "first 4 steps are warm-up", "--seq-len 2000": "--seq-len 2000", "--data gone.txt": "gone.txt"}
-WRONG |= {"--record x.jsonl": "--record", "--save x": "--save", "--led": "single stage", "--readme": "README.md"}
+WRONG |= {
+    "--record x.jsonl": "--record",
+    "--save x": "--save",
+    "--led": "single stage",
+    "--eval": "single stage",
+    "--readme": "README.md",
+}
+WRONG |= {
+    "--eval": "single stage",
+    "amp --readme": "--readme",
+    "loss --accum 2": "leave it out",
+    "limit --memory-budget nan": "--memory-budget nan",
+}
 WRONG |= {"amp --amp-dtype float16": "leave --amp-dtype out", "amp s02": "from s03 on", "amp s02 s03": "pass one"}
 WRONG |= {"scale s02": "s12", "scale --ranks 9999": "--ranks 9999", "--resume=old s01": "pass no other"}
 WRONG |= {f"--{flag} gone": "results/gone.jsonl is not there" for flag in ("resume", "render")}
@@ -271,6 +283,21 @@ def test_limit_is_found_by_doubling_and_bisection(fakes, monkeypatch, fault, row
     assert ended.status == (len(batches) == 1) and f"| s02_tf32 | {row}" in ended.out
     assert sorted(int(name.split(" B")[1]) for name in fakes.taken()) == batches
     assert "B8: start" not in ended.err  # what was tried before is not tried again
+
+
+def test_loss_trains_every_stage_once_per_seed_and_resumes(fakes):
+    fakes.stops["[1/1, then 2 more] s02"] = lambda: signal.raise_signal(signal.SIGINT)
+    assert fakes.run("loss", "s01", "s02", "--seeds", "2", "--seed", "7").status == 130
+    before = fakes.records.read_bytes()
+    fakes.plan(s02_tf32=dict(does=DOES["boom"], at="end"))
+    assert fakes.command("--resume", "x").status == 1
+    fakes.plan()
+    ended = fakes.command("--resume", "x")
+    assert ended.status == 0 and fakes.records.read_bytes().startswith(before)
+    assert {key: run.end["eval"] for key, run in fakes.results().runs.items()} == {
+        (i, name): (7 + i) / 1000 for i in (0, 1) for name in (S01, S02)
+    }
+    assert fakes.taken() == dict.fromkeys((S01, S02), [STEPS] * 2) and "0.0000 ± 0.0000" in ended.out
 
 
 def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):

@@ -36,15 +36,15 @@ def test_interval_is_that_of_the_order_statistics_of_a_median(n, k):
     samples = [float(i**2) for i in range(n)]
     random.Random(n).shuffle(samples)
     low, median, high = (k - 1) ** 2, statistics.median(samples), (n - k) ** 2
-    assert report.Ratio.of(samples) == (median, max(high - median, median - low))
+    assert report.Estimate.median(samples) == (median, max(high - median, median - low))
     if n >= 6:
         draws = random.Random(7)
-        inside = [report.Ratio.of([draws.expovariate(1) for _ in range(n)]) for _ in range(2000)]
+        inside = [report.Estimate.median([draws.expovariate(1) for _ in range(n)]) for _ in range(2000)]
         assert sum(abs(r.value - math.log(2)) <= r.spread for r in inside) >= 0.94 * 2000
 
 
 def test_one_sample_has_no_interval():
-    assert [report.Ratio.of(of).text() for of in ([3.0, 1.0, 5.0, 2.0, 4.0], [1.95])] == ["3.00 ± 2.00", "1.95"]
+    assert [report.Estimate.median(of).text() for of in ([3.0, 1.0, 5.0, 2.0, 4.0], [1.95])] == ["3.00 ± 2.00", "1.95"]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,6 @@ def test_rows_that_are_one_computation_are_aa_pairs_too():
     assert report.note(found, "s08_cosine").endswith("no difference") and "faster" in report.note(found, "s07_clip")
     gpu = results(*(ran(name, dts[name], environment=CPU | dict(tf32=True)) for name in ("s01_baseline", "s02_tf32")))
     assert not gpu.pairs() and not found.same("s11_accum")
-
-
-@pytest.mark.parametrize("key", ["seed", "size", "corpus", "amp_dtype", "torch"])
-def test_runs_of_other_settings_or_environments_are_mixed(key):
-    other = dict(environment=CPU | {key: "1.0"}) if key in CPU else {key: "tiny"}
-    runs = ran("a", [1.0]), probed(peak={}), ran("b", [1.0], **other)
-    assert f"{key} is " in (results(*runs).mixed() or "") and results(*runs, varies=[key]).mixed() is None
 
 
 def ladder_cpu():
@@ -219,6 +212,24 @@ def test_limit_is_the_largest_batch_whose_long_run_fits():
     assert [results(*runs, mode="limit", rows=rows[:n]).complete() for n in (1, 2)] == [True, False]
 
 
+def test_loss_is_compared_within_seeds_by_students_interval():
+    """The interval by hand: 4.30 * 0.01 / sqrt(3) = 0.0248."""
+    ends = dict(s06_vocab=(6.0, 6.3, 6.6), s07_clip=(5.89, 6.2, 6.51), s08_cosine=(5.88, 6.2, 6.52), s09_decay=(6.0,))
+    runs = [
+        ran(name, [1.0] * 36, i, seed=i, size="micro", end=dict(eval=loss))
+        for name, of in ends.items()
+        for i, loss in enumerate(of)
+    ]
+    found = results(*runs, ran("s09_decay", [], 1, error="boom", seed=1), mode="loss", rounds=3, interleaved=False)
+    page = report.page(found)
+    assert "vocab | 6.3000 (3) | – | – |  |" in page and "clip | 6.2000 (3) | -0.1000 ± 0.0248 |" in page
+    assert "cosine | 6.2000 (3) | 0.0000 ± 0.0248 | -0.1000 ± 0.0497 | no difference |" in page
+    assert "decay | 6.0000 (1) | 0.1200 | 0.0000 | failed: boom |" in page and not found.complete()
+    assert [report.note(found, name) for name in ("s06_vocab", "s07_clip")] == ["", "lower"]
+    assert "seeds [0, 1, 2]" in page and "Lines: s06 blue, s07 orange, s08 green, s09 purple." in page
+    assert 'x-axis "step" 3 --> 39' in page and "line [4.750, 4.550, " in page
+
+
 def test_nothing_that_ran_is_a_page_all_the_same():
     page = report.page(results(rows=["s01_baseline", "s02_tf32"]))
     assert "No stage got as far as its first step." in page and page.count("not run") == 2
@@ -232,7 +243,7 @@ def test_text_goes_between_markers_that_occur_once_each(broken):
         report.between_markers(broken.format(report.BEGIN, report.END), "new")
 
 
-GOOD = text(ran("a", [1.0, 1.0]), ran("b", [0.9]), probed(peak=dict(float32=1e9)))
+GOOD = text(ran("a", [1.0, 1.0]), ran("b", [0.9] * 2), probed(peak=dict(float32=1e9)))
 EDITS = [(0, "", content) for content in ("", "\n", "rubbish\n", "[]\n", "{}\n", '{"kind": "bench"}\n', "\x00\xff\n")]
 EDITS += [
     (1, '"command"', '"other"'),

@@ -28,8 +28,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.distributed as dist
 
-from data import InputError
-from model import CONTEXT, SIZES, check_save, weight_bytes
+from data import InputError, load_tokens
+from model import CONTEXT, SIZES, check_save, evaluate, weight_bytes
 
 from . import machine
 
@@ -109,12 +109,8 @@ def add_flags(parser):
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
-    add(
-        "--accum",
-        type=positive,
-        metavar="N",
-        help="micro-batches per step, over all ranks, from s11 on (4; 2 on a CPU)",
-    )
+    add("--accum", type=positive, metavar="N", help="micro-batches per step of all ranks, from s11 on (4; 2 on a CPU)")
+    add("--eval", action="store_true", help="at the end, take the loss on the held-out last tenth of the corpus")
     add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="DIRECTORY", help="write the weights there at the end, in Hugging Face's layout")
     add("--led", action="store_true", help=argparse.SUPPRESS)  # by the bench, over stdin and stdout: see Record
@@ -264,7 +260,10 @@ class StepLog:
 
     def __init__(self, args, model, loader, tokens_per_step):
         StepLog.current = self
-        self.args, self.device, self.model, self.tokens_per_step = args, args.device, model, tokens_per_step
+        self.args, self.device, self.tokens_per_step = args, args.device, tokens_per_step
+        model = getattr(model, "module", model)  # out of DDP's wrapper
+        self.model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
+        self.held_out = load_tokens(args.data, split="val") if args.eval and is_rank_0() else None
         self.prints, self.tokenizer = is_rank_0() and not args.led, loader.tokens.tokenizer
         self.record, self.steps, self.profiler, self.sdpa = Record(args), [], None, None
         parameters = sum(p.numel() for p in model.parameters())
@@ -346,6 +345,8 @@ class StepLog:
         figures = summarize(self.steps)
         if self.device.type == "cuda":
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        if self.held_out is not None:
+            figures["eval"] = evaluate(self.model, self.held_out)
         self.record.write("summary", **figures, sdpa=self.sdpa)
         if self.prints:
             memory = f"{figures['memory'] / 1e9:.2f} GB ({figures['meter']})" if figures["memory"] else figures["meter"]
@@ -354,15 +355,14 @@ class StepLog:
                 "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}]".format(**figures)
                 + f" over {steps} | tok/sec "
                 f"{figures['tok_per_sec']:,.0f} | memory {memory} | warm-up {figures['warmup_s']:.1f}s"
+                + (f" | held-out loss {figures['eval']:.4f}" if "eval" in figures else "")
             )
-            self.save(model)
+            self.save()
 
-    def save(self, model):
+    def save(self):
         """Write the weights where --save asked for them."""
         if self.args.save is not None:
-            model = getattr(model, "module", model)  # out of DDP's wrapper
-            model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
-            model.save_pretrained(self.args.save, tokenizer=self.tokenizer)
+            self.model.save_pretrained(self.args.save, tokenizer=self.tokenizer)
             say(f"saved to {self.args.save}")
 
 
@@ -390,7 +390,7 @@ def _excepthook(kind, error, trace):
             log.record.write("error", error=message or f"{kind.__name__}: {str(error).strip()[:300]}")
         if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
             try:
-                log.save(log.model)
+                log.save()
             except InputError as failed:
                 message = f"{message}; {failed}"
     if message is None:

@@ -17,11 +17,15 @@ NOT_FOR = "not for "  # begins the message of a stage that this device cannot ru
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-class Ratio(namedtuple("Ratio", "value spread")):
-    """The median of the ratios of some rounds, and the half width of its interval, None where there is none."""
+# Student's t, two-sided 95 %, for the mean of 2, 3, ... 10 samples
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+class Estimate(namedtuple("Estimate", "value spread")):
+    """A median or a mean of some samples, and the half width of its 95 % interval, None where there is none."""
 
     @classmethod
-    def of(cls, samples):
+    def median(cls, samples):
         """The interval between the k-th samples from either end, k the largest with which it holds the median in 95 %.
 
         That is exact for any distribution, by the binomial one. Below six samples no k does: then it is the range.
@@ -31,6 +35,13 @@ class Ratio(namedtuple("Ratio", "value spread")):
         k = max((k for k, missed in enumerate(outside, 1) if missed <= 0.05), default=1)
         median = statistics.median(ordered)
         return cls(median, max(ordered[-k] - median, median - ordered[k - 1]) if n > 1 else None)
+
+    @classmethod
+    def mean(cls, samples):
+        """The interval by Student's t, for samples as few as seeds are."""
+        n = len(samples)
+        half = T95[min(n, 10) - 2] * statistics.stdev(samples) / n**0.5 if n > 1 else None
+        return cls(statistics.mean(samples), half)
 
     def text(self, digits=2):
         return f"{self.value:.{digits}f}" + ("" if self.spread is None else f" ± {self.spread:.{digits}f}")
@@ -127,10 +138,21 @@ class Results:
         return rounds
 
     def speedup(self, name, base):
-        """How many times as many tokens per second as `base`: the Ratio of the rounds that both took, or None."""
+        """How many times as many tokens per second as `base`: the Estimate of the rounds that both took, or None."""
         ours, theirs = self.samples(name), self.samples(base)
         shared = sorted(ours.keys() & theirs.keys())
-        return Ratio.of([theirs[key] / ours[key] for key in shared]) if shared and name != base else None
+        return Estimate.median([theirs[key] / ours[key] for key in shared]) if shared and name != base else None
+
+    def held_out(self, name):
+        """{session: loss on the held-out text} of a row in the mode `loss`, where each session is a seed."""
+        ends = {session: run.end or {} for (session, n), run in self.runs.items() if n == name}
+        return {session: end["eval"] for session, end in ends.items() if "eval" in end}
+
+    def loss_change(self, name, base):
+        """Held-out loss minus that of `base`: the Estimate of the seeds that both have, or None."""
+        ours, theirs = self.held_out(name), self.held_out(base)
+        shared = ours.keys() & theirs.keys()
+        return Estimate.mean([ours[key] - theirs[key] for key in shared]) if shared and name != base else None
 
     def above(self, name):
         """The row above; for the first row itself."""
@@ -145,7 +167,7 @@ class Results:
         return no_op.get(short(name), True)
 
     def pairs(self):
-        """{(name, name): Ratio} of the runs of one computation: the A/A pair, and rows that equal the one above."""
+        """{(name, name): Estimate} of the runs of one computation: the A/A pair, and rows that equal the one above."""
         names = [(name + AGAIN, name) for name in self.rows]
         names += [(name, self.above(name)) for name in self.rows if self.same(name)]
         return {pair: ratio for pair in names if (ratio := self.speedup(*pair))}
@@ -164,26 +186,15 @@ class Results:
         return statistics.median(flops / ours[k] / peaks[k] for k in shared) / header["settings"]["world_size"]
 
     def finished(self, name):
-        """Whether the last run of a row came to its end, or the row has all its counted steps without."""
-        return bool(self.end(name)) or len(self.steps(name)) >= self.wanted
+        """Whether a row has all its counted steps."""
+        return len(self.steps(name)) >= self.wanted
 
     def complete(self):
         """Whether every row got to its end without an error."""
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
-        errors = [(self.end(name) or {}).get("error", NOT_FOR) for name in self.rows]
-        return all(error.startswith(NOT_FOR) for error in errors) and all(map(self.finished, self.rows))
-
-    def mixed(self):
-        """What differs between runs that must agree in settings and environment, as one line, or None."""
-        first = None
-        for (_, name), run in self.runs.items():
-            flat = run.header["settings"] | run.header["environment"] if run.header else {}
-            first = first or (flat and (name, flat))
-            for key in sorted(flat.keys() - set(self.bench["varies"])):
-                if flat[key] != first[1].get(key):
-                    return f"{key} is {first[1].get(key)} for {first[0]} and {flat[key]} for {name}"
-        return None
+        errors = {name: (self.end(name) or {}).get("error", "") for name in self.rows}
+        return all(error.startswith(NOT_FOR) or not error and self.finished(n) for n, error in errors.items())
 
 
 def markdown(sides, head, rows):
@@ -209,7 +220,8 @@ def table(results, link):
 
 def figures(results, name, link):
     """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
-    cells = [f"[{name}]({link}{name}.py)" if results.mode == "ladder" else name, results.bench["change"][name]]
+    linked = results.mode in ("ladder", "loss")
+    cells = [f"[{name}]({link}{name}.py)" if linked else name, results.bench["change"][name]]
     summary = results.summary(name)
     if summary is None:
         return [*cells, *["–"] * 5]
@@ -245,14 +257,14 @@ def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
     header, end = results.header(name), results.end(name)
     # a technique is compared with the row above, a mode's answer with the first row
-    ratio = results.speedup(name, results.above(name) if results.mode == "ladder" else results.rows[0])
+    ratio = results.speedup(name, results.above(name) if results.mode in ("ladder", "loss") else results.rows[0])
     parts = []
     if end and "error" in end:
         parts.append("failed: " * (not end["error"].startswith(("out of memory", NOT_FOR))) + end["error"])
     elif not results.finished(name):
         parts.append("not finished" if header else "not run")
     if header:
-        says = {"ladder": technique, "amp": recommendation, "scale": efficiency}[results.mode]
+        says = dict(ladder=technique, amp=recommendation, scale=efficiency, loss=verdict)[results.mode]
         parts.append(says(results, name, header, ratio))
     if ratio and results.noise() is not None:
         seen = abs(ratio.value - 1) > max(results.noise(), ratio.spread or 0) and not results.same(name)
@@ -284,6 +296,14 @@ def technique(results, name, header, ratio):
     if name == "s11_accum":
         return f"{settings['accum']} micro-batches per step"
     return "one process: what DDP itself costs" if name == "s12_ddp" and settings["world_size"] == 1 else ""
+
+
+def verdict(results, name, header, ratio):
+    """Whether the held-out loss differs from that of the row above by more than the seeds do."""
+    change = results.loss_change(name, results.above(name))
+    if not change or change.spread is None:
+        return ""
+    return "no difference" if abs(change.value) <= change.spread else "lower" if change.value < 0 else "higher"
 
 
 def recommendation(results, name, header, ratio):
@@ -326,6 +346,20 @@ def limit_table(results):
     return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
 
 
+def loss_table(results):
+    """The held-out loss of each stage after the same tokens, the mean over the seeds, and what the stage changed."""
+    rows = []
+    for name in results.rows:
+        cells = figures(results, name, "../stages/")[:2]
+        found = results.held_out(name)
+        cells.append(f"{statistics.mean(found.values()):.4f} ({len(found)})" if found else "–")
+        changes = [results.loss_change(name, base) for base in (results.above(name), results.rows[0])]
+        rows.append([*cells, *(change.text(4) if change else "–" for change in changes), note(results, name)])
+    first = short(results.rows[0])
+    head = ["stage", "change", "held-out loss (seeds)", "vs previous", f"vs {first}", "note"]
+    return markdown("llrrrl", head, rows)
+
+
 def conditions(results):
     """What stands under a table: hardware, settings, noise, peak, and the command, as a markdown list."""
     header = results.header()
@@ -336,18 +370,28 @@ def conditions(results):
     versions += f", CUDA {env['cuda']}, cuDNN {env['cudnn']}, driver {env['driver']}" if env["cuda"] else ""
     threads = f", {env['threads']} threads on {env['cores']} cores" if env["device"] == "cpu" else ""
     lines = [f"**{env['device_name']}**{threads}, {versions}, {header['started'][:10]}."]
-    counted, batch = results.bench["steps"] - results.warmup, f"B {settings['batch_size']}, "
+    steps, batch = results.bench["steps"], f"B {settings['batch_size']}, "
+    timed = results.mode not in ("limit", "loss")
     if results.mode == "limit":
         how, batch = "A fresh process for every batch size.", ""
+    elif results.mode == "loss":
+        seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
+        tokens = steps * settings["batch_size"] * settings["seq_len"]
+        how = (
+            f"{steps} steps on the same {tokens:,} tokens in all runs; seeds {seeds}. The held-out loss is in nats per "
+        )
+        how += "token, over the whole last tenth of the corpus, after the last step. A "
+        how += "difference is the mean of the differences within a seed, its ± their 95 % interval by Student's t."
     elif results.bench["interleaved"]:
         how = f"{results.wanted} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
         how += ", interleaved: all processes are alive at once and take one step each in turn."
     else:
-        how = f"{sessions} rounds of fresh processes, of which each counts by the median of its {counted} steps."
+        how = f"{sessions} rounds of fresh processes, each by the median of its {steps - results.warmup} counted steps."
     corpus = f"{settings['corpus']} in {settings['tokenizer']} tokens"
-    lines.append(f"{settings['size']}, {batch}T {settings['seq_len']}, seed {settings['seed']}, {corpus}. {how}")
+    seed = f"seed {settings['seed']}, " if results.mode != "loss" else ""
+    lines.append(f"{settings['size']}, {batch}T {settings['seq_len']}, {seed}{corpus}. {how}")
     pairs, steps = results.pairs(), results.steps(PEAK)
-    if results.mode != "limit":
+    if timed:
         lines.append(
             "A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that median, with "
             "fewer than six rounds their range; it covers this run."
@@ -358,7 +402,7 @@ def conditions(results):
             f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the worst, "
             f'{100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
         )
-    elif results.mode != "limit":
+    elif timed:
         lines.append("Noise: no A/A pair finished, so no difference is called one.")
     if steps:
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in sorted(steps[0]["peak"])}
@@ -369,8 +413,9 @@ def conditions(results):
             f"share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + "
             "12 L C T, attention counted in full)."
         )
-    meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
-    lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
+    if results.mode != "loss":
+        meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
+        lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
     if results.mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     commit = f"commit {(header['commit'] or 'none')[:12]}{' with changes' if header['dirty'] else ''}"
@@ -378,18 +423,41 @@ def conditions(results):
     return "\n".join(f"- {line}" for line in lines)
 
 
+COLORS = dict(blue="#3b7dd8", orange="#e0883b", green="#3fa36b", purple="#b25bc9", red="#d14b4b", gray="#8a8a8a")
+
+
+def xychart(title, x, y, plots):
+    """A mermaid chart on the page's own background."""
+    colors = {"backgroundColor": "transparent", "plotColorPalette": ", ".join([*COLORS.values()][: len(plots)])}
+    style = json.dumps({"themeVariables": {"xyChart": colors}})
+    lines = [f'title "{title}"', f"x-axis {x}", f"y-axis {y}", *plots]
+    return "\n".join([f"```mermaid\n%%{{init: {style}}}%%\nxychart-beta", *(f"    {line}" for line in lines), "```"])
+
+
 def chart(results):
-    """A mermaid bar chart of thousands of tokens per second, on the page's own background."""
+    """Thousands of tokens per second, a bar for each row; nothing where no row has a figure."""
     bars = {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}
-    style = '{"themeVariables": {"xyChart": {"backgroundColor": "transparent", "plotColorPalette": "#3b7dd8"}}}'
-    lines = [
-        f"%%{{init: {style}}}%%\nxychart-beta",
-        '    title "thousands of tokens per second"',
-        f"    x-axis [{', '.join(bars)}]",
-        f"    y-axis 0 --> {1.1 * max(bars.values(), default=0):.2f}",
-        f"    bar [{', '.join(f'{value:.2f}' for value in bars.values())}]",
-    ]
-    return "```mermaid\n" + "\n".join(lines) + "\n```" if bars else ""
+    plot = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
+    top = f"0 --> {1.1 * max(bars.values(), default=0):.2f}"
+    return xychart("thousands of tokens per second", f"[{', '.join(bars)}]", top, [plot]) if bars else ""
+
+
+def curves(results):
+    """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
+    every, plots, legend = max(1, results.bench["steps"] // 20), [], []
+    for name, color in zip(results.rows, COLORS, strict=False):
+        runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in (run.end or {})]
+        starts = range(every, len(runs[0]) - every + 1, every) if runs else []
+        plots += [[statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]] * bool(runs)
+        legend += [f"{short(name)} {color}"] * bool(runs)
+    points = [point for plot in plots for point in plot]
+    if not points:
+        return ""
+    low, high, first = min(points), max(points), 1.5 * every
+    last = first + every * (len(plots[0]) - 1)
+    lines = [f"line [{', '.join(f'{point:.3f}' for point in plot)}]" for plot in plots]
+    axes = f'"step" {first:.0f} --> {last:.0f}', f'"training loss" {low - 0.05:.2f} --> {high + 0.05:.2f}'
+    return f"{xychart('training loss, mean over the seeds', *axes, lines)}\n\nLines: {', '.join(legend)}."
 
 
 def page(results):
@@ -398,6 +466,8 @@ def page(results):
     parts = [f"# {what} on {results.bench['environment']['device_name']}"]
     if results.mode == "limit":
         parts += [limit_table(results), conditions(results)]
+    elif results.mode == "loss":
+        parts += [loss_table(results), conditions(results), curves(results)]
     else:
         parts += [table(results, "../stages/"), conditions(results), chart(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
