@@ -142,13 +142,9 @@ def stage_flags(args):
     flags = ["--device", device, "--steps", str(args.steps)]
     for name in ("batch_size", "seq_len", "size", "seed", "accum"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    if args.data:
-        flags += ["--data", str(Path(args.data).resolve())]
-    if "amp_dtype" in args.given:
-        flags += ["--amp-dtype", str(args.amp_dtype).removeprefix("torch.")]
-    if "compile" in args.given:
-        flags += ["--compile" if args.compile else "--no-compile"]
-    return flags
+    flags += ["--data", str(Path(args.data).resolve())] if args.data else []
+    flags += ["--amp-dtype", str(args.amp_dtype).removeprefix("torch.")] if "amp_dtype" in args.given else []
+    return flags + (["--compile" if args.compile else "--no-compile"] if "compile" in args.given else [])
 
 
 def say(line, brief=False):
@@ -254,11 +250,8 @@ class Process:
 
     def signal(self, number):
         """Send a signal to the process and to all that it started."""
-        with contextlib.suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, number)  # it leads a group of its own
-            else:
-                self.process.send_signal(number)
+        with contextlib.suppress(OSError):  # it leads a group of its own, but on Windows
+            os.killpg(self.process.pid, number) if hasattr(os, "killpg") else self.process.send_signal(number)
 
 
 class Session:
@@ -335,7 +328,7 @@ def run(args, path, rows, probes):
         results = report.Results(path)
         alive = [row for row in everyone if row.name not in failed]
         need = {row.name: max(0, results.wanted - len(results.steps(row.name))) for row in alive}
-        need |= {n: args.steps - WARMUP for n in need if before is None and "error" in (results.end(n) or {})}
+        need |= {n: args.steps - WARMUP for n in need if before is None and "error" in results.end(n)}
         rest = [row for row in alive if need[row.name]]
         if need == before:
             say("no memory for another process beside the first ones: try a smaller --batch-size")
@@ -356,7 +349,7 @@ def run(args, path, rows, probes):
             failed |= Session(args, path, session, ahead=len(groups) - i - 1).lead(group, steps)
 
 
-def compare_losses(args, path, rows):
+def compare_losses(args, path, rows, probes):
     """Train every row once for each seed, in a fresh process; those that came to their end are not run again."""
     ended = {key for key, run in report.Results(path).runs.items() if "eval" in (run.end or {})}
     todo = [(i, row) for i in range(args.seeds) for row in rows if (i, row.name) not in ended]
@@ -365,11 +358,10 @@ def compare_losses(args, path, rows):
         Session(args, path, i, ahead=len(todo) - n).lead([row], args.steps - WARMUP)
 
 
-def find_limit(args, path, rows):
+def find_limit(args, path, rows, probes):
     """Double the batch of each row until it no longer fits, and bisect: a fresh process for each batch."""
-    budget = None
-    if args.device.type == "cpu":
-        budget = args.memory_budget * 1e9 if args.memory_budget else (machine.free_memory() or 0) / 2
+    half = (machine.free_memory() or 0) / 2e9
+    budget = 1e9 * (args.memory_budget or half) if args.interleaved else None
 
     def fits(row, batch, steps=0):
         tried = row._replace(name=f"{row.name} B{batch}", flags=["--batch-size", str(batch)])
@@ -406,13 +398,9 @@ def first_line(args, rows):
         rows=[row.name for row in rows],
         change={row.name: row.change for row in rows},
         interleaved=args.interleaved,
-        warmup=WARMUP,
-        steps=args.steps,
-        rounds=args.rounds,
+        **dict(warmup=WARMUP, steps=args.steps, rounds=args.rounds),
         flags=stage_flags(args),
-        corpus=tokens.corpus,
-        ids=hashlib.sha256(tokens).hexdigest(),
-        tokenizer=tokens.tokenizer,
+        **dict(corpus=tokens.corpus, tokenizer=tokens.tokenizer, ids=hashlib.sha256(tokens).hexdigest()),
         sources=sources | {stage: code_sha256(stage) for stage in args.stages},
         environment=machine.environment(args.device),
         command=shlex.join(["python", "bench.py", *args.argv]),
@@ -456,9 +444,8 @@ def bench(args):
     if known and there != path:
         raise InputError(f"results/{path.name} is not there: pass the NAME of a bench that ran")
     if there and not known:
-        raise InputError(
-            f"results/{there.name} is there already: pass another --out, --resume {path.stem} or --render {path.stem}"
-        )
+        other = f"--resume {path.stem} or --render {path.stem}"
+        raise InputError(f"results/{there.name} is there already: pass another --out, {other}")
     if args.render:
         return show(path, args.readme)
     if args.resume:
@@ -468,10 +455,7 @@ def bench(args):
         write_whole(path, (json.dumps(first_line(args, rows)) + "\n").encode())
     end_as_by_ctrl_c()
     try:
-        if args.mode in ("limit", "loss"):
-            (find_limit if args.mode == "limit" else compare_losses)(args, path, rows)
-        else:
-            run(args, path, rows, probes)
+        dict(limit=find_limit, loss=compare_losses).get(args.mode, run)(args, path, rows, probes)
     except KeyboardInterrupt:
         say(f"interrupted; continue with: python bench.py --resume {path.stem}")
         show(path, readme=False)
@@ -483,11 +467,9 @@ def main():
     args = parse(sys.argv[1:])
     try:
         return bench(args)
-    except InputError as error:
-        print(f"bench.py: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"bench.py: error: {error.filename or 'the disk'}: {error.strerror or error}", file=sys.stderr)
+    except (InputError, OSError) as error:
+        where = "" if isinstance(error, InputError) else f"{error.filename or 'the disk'}: "
+        print(f"bench.py: error: {where}{getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first process, or after the last
         print("bench.py: interrupted", file=sys.stderr)

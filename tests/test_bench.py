@@ -165,12 +165,13 @@ def test_bench_takes_a_step_of_each_row_in_turn_there_and_back(fakes, monkeypatc
 HANG = "import time; time.sleep(600)"  # the child of a deaf one ignores SIGTERM, too
 DOES = dict(boom="raise RuntimeError('boom')", refuse="print('error: no, thanks', file=sys.stderr); sys.exit(2)")
 DOES |= dict(die="os.kill(os.getpid(), 9)", cut="print('{\"kind\": \"st', end='', flush=True); os.kill(os.getpid(), 9)")
-DOES |= dict(grow=f"held = b'x' * 400_000_000; {HANG}", silent=f"os.close(1); {HANG}")
+DOES |= dict(leave="sys.exit()", grow=f"held = b'x' * 400_000_000; {HANG}", silent=f"os.close(1); {HANG}")
 DOES["deaf"] = f"signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', '{HANG}']); {HANG}"
 BOOM, KILLED = "exit status 1: RuntimeError: boom", "killed by the system, most likely out of memory: try a smaller"
 FAULTS = [([name], "boom", at, BOOM) for name in (S01, PAIR, PEAK) for at in (0, 5, "end")]
 FAULTS += [([S02], "boom", 1, BOOM), (EVERYONE, "boom", 0, BOOM), ([S02], "refuse", 0, "no, thanks")]
 FAULTS += [([S02], "die", 5, KILLED), ([S02], "cut", 5, KILLED), ([S02], "silent", 5, "closed its output, and did not")]
+FAULTS += [([S02], "leave", 5, "ended before its last step")]
 FAULTS += [([S02], "deaf", 5, "no answer in 3 s: stopped; raise --timeout"), ([S02], "hold", 0, "out of memory at ")]
 
 
@@ -183,6 +184,19 @@ def test_failing_run_costs_its_own_row_and_exit_status_1(fakes, monkeypatch, nam
     assert ended.status == min(1, failed) and ended.out.count(error) == failed
     assert fakes.taken() == dict.fromkeys(EVERYONE, [STEPS]) | dict.fromkeys(names, [STEPS if at == "end" else at])
     assert all(fakes.results().end(name)["error"].startswith(error) for name in names)
+    fakes.plan()
+    if at == "end" and names != [PEAK]:  # a row that failed after its last step is a row that failed
+        assert fakes.command("--resume", "x").status == 0 and "error" not in fakes.results().end(names[0])
+
+
+def test_process_out_of_reach_that_holds_the_pipe_stops_no_bench(fakes, monkeypatch):
+    """As a rank does whose torchrun was killed: it has a session of its own."""
+    monkeypatch.setattr(bench, "PATIENCE", 1)
+    orphan = f"import os, time\nwhile not os.path.exists({str(fakes.folder / 'end')!r}): time.sleep(0.01)"
+    start = f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True); sys.exit(1)"
+    fakes.plan(s02_tf32=dict(does=start, at=5))
+    assert fakes.run("--timeout", "2").status == 1 and len(fakes.living()) == 1
+    (fakes.folder / "end").touch()
 
 
 def test_gpu_runs_one_at_a_time_there_and_back_and_resumes(fakes, monkeypatch):
@@ -223,7 +237,7 @@ def test_rows_share_a_session_with_the_one_above(fakes, monkeypatch, at_once):
     monkeypatch.setattr(bench.Session, "room", room)
     ended, few = fakes.run(), at_once < 4  # s01, the peak, the row above and the row
     assert ended.status == few and ("no memory for another process" in ended.err) == few
-    assert few or all(fakes.results().speedup(*pair) for pair in [(S02, S01), (S03, S02), (S03, S01), (PAIR, S02)])
+    assert few or all(fakes.results().compare(*pair) for pair in [(S02, S01), (S03, S02), (S03, S01), (PAIR, S02)])
 
 
 @pytest.mark.parametrize("fault", ["full disk", "SIGINT", "SIGTERM", "SIGHUP"])
@@ -244,6 +258,13 @@ def test_stopped_bench_keeps_its_records_and_continues(fakes, fault, when):
     assert {len(fakes.results().steps(name)) for name in EVERYONE} == {4}
 
 
+def test_readme_gets_its_table_when_the_bench_is_complete(fakes):
+    (readme := fakes.folder / "README.md").write_text(before := f"{report.BEGIN}\n{report.END}\n")
+    fakes.stops["step 2/4"] = lambda: signal.raise_signal(signal.SIGINT)
+    assert fakes.run("--readme").status == 130 and readme.read_text() == before
+    assert fakes.command("--resume", "x").status == 0 and "(stages/s03_bf16.py)" in readme.read_text()
+
+
 def test_killed_bench_leaves_its_records_and_no_process(fakes):
     fakes.plan(s02_tf32=dict(sleep=0.1))
     with process([sys.executable, "bench.py", *fakes.flags, "--out", "x"], fakes.folder, os.environ) as child:
@@ -255,7 +276,7 @@ def test_killed_bench_leaves_its_records_and_no_process(fakes):
     assert all(len(fakes.results().steps(name)) >= 4 for name in EVERYONE)
 
 
-@pytest.mark.parametrize("key", ["s02", "model", "data", "machine", "probe", "torch", "corpus", "tokenizer", "flags"])
+@pytest.mark.parametrize("key", ["s02", "model", "data", "machine", "probe", "torch", "corpus", "ids", "flags"])
 def test_resume_refuses_what_changed_and_touches_nothing(fakes, key):
     line = bench.first_line(args := bench.parse(fakes.flags), bench.rows_of(args)[0])
     for place in (line, line["environment"]):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FLOAT32, STAGES, definitions
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 from torch.nn import functional as F
 
@@ -93,7 +94,10 @@ def test_only_a_stage_with_ddp_takes_several_ranks(play, monkeypatch, stage):
     fails(play(*FLOAT32, stage=name), 2, "mps", "--device cpu")
 
 
-@pytest.mark.parametrize("env", [dict(RANK="1"), dict(WORLD_SIZE="2"), dict(RANK="0", WORLD_SIZE="abc")], ids=str)
+HALF = [dict(RANK="1"), dict(WORLD_SIZE="2"), dict(RANK="0", WORLD_SIZE="abc"), dict(MASTER_PORT="abc")]
+
+
+@pytest.mark.parametrize("env", HALF, ids=str)
 def test_half_of_torchruns_environment_is_refused(play, env):
     fails(play(stage="s12_ddp", **env), 2, [*env][-1], "torchrun")
 
@@ -164,7 +168,7 @@ def test_machine_knows_what_the_hardware_can_do(monkeypatch, capfd, ask, argumen
         "torch.backends.mps.is_macos_or_newer": there.macos_14,
         "torch.cpu._is_avx512_bf16_supported": there.avx512,
         "platform.machine": there.cpu,
-        "harness.machine._cpuinfo": there.cpuinfo,
+        "harness.machine._read": there.cpuinfo,
         "harness.machine.command_output": there.output,
     }.items():
         monkeypatch.setattr(target, lambda *_, value=value: value)
@@ -247,7 +251,9 @@ ENDS = [
     (MemoryError(), 1, "--batch-size 1"),
     (KeyboardInterrupt(), 130, "interrupted"),
     (InputError("pass another"), 2, "pass another"),
-    (InductorError(RuntimeError("Python.h: No such file"), None), 1, "pass --no-compile"),
+    (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), 1, "--batch-size 1"),
+    (InductorError(RuntimeError("no Python.h"), None), 1, "no Python.h): fix the compiler, or pass --no-compile"),
+    (BackendCompilerFailed(max, ValueError("no g++"), None), 1, "torch.compile failed (ValueError: no g++): fix"),
     (KeyError("weights"), 1, "KeyError: 'weights'"),
 ]
 

@@ -65,10 +65,10 @@ def misread(results):
     ours, theirs, steps = (results.samples(name) for name in (s05, s04, pair))
     ratios = sorted(theirs[key] / ours[key] for key in ours.keys() & theirs.keys())
     found = dict(n=len(dts), mean=1e3 * statistics.mean(dts), ms=one["dt_ms"], s=one["warmup_s"], meter=one["meter"])
-    found |= dict(memory=one["memory"] / 1e9, low=ratios[0], high=ratios[-1], flash=results.speedup(s05, s04).text())
+    found |= dict(memory=one["memory"] / 1e9, low=ratios[0], high=ratios[-1], flash=results.compare(s05, s04).text())
     found |= dict(dts=results.summary(s10)["dt_ms"] / results.summary(s11)["dt_ms"], again=again.text())
     found |= dict(pair=report.short(pair), spread=max(steps.values()) / min(steps.values()))
-    return MISREAD.format(accum=results.speedup(s11, s10).text(), **found)
+    return MISREAD.format(accum=results.compare(s11, s10).text(), **found)
 
 
 def test_lessons_show_the_diffs_and_the_record():

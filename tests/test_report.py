@@ -59,7 +59,7 @@ def test_one_sample_has_no_interval():
 )
 def test_speedup_is_the_median_ratio_of_the_rounds_of_both(interleaved, a, b, value):
     runs = [ran(name, dts, i) for name, sessions in (("a", a), ("b", b)) for i, dts in enumerate(sessions)]
-    ratio = results(*runs, interleaved=interleaved).speedup("b", "a")
+    ratio = results(*runs, interleaved=interleaved).compare("b", "a")
     assert (ratio and ratio.value) == value
 
 
@@ -197,7 +197,7 @@ def test_scale_notes_efficiency_and_the_share_of_the_all_reduce():
     reduce = probed("all-reduce 2 ranks", n=3, dt=0.05, bytes=120_000_000, tokens=1)
     notes = [report.note(results(*runs, reduce, mode="scale"), f"{n} ranks") for n in (4, 2)]
     words = "an all-reduce of its 120 MB of gradients by itself takes 50.0 ms, 8.0 % of a step"
-    assert notes == ["failed: boom", f"efficiency 80 %; {words} (DDP hides some of it behind the backward)"]
+    assert notes == ["failed: boom", f"efficiency 80 %; {words} (DDP hides some behind the backward)"]
 
 
 def test_limit_is_the_largest_batch_whose_long_run_fits():

@@ -14,11 +14,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import FLOAT32, SMALL, STAGES, definitions, figures, process
+from torch.nn import functional as F
 
-from model import GPT, VOCAB, GPTConfig, load
+from data import byte_tokenizer
+from model import GPT, VOCAB, GPTConfig, evaluate, load
 
 CPU = torch.device("cpu")
 AGENT = ("-m", "torch.distributed.run")
@@ -87,7 +90,18 @@ def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     assert figures(run, "tokens") == [64 * (4 if stage >= "s11" else 1)] * 5
     assert all(map(math.isfinite, figures(run, "loss"))) and run.steps[-1]["loss"] < run.steps[0]["loss"]
     assert run.end == dict(kind="summary", **summarize(run.steps), sdpa="flash" if stage >= "s05" else None)
-    assert run.out.splitlines()[-1].startswith(f"median dt {run.end['dt_ms']:.2f}ms")
+    last = run.out.splitlines()[-1]
+    assert last.startswith(f"median dt {run.end['dt_ms']:.2f}ms") and "over 1 step |" in last
+
+
+@pytest.mark.parametrize("stage, flags, launch", [("s01", FLOAT32, ()), ("s12", SMALL, TWO_RANKS)])
+def test_eval_is_the_held_out_loss_of_the_weights(stages, tmp_path, stage, flags, launch):
+    (path := tmp_path / "a.txt").write_text(text := "To be, or not to be, that is the question: " * 50)
+    run = stages.now(stage, *flags, "--data", path, "--eval", "--save", tmp_path / "w", launch=launch)
+    attention = definitions(stage, "attention", math=math, torch=torch, F=F)["attention"]
+    ids = np.array(byte_tokenizer().encode_ordinary(text))
+    loss = evaluate(load(str(tmp_path / "w"), attention)[0], ids[len(ids) * 9 // 10 :])
+    assert run.end["eval"] == pytest.approx(loss, rel=1e-5) and f"held-out loss {loss:.4f}\n" in run.out
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage >= "s08"])

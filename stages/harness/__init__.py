@@ -1,7 +1,4 @@
-"""What every stage needs and none is about: the flags, the clock, the record, and how a run ends.
-
-A stage calls parse_args, makes a StepLog, calls its step() once per step and its finish() at the end.
-"""
+"""What every stage needs and none is about: the flags, the clock, the record, and how a run ends."""
 
 import argparse
 import ast
@@ -21,8 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # where data and model are, from any folder
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints to stderr; set before torch loads
-# large tensors in pages of 2 MB where Linux offers them on request: a CPU step is some percent faster, and does not
-# depend on which small pages a process happened to get
+# large tensors in pages of 2 MB where Linux offers them: a CPU step is faster, and varies less between processes
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
@@ -59,9 +55,8 @@ def end_as_by_ctrl_c():
 def parse_args(doc, argv=None):
     """The flags of a stage, every default resolved for the device; a bad value ends the run with exit status 2.
 
-    doc: the stage's docstring, whose first line is its title. Returns a namespace with steps, batch_size, seq_len,
-    size, device (torch.device), seed, data, amp_dtype (torch.dtype), compile (bool), accum, record, save, and
-    fallbacks, which maps "amp_dtype" or "compile" to why the machine can't do it.
+    doc: the stage's docstring, whose first line is its title. Returns a namespace of all flags, with device a
+    torch.device, amp_dtype a torch.dtype, and fallbacks, {"amp_dtype" or "compile": why the machine can't do it}.
     """
     sys.excepthook = _excepthook
     end_as_by_ctrl_c()
@@ -118,23 +113,21 @@ def add_flags(parser):
 
 def resolve(args):
     """Check the flags and fill in the defaults that suit the device, in place. Raises InputError."""
-    rank, world_size = machine.environment_number("RANK", 0), machine.environment_number("WORLD_SIZE", 1)
+    rank, world_size, _ = (
+        machine.environment_number(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0))
+    )
     if rank >= world_size or ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         raise InputError(f"RANK is {rank} and WORLD_SIZE is {world_size}: unset both, or start the run with torchrun")
     device = args.device = machine.find_device(args.device)
     cpu = device.type == "cpu"
     if device.type == "cuda":
         torch.accelerator.set_device_index(device.index)
-    defaults = dict(
-        size="micro" if cpu else "gpt2",
-        seq_len=CONTEXT,
-        batch_size=1 if cpu else machine.fitting_batch_size(device),
-        steps=24 if cpu else 50,
-        accum=world_size * max(1, (2 if cpu else 4) // world_size),
-    )
+    defaults = dict(size="micro", batch_size=1, steps=24, accum=2) if cpu else dict(size="gpt2", steps=50, accum=4)
+    defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size))
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    args.batch_size = args.batch_size or machine.fitting_batch_size(device)
     if not 0 <= args.seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2**63 - 1, got {args.seed}")
     if args.seq_len > CONTEXT:
@@ -142,22 +135,18 @@ def resolve(args):
     if args.accum % world_size:
         raise InputError(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of it")
     if device.type == "mps" and _number(args.stage) >= 12:
-        raise InputError(
-            "not for mps: s12 averages gradients over gloo or nccl, and neither knows it; pass --device cpu"
-        )
+        raise InputError("not for mps: s12 averages gradients by gloo or nccl, which can't: pass --device cpu")
     if world_size > 1 and _number(args.stage) in range(1, 12):
         raise InputError(f"{args.stage} is for one process, and torchrun started {world_size}: run s12_ddp")
 
-    args.fallbacks = {}
-    native = machine.native_amp_dtype(device)
+    args.fallbacks, native = {}, machine.native_amp_dtype(device)
     if args.amp_dtype is None and native == torch.float32:
         args.fallbacks["amp_dtype"] = f"this {device.type} has no 16-bit arithmetic, so float32 stays"
     args.amp_dtype = DTYPES.get(args.amp_dtype, native)
+    if args.compile is None and (problem := machine.compile_problem(device)):
+        args.fallbacks["compile"] = f"left out, {problem}"
     if args.compile is None:
-        problem = machine.compile_problem(device)
-        args.compile = problem is None
-        if problem:
-            args.fallbacks["compile"] = f"left out, {problem}"
+        args.compile = "compile" not in args.fallbacks
     if cpu:
         machine.keep_freed_memory()
     ranks_here = machine.environment_number("LOCAL_WORLD_SIZE", 1)
@@ -192,8 +181,8 @@ def code_sha256(stage):
 def summarize(steps, warmup=WARMUP):
     """The figures of a run, the same for the line that a stage prints and the row that a table shows.
 
-    steps: at least one of a record's step lines. dt is in ms, memory in bytes; counted is the number of steps after
-    the warm-up, and where that is 0 the last step is all there is.
+    steps: a record's step lines, one or more. dt is in ms, memory in bytes; without a step after the warm-up, counted
+    is 0, and the last step is all there is.
     """
     counted = steps[warmup:] or steps[-1:]
     dts = [s["dt"] for s in counted]
@@ -349,14 +338,14 @@ class StepLog:
             figures["eval"] = evaluate(self.model, self.held_out)
         self.record.write("summary", **figures, sdpa=self.sdpa)
         if self.prints:
-            memory = f"{figures['memory'] / 1e9:.2f} GB ({figures['meter']})" if figures["memory"] else figures["meter"]
-            steps = f"{figures['counted']} steps" if figures["counted"] else "the last step alone, warm-up included"
-            say(
-                "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}]".format(**figures)
-                + f" over {steps} | tok/sec "
-                f"{figures['tok_per_sec']:,.0f} | memory {memory} | warm-up {figures['warmup_s']:.1f}s"
-                + (f" | held-out loss {figures['eval']:.4f}" if "eval" in figures else "")
+            n, memory = figures["counted"], figures["meter"]
+            memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
+            steps = f"{n} step{'s' * (n > 1)}" if n else "the last step alone, warm-up included"
+            line = (
+                "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}] over {over} | tok/sec {tok_per_sec:,.0f} | "
             )
+            line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
+            say(line.format(**figures, over=steps, held=memory))
             self.save()
 
     def save(self):
@@ -369,25 +358,24 @@ class StepLog:
 def _excepthook(kind, error, trace):
     """One line and no traceback for what the user can fix; Python's own report for all else."""
     log = StepLog.current
-    message = str(error).strip().split("\n")[0][:300]
-    status = 1
+    text, status, B = str(error).strip(), 1, log.args.batch_size if log else 1
+    message = re.sub(r"^backend='\w+' raised:\s+", "", text).split("\n")[0][:300]
     if issubclass(kind, KeyboardInterrupt):
         message, status = "interrupted", 130
     elif issubclass(kind, InputError):
         status = 2
-    elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate|ALLOC_FAILED", message):
-        B = log.args.batch_size if log else 1
+    elif issubclass(kind, MemoryError) or re.search("out of memory|can't allocate|ALLOC_FAILED", text):
         remedy = f"--batch-size {B // 2}" if B > 1 else "a smaller --seq-len or --size"
         message = f"out of memory at batch size {B}: try {remedy}"
     elif kind.__module__.startswith(("torch._inductor", "torch._dynamo")):
         message = f"torch.compile failed ({message}): fix the compiler, or pass --no-compile"
-    elif re.search("(closed|reset) by peer", message):
+    elif re.search("(closed|reset) by peer", text):
         message = "another rank has ended: its own message says why"
     elif not issubclass(kind, FloatingPointError):
         message = None
     if log:
         with contextlib.suppress(InputError):
-            log.record.write("error", error=message or f"{kind.__name__}: {str(error).strip()[:300]}")
+            log.record.write("error", error=message or f"{kind.__name__}: {text[:300]}")
         if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
             try:
                 log.save()

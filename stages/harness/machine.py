@@ -42,9 +42,7 @@ def cuda_problem():
     """Why CUDA can't be used here, with the remedy, or None where it can."""
     if torch.cuda.is_available():
         (major, minor), archs = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-        kernels = [
-            int(arch[3:5]) for arch in archs if re.match(r"sm_\d\d\D?$", arch)
-        ]  # sm_90a; sm_100 is no old card's
+        kernels = [int(arch[3:5]) for arch in archs if re.match(r"sm_\d\d\D?$", arch)]  # sm_90a, and not sm_100
         if kernels and major < 10 and not any(k // 10 == major and k % 10 <= minor for k in kernels):
             return f"this torch has no kernels for compute capability {major}.{minor}: install one for an older CUDA"
         return None
@@ -69,15 +67,12 @@ def fitting_batch_size(device):
         total = torch.mps.recommended_max_memory()
     else:
         total = torch.cuda.get_device_properties(device).total_memory
-    # a tenth stays free for the allocator and the libraries
-    return next((b for b in (16, 8, 4, 2) if s01_bytes(b) <= 0.9 * total), 1)
+    return next((b for b in (16, 8, 4, 2) if s01_bytes(b) <= 0.9 * total), 1)  # a tenth stays free for libraries
 
 
 def s01_bytes(batch_size):
-    """The most that s01's tensors hold at gpt2 and T 1024: weights with AdamW's moments, and so much per sequence.
-
-    That is 16 T C floats and a T x T softmax per head in each of 12 layers, and three copies of the logits, in float32.
-    """
+    """The most that s01's tensors hold at gpt2 and T 1024: weights with AdamW's moments, and so much per sequence."""
+    # in float32, 16 T C numbers and a T x T softmax per head in each of 12 layers, and three copies of the logits
     return 1.5e9 + 1.83e9 * batch_size
 
 
@@ -94,7 +89,7 @@ def native_amp_dtype(device):
     elif sys.platform == "darwin":
         native = command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
     else:
-        native = " bf16" in _cpuinfo()
+        native = " bf16" in _read("/proc/cpuinfo")
     return torch.bfloat16 if native else torch.float32
 
 
@@ -126,14 +121,9 @@ def device_name(device):
     """The hardware's own name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    match = re.search(r"model name\s*: (.*)", _cpuinfo())
-    if match:
+    if match := re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo")):
         return match[1].strip()
     return command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.processor() or platform.machine()
-
-
-def _cpuinfo():
-    return _read("/proc/cpuinfo")
 
 
 def _read(path):
@@ -146,9 +136,8 @@ def _read(path):
 def keep_freed_memory():
     """Let glibc keep what is freed for the next tensor, as PyTorch's own allocator does on a GPU.
 
-    By default it returns every large block to the system, which then clears its pages again for each activation of
-    each step: up to a third of a step on a CPU, and the most variable part. It costs some memory. It does nothing
-    with another C library. mallopt(3) documents both parameters.
+    Else the system clears its pages again for each activation of each step: up to a third of a step on a CPU, and the
+    most variable part. It does nothing with another C library. See mallopt(3).
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -203,12 +192,12 @@ def peak_memory(device):
         return torch.mps.driver_allocated_memory(), "driver, sampled"
     if peak := re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status")):
         return 1024 * int(peak[1]), "peak RSS"
-    try:
+    with contextlib.suppress(ImportError):  # Windows has no such module
         import resource
-    except ImportError:  # Windows
-        return None, "no meter"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024), "peak RSS with start-up"
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024), "peak RSS with start-up"
+    return None, "no meter"
 
 
 def reset_peak_memory(device):

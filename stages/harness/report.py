@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections import namedtuple
 from pathlib import Path
@@ -15,10 +16,8 @@ AGAIN = " again"  # ends the name of the second run of the A/A pair
 PEAK = "peak"  # the name of the run that times matmuls, see probe.py
 NOT_FOR = "not for "  # begins the message of a stage that this device cannot run, which is no failure
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-
-
-# Student's t, two-sided 95 %, for the mean of 2, 3, ... 10 samples
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided, for 2, 3, ... 10 samples
+COLORS = dict(blue="#3b7dd8", orange="#e0883b", green="#3fa36b", purple="#b25bc9", red="#d14b4b", gray="#8a8a8a")
 
 
 class Estimate(namedtuple("Estimate", "value spread")):
@@ -74,7 +73,7 @@ def read(path):
             entry = json.loads(line, parse_constant=int)  # int, since NaN is none: a ValueError
             if entry["kind"] == "header":
                 flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
-            others = [entry.get(key) or 0 for key in ("session", "memory", "loss", "norm", "lr")]
+            others = [entry.get(key) or 0 for key in ("session", "memory", "loss", "norm", "lr", "eval")]
             if not all(entry[key] > 0 for key in ("dt", "tokens") if key in entry) or min(others) < 0:
                 raise ValueError
             lines.append(entry)
@@ -87,14 +86,13 @@ class Results:
     """All records of one bench: its own line, `bench`, and `runs`, {(session, name): Run}."""
 
     def __init__(self, path):
-        """From results/NAME.jsonl. Raises OSError, and InputError where it holds no records of a bench."""
-        lines = read(path)
+        """From results/NAME.jsonl. Raises OSError, and InputError where it holds no records of one bench."""
+        lines, runs = read(path), {}
         try:
             self.bench, *lines = lines
             self.mode, self.rows, self.warmup = self.bench["mode"], self.bench["rows"], self.bench["warmup"]
             self.wanted = (self.bench["steps"] - self.warmup) * self.bench["rounds"]  # counted steps per row
             _ = self.bench["command"], self.bench["interleaved"], self.bench["change"], self.bench["environment"]
-            runs = {}
             for line in lines:
                 runs.setdefault((line["session"], line["name"]), []).append(line)
         except (ValueError, LookupError, TypeError):
@@ -110,8 +108,8 @@ class Results:
         return next((run.header for (_, n), run in self.runs.items() if run.header and name in (None, n)), None)
 
     def end(self, name):
-        """How the last run of a row ended: its summary, a dict with "error", or None."""
-        return next((run.end for run in reversed(self.of(name))), None)
+        """How the last run of a row ended: its summary, or a dict with "error"; {} where it did not."""
+        return next((run.end or {} for run in reversed(self.of(name))), {})
 
     def steps(self, name):
         """Every counted step of a row, its sessions pooled."""
@@ -119,40 +117,40 @@ class Results:
 
     def summary(self, name):
         """summarize() of all counted steps of a row, or None where it has none."""
-        steps = self.steps(name)
-        if not steps:
+        if not (steps := self.steps(name)):
             return None
         warmup_s = sum(step["dt"] for step in self.of(name)[0].steps[: self.warmup])
         reserved = max((run.end or {}).get("reserved", 0) for run in self.of(name))
         return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
 
     def samples(self, name, value=lambda step: step["dt"] / step["tokens"]):
-        """{round: seconds per token, or what value() is}. A round is a step of interleaved runs, else a session."""
+        """{round: seconds per token, or what value() is}. A round is a step of interleaved runs, else a session.
+
+        In the mode `loss` a session is a seed, and its sample the held-out loss of the run that came to its end.
+        """
         rounds = {}
-        for (session, n), run in self.runs.items():
-            values = [value(step) for step in run.steps[self.warmup :]] if n == name else []
-            if self.bench["interleaved"]:
+        for session, run in ((session, run) for (session, n), run in self.runs.items() if n == name):
+            values = [value(step) for step in run.steps[self.warmup :]]
+            if self.mode == "loss":
+                rounds |= {(session, 0): run.end["eval"]} if "eval" in (run.end or {}) else {}
+            elif self.bench["interleaved"]:
                 rounds |= {(session, i): value for i, value in enumerate(values)}
             elif values:
                 rounds[session, 0] = statistics.median(values)
         return rounds
 
-    def speedup(self, name, base):
-        """How many times as many tokens per second as `base`: the Estimate of the rounds that both took, or None."""
+    def compare(self, name, base):
+        """The Estimate of a row against `base` from the rounds that both took, or None.
+
+        It is how many times as many tokens per second; in the mode `loss`, by how much the held-out loss differs.
+        """
         ours, theirs = self.samples(name), self.samples(base)
         shared = sorted(ours.keys() & theirs.keys())
-        return Estimate.median([theirs[key] / ours[key] for key in shared]) if shared and name != base else None
-
-    def held_out(self, name):
-        """{session: loss on the held-out text} of a row in the mode `loss`, where each session is a seed."""
-        ends = {session: run.end or {} for (session, n), run in self.runs.items() if n == name}
-        return {session: end["eval"] for session, end in ends.items() if "eval" in end}
-
-    def loss_change(self, name, base):
-        """Held-out loss minus that of `base`: the Estimate of the seeds that both have, or None."""
-        ours, theirs = self.held_out(name), self.held_out(base)
-        shared = ours.keys() & theirs.keys()
-        return Estimate.mean([ours[key] - theirs[key] for key in shared]) if shared and name != base else None
+        if not shared or name == base:
+            return None
+        if self.mode == "loss":
+            return Estimate.mean([ours[key] - theirs[key] for key in shared])
+        return Estimate.median([theirs[key] / ours[key] for key in shared])
 
     def above(self, name):
         """The row above; for the first row itself."""
@@ -170,11 +168,15 @@ class Results:
         """{(name, name): Estimate} of the runs of one computation: the A/A pair, and rows that equal the one above."""
         names = [(name + AGAIN, name) for name in self.rows]
         names += [(name, self.above(name)) for name in self.rows if self.same(name)]
-        return {pair: ratio for pair in names if (ratio := self.speedup(*pair))}
+        return {pair: ratio for pair in names if (ratio := self.compare(*pair))}
 
     def noise(self):
-        """How far two runs of one computation came out apart at worst, their interval included, or None."""
-        return max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
+        """How far two runs of one computation came out apart at worst, their interval included, or None.
+
+        In the mode `loss` the seeds are the noise, which each interval holds.
+        """
+        worst = max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
+        return 0 if self.mode == "loss" else worst
 
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
@@ -185,16 +187,17 @@ class Results:
         flops = flops_per_token(header["settings"]["size"], header["settings"]["seq_len"])
         return statistics.median(flops / ours[k] / peaks[k] for k in shared) / header["settings"]["world_size"]
 
-    def finished(self, name):
-        """Whether a row has all its counted steps."""
-        return len(self.steps(name)) >= self.wanted
-
     def complete(self):
         """Whether every row got to its end without an error."""
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
-        errors = {name: (self.end(name) or {}).get("error", "") for name in self.rows}
-        return all(error.startswith(NOT_FOR) or not error and self.finished(n) for n, error in errors.items())
+        errors = {name: self.end(name).get("error", "") for name in self.rows}
+        done = {name: error.startswith(NOT_FOR) or not error and self.finished(name) for name, error in errors.items()}
+        return all(done.values())
+
+    def finished(self, name):
+        """Whether a row has all its counted steps."""
+        return len(self.steps(name)) >= self.wanted
 
 
 def markdown(sides, head, rows):
@@ -206,32 +209,41 @@ def markdown(sides, head, rows):
 def table(results, link):
     """The table of a page: a row per run in ladder order; link: the way from the page to the stages' folder."""
     reached = [max(len(run.steps) for run in results.of(name)) for name in results.rows if results.steps(name)]
-    step = min(reached, default=0) - 1
-    head = ["stage", "change", "tok/sec", "dt ms [IQR]", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
+    step, first = min(reached, default=0) - 1, f"vs {short(results.rows[0])}"
+    head = ["stage", "change", "tok/sec", "dt ms [IQR]", "memory GB", "vs previous", first]
     head += ["% of peak", f"loss, step {step}" if reached else "loss", "note"]
     rows = []
     for name in results.rows:
-        share = results.share(name)
+        cells, share = figures(results, name, link), results.share(name)
         losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step >= results.warmup]
-        cells = [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
-        rows.append([*figures(results, name, link), *cells, note(results, name)])
-    return markdown("llrrrrrrrl", head, rows)
+        cells += [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
+        if results.mode == "loss":
+            found = results.samples(name).values()
+            mean = f"{statistics.mean(found):.4f} ({len(found)})" if found else "–"
+            cells = [*cells[:2], mean, *(ratio.text(4) if ratio else "–" for ratio in ratios(results, name))]
+        rows.append([*cells, note(results, name)])
+    if results.mode == "loss":
+        head = ["stage", "change", "held-out loss (seeds)", "vs previous", first, "note"]
+    return markdown("ll" + "r" * (len(head) - 3) + "l", head, rows)
+
+
+def ratios(results, name):
+    """What a row is against the one above and against the first, each an Estimate or None."""
+    return [results.compare(name, base) for base in (results.above(name), results.rows[0])]
 
 
 def figures(results, name, link):
     """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
-    linked = results.mode in ("ladder", "loss")
-    cells = [f"[{name}]({link}{name}.py)" if linked else name, results.bench["change"][name]]
-    summary = results.summary(name)
+    linked, summary = f"[{name}]({link}{name}.py)", results.summary(name)
+    cells = [linked if results.mode in ("ladder", "loss") else name, results.bench["change"][name]]
     if summary is None:
         return [*cells, *["–"] * 5]
-    ratios = [results.speedup(name, base) for base in (results.above(name), results.rows[0])]
     return [
         *cells,
         f"{summary['tok_per_sec']:,.0f}",
         f"{digits(summary['dt_ms'])} [{digits(summary['dt_q1_ms'])}, {digits(summary['dt_q3_ms'])}]",
         memory(summary),
-        *(ratio.text() if ratio else "–" for ratio in ratios),
+        *(ratio.text() if ratio else "–" for ratio in ratios(results, name)),
     ]
 
 
@@ -255,20 +267,20 @@ def memory(summary):
 
 def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
-    header, end = results.header(name), results.end(name)
+    header, error, mode, noise = results.header(name), results.end(name).get("error"), results.mode, results.noise()
     # a technique is compared with the row above, a mode's answer with the first row
-    ratio = results.speedup(name, results.above(name) if results.mode in ("ladder", "loss") else results.rows[0])
+    ratio = results.compare(name, results.above(name) if mode in ("ladder", "loss") else results.rows[0])
     parts = []
-    if end and "error" in end:
-        parts.append("failed: " * (not end["error"].startswith(("out of memory", NOT_FOR))) + end["error"])
+    if error:
+        parts.append("failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error)
     elif not results.finished(name):
         parts.append("not finished" if header else "not run")
-    if header:
-        says = dict(ladder=technique, amp=recommendation, scale=efficiency, loss=verdict)[results.mode]
-        parts.append(says(results, name, header, ratio))
-    if ratio and results.noise() is not None:
-        seen = abs(ratio.value - 1) > max(results.noise(), ratio.spread or 0) and not results.same(name)
-        parts.append(("faster" if ratio.value > 1 else "slower") if seen else "no difference")
+    if header and mode != "loss":
+        parts.append(dict(ladder=technique, amp=recommendation, scale=efficiency)[mode](results, name, header, ratio))
+    if ratio and noise is not None and (mode != "loss" or ratio.spread is not None):
+        change, *words = (ratio.value, "lower", "higher") if mode == "loss" else (ratio.value - 1, "slower", "faster")
+        seen = abs(change) > max(noise, ratio.spread or 0) and not results.same(name)
+        parts.append(words[change > 0] if seen else "no difference")
     if header and header["code"] != code_sha256(header["stage"]):
         parts.append("stale")
     return "; ".join(part for part in parts if part).replace("|", "/")
@@ -276,34 +288,20 @@ def note(results, name):
 
 def technique(results, name, header, ratio):
     """Whether the technique of a stage is at work here, or why not."""
-    env, settings, fallbacks = header["environment"], header["settings"], header["fallbacks"]
-    if name == "s02_tf32":
-        where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
-        return "active" if env["tf32"] else f"no-op: no TF32 units in {where}"
-    if name == "s03_bf16" and settings["amp_dtype"] == "float32":
-        return f"no-op: {fallbacks.get('amp_dtype', 'float32 was asked for')}"
-    if name == "s03_bf16":
-        return f"active: {settings['amp_dtype']}" + ", loss scaled" * (settings["amp_dtype"] == "float16")
-    if name == "s04_compile" and not settings["compile"]:
-        return f"fallback to eager: {fallbacks.get('compile', '--no-compile was given')}"
-    if name == "s04_compile":
-        return f"active: {results.summary(name)['warmup_s']:.0f} s of warm-up" if results.summary(name) else ""
-    kernels = [run.end["sdpa"] for run in results.of(name) if run.end and run.end.get("sdpa")]
-    if name == "s05_flash" and kernels:
-        return f"active: the {kernels[0]} kernel ran"
-    if name in ("s07_clip", "s08_cosine", "s09_decay"):
-        return "for the loss, not the speed"
-    if name == "s11_accum":
-        return f"{settings['accum']} micro-batches per step"
-    return "one process: what DDP itself costs" if name == "s12_ddp" and settings["world_size"] == 1 else ""
-
-
-def verdict(results, name, header, ratio):
-    """Whether the held-out loss differs from that of the row above by more than the seeds do."""
-    change = results.loss_change(name, results.above(name))
-    if not change or change.spread is None:
-        return ""
-    return "no difference" if abs(change.value) <= change.spread else "lower" if change.value < 0 else "higher"
+    env, settings, why, summary = header["environment"], header["settings"], header["fallbacks"], results.summary(name)
+    where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
+    kernel = next((run.end["sdpa"] for run in results.of(name) if run.end and run.end.get("sdpa")), None)
+    amp, compiles = settings["amp_dtype"], f"active: {summary['warmup_s']:.0f} s of warm-up" if summary else ""
+    no_amp, eager = why.get("amp_dtype", "float32 was asked for"), why.get("compile", "--no-compile was given")
+    says = dict.fromkeys(("s07", "s08", "s09"), "for the loss, not the speed") | dict(
+        s02="active" if env["tf32"] else f"no-op: no TF32 units in {where}",
+        s03=f"no-op: {no_amp}" if amp == "float32" else f"active: {amp}" + ", loss scaled" * (amp == "float16"),
+        s04=compiles if settings["compile"] else f"fallback to eager: {eager}",
+        s05=f"active: the {kernel} kernel ran" if kernel else "",
+        s11=f"{settings['accum']} micro-batches per step",
+        s12="one process: what DDP itself costs" if settings["world_size"] == 1 else "",
+    )
+    return says.get(short(name), "")
 
 
 def recommendation(results, name, header, ratio):
@@ -325,9 +323,7 @@ def efficiency(results, name, header, ratio):
     if ratio and reduce:
         ms = 1e3 * sorted(step["dt"] for step in reduce)[len(reduce) // 2]
         words += f"; an all-reduce of its {reduce[0]['bytes'] / 1e6:.0f} MB of gradients by itself takes {ms:.1f} ms, "
-        words += (
-            f"{100 * ms / results.summary(name)['dt_ms']:.1f} % of a step (DDP hides some of it behind the backward)"
-        )
+        words += f"{100 * ms / results.summary(name)['dt_ms']:.1f} % of a step (DDP hides some behind the backward)"
     return words
 
 
@@ -336,7 +332,7 @@ def limit_table(results):
     rows = []
     for stage in results.rows:
         tried = {int(n.removeprefix(f"{stage} B")): n for _, n in results.runs if n.startswith(f"{stage} B")}
-        ends = {batch: results.end(n) for batch, n in tried.items() if results.end(n)}
+        ends = {batch: end for batch, n in tried.items() if (end := results.end(n))}
         fits = max((batch for batch, end in ends.items() if "error" not in end), default=None)
         fails = min((batch for batch, end in ends.items() if "error" in end), default=None)
         summary = results.summary(tried[fits]) if fits else None
@@ -346,23 +342,9 @@ def limit_table(results):
     return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
 
 
-def loss_table(results):
-    """The held-out loss of each stage after the same tokens, the mean over the seeds, and what the stage changed."""
-    rows = []
-    for name in results.rows:
-        cells = figures(results, name, "../stages/")[:2]
-        found = results.held_out(name)
-        cells.append(f"{statistics.mean(found.values()):.4f} ({len(found)})" if found else "–")
-        changes = [results.loss_change(name, base) for base in (results.above(name), results.rows[0])]
-        rows.append([*cells, *(change.text(4) if change else "–" for change in changes), note(results, name)])
-    first = short(results.rows[0])
-    head = ["stage", "change", "held-out loss (seeds)", "vs previous", f"vs {first}", "note"]
-    return markdown("llrrrl", head, rows)
-
-
 def conditions(results):
     """What stands under a table: hardware, settings, noise, peak, and the command, as a markdown list."""
-    header = results.header()
+    header, mode, steps = results.header(), results.mode, results.bench["steps"]
     if header is None:
         return "No stage got as far as its first step."
     env, settings, sessions = header["environment"], header["settings"], len({session for session, _ in results.runs})
@@ -370,60 +352,47 @@ def conditions(results):
     versions += f", CUDA {env['cuda']}, cuDNN {env['cudnn']}, driver {env['driver']}" if env["cuda"] else ""
     threads = f", {env['threads']} threads on {env['cores']} cores" if env["device"] == "cpu" else ""
     lines = [f"**{env['device_name']}**{threads}, {versions}, {header['started'][:10]}."]
-    steps, batch = results.bench["steps"], f"B {settings['batch_size']}, "
-    timed = results.mode not in ("limit", "loss")
-    if results.mode == "limit":
-        how, batch = "A fresh process for every batch size.", ""
-    elif results.mode == "loss":
+    what = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}, seed {settings['seed']}"
+    if mode == "limit":
+        how, what = "A fresh process for every batch size.", re.sub(", B .*?,", ",", what)
+    elif mode == "loss":
         seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
-        tokens = steps * settings["batch_size"] * settings["seq_len"]
-        how = (
-            f"{steps} steps on the same {tokens:,} tokens in all runs; seeds {seeds}. The held-out loss is in nats per "
-        )
-        how += "token, over the whole last tenth of the corpus, after the last step. A "
-        how += "difference is the mean of the differences within a seed, its ± their 95 % interval by Student's t."
+        tokens, what = steps * settings["batch_size"] * settings["seq_len"], re.sub("seed .*", f"seeds {seeds}", what)
+        how = f"{steps} steps on the same {tokens:,} tokens in all runs, then the loss on the whole last tenth of the "
+        how += "corpus, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of that "
+        how += "mean by Student's t."
     elif results.bench["interleaved"]:
         how = f"{results.wanted} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
         how += ", interleaved: all processes are alive at once and take one step each in turn."
     else:
         how = f"{sessions} rounds of fresh processes, each by the median of its {steps - results.warmup} counted steps."
-    corpus = f"{settings['corpus']} in {settings['tokenizer']} tokens"
-    seed = f"seed {settings['seed']}, " if results.mode != "loss" else ""
-    lines.append(f"{settings['size']}, {batch}T {settings['seq_len']}, {seed}{corpus}. {how}")
-    pairs, steps = results.pairs(), results.steps(PEAK)
-    if timed:
-        lines.append(
-            "A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that median, with "
-            "fewer than six rounds their range; it covers this run."
-        )
+    lines.append(f"{what}, {settings['corpus']} in {settings['tokenizer']} tokens. {how}")
+    pairs, peak = results.pairs(), results.steps(PEAK)
+    if mode not in ("limit", "loss"):
+        lines.append("A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that ")
+        lines[-1] += "median, with fewer than six rounds their range; it covers this run."
+        lines.append("Noise: no A/A pair finished, so no difference is called one.")
     if pairs:
         apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs.items()]
-        lines.append(
-            f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the worst, "
-            f'{100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
-        )
-    elif timed:
-        lines.append("Noise: no A/A pair finished, so no difference is called one.")
-    if steps:
-        peaks = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in sorted(steps[0]["peak"])}
+        lines[-1] = f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the "
+        lines[-1] += f'worst, {100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
+    if peak:
+        peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
-        flops, n = flops_per_token(settings["size"], settings["seq_len"]), steps[0]["size"]
+        flops, n = flops_per_token(settings["size"], settings["seq_len"]), peak[0]["size"]
         lines.append(
-            f"Peak: matmuls of {n} x {n} matrices, timed in {len(steps)} rounds, reached {shown}. The column is the "
-            f"share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + "
-            "12 L C T, attention counted in full)."
+            f"Peak: matmuls of {n} x {n} matrices, timed in {len(peak)} rounds, reached {shown}. The column is "
         )
-    if results.mode != "loss":
+        lines[-1] += f"the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
+        lines[-1] += "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+    if mode != "loss":
         meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
         lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
-    if results.mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
+    if mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     commit = f"commit {(header['commit'] or 'none')[:12]}{' with changes' if header['dirty'] else ''}"
     lines.append(f"Again: `{results.bench['command']}` at {commit}.")
     return "\n".join(f"- {line}" for line in lines)
-
-
-COLORS = dict(blue="#3b7dd8", orange="#e0883b", green="#3fa36b", purple="#b25bc9", red="#d14b4b", gray="#8a8a8a")
 
 
 def xychart(title, x, y, plots):
@@ -444,50 +413,43 @@ def chart(results):
 
 def curves(results):
     """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
-    every, plots, legend = max(1, results.bench["steps"] // 20), [], []
+    every, plots = max(1, results.bench["steps"] // 20), {}
     for name, color in zip(results.rows, COLORS, strict=False):
         runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in (run.end or {})]
         starts = range(every, len(runs[0]) - every + 1, every) if runs else []
-        plots += [[statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]] * bool(runs)
-        legend += [f"{short(name)} {color}"] * bool(runs)
-    points = [point for plot in plots for point in plot]
-    if not points:
+        if points := [statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]:
+            plots[f"{short(name)} {color}"] = points
+    if not plots:
         return ""
-    low, high, first = min(points), max(points), 1.5 * every
-    last = first + every * (len(plots[0]) - 1)
-    lines = [f"line [{', '.join(f'{point:.3f}' for point in plot)}]" for plot in plots]
-    axes = f'"step" {first:.0f} --> {last:.0f}', f'"training loss" {low - 0.05:.2f} --> {high + 0.05:.2f}'
-    return f"{xychart('training loss, mean over the seeds', *axes, lines)}\n\nLines: {', '.join(legend)}."
+    low, high, first = min(map(min, plots.values())), max(map(max, plots.values())), 1.5 * every
+    axes = f'"step" {first:.0f} --> {first + every * (len(starts) - 1):.0f}'
+    axes = axes, f'"training loss" {low - 0.05:.2f} --> {high + 0.05:.2f}'
+    lines = [f"line [{', '.join(f'{point:.3f}' for point in points)}]" for points in plots.values()]
+    return f"{xychart('training loss, mean over the seeds', *axes, lines)}\n\nLines: {', '.join(plots)}."
 
 
 def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
-    parts = [f"# {what} on {results.bench['environment']['device_name']}"]
-    if results.mode == "limit":
-        parts += [limit_table(results), conditions(results)]
-    elif results.mode == "loss":
-        parts += [loss_table(results), conditions(results), curves(results)]
-    else:
-        parts += [table(results, "../stages/"), conditions(results), chart(results)]
+    draw = dict(limit=lambda _: "", loss=curves).get(results.mode, chart)
+    rows = limit_table(results) if results.mode == "limit" else table(results, "../stages/")
+    parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), draw(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def narrow(results, name):
     """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
     head = ["stage", "change", "tok/sec", "dt ms", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
-    rows, notes, stale = [], {}, False
+    rows, notes, said = [], {}, {row: note(results, row) for row in results.rows}
     for row in results.rows:
         link, change, speed, dt, *cells = figures(results, row, "stages/")
         rows.append([link, change, speed, dt.split(" ")[0], *(cell.replace(" ", "\u00a0") for cell in cells)])
-        text = note(results, row)
-        stale = text.endswith("stale") or stale
-        notes.setdefault(text.removesuffix("stale").removesuffix("; "), []).append(short(row))
-    said = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
+        notes.setdefault(said[row].removesuffix("stale").removesuffix("; "), []).append(short(row))
+    words = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
+    words += ". Measured with an earlier version of the stages" * any(text.endswith("stale") for text in said.values())
     under = "\n".join(conditions(results).splitlines()[:2])
-    said += ". Measured with an earlier version of the stages" * stale
-    more = f"- Notes: {said}. [All columns, the noise and the peak](results/{name}.md)."
-    return f"{markdown('llrrrrr', head, rows)}\n\n{under}\n{more}\n\n{chart(results)}"
+    under += f"\n- Notes: {words}. [All columns, the noise and the peak](results/{name}.md)."
+    return f"{markdown('llrrrrr', head, rows)}\n\n{under}\n\n{chart(results)}"
 
 
 def between_markers(text, content):
