@@ -62,7 +62,7 @@ def parse(argv):
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
     add("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take (%(default)s)")
     add("--memory-budget", type=float, metavar="GB", help="for limit on a CPU: what a run may hold (half of the free)")
-    add("--seeds", type=positive, default=3, metavar="N", help="for loss: runs of each stage (%(default)s)")
+    add("--seeds", type=positive, default=5, metavar="N", help="for loss: runs of each stage (%(default)s)")
     add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
     add_flags(parser)
     args = parser.parse_args(argv)
