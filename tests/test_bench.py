@@ -324,7 +324,7 @@ def test_loss_trains_every_stage_once_per_seed_and_resumes(fakes):
 def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):
     monkeypatch.setattr(bench, "STAGES", names := ["s01_baseline", "s05_flash"])
     for name in (*names, "harness/probe"):
-        code = (ROOT / f"stages/{name}.py").read_text().replace("n = 2048", "n = 64")
+        code = (ROOT / f"stages/{name}.py").read_text().replace("n = 2048", "n = 64").replace("2**26", "2**6")
         (fakes.folder / f"stages/{name}.py").write_text(code)
     ended = fakes.run("1", "5", *FLOAT32)
     assert ended.status == 0 and fakes.taken() == dict.fromkeys([*names, PEAK, names[1] + report.AGAIN], [STEPS])

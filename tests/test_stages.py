@@ -104,6 +104,15 @@ def test_eval_is_the_held_out_loss_of_the_weights(stages, tmp_path, stage, flags
     assert run.end["eval"] == pytest.approx(loss, rel=1e-5) and f"held-out loss {loss:.4f}\n" in run.out
 
 
+def test_profile_lists_the_operations_of_the_last_step(stages):
+    run = stages.now("s10", *FLOAT32, "--profile")
+    own, total, calls = run.end["profile"]["aten::mm"]
+    # the head's forward, and two gradients of each of nine matrices; those with a bias are aten::addmm in the forward
+    assert calls == 1 + 2 * 9 and 0 < own <= total < 1e3 * run.steps[-1]["dt"]
+    assert run.end["profile"]["Optimizer.step#AdamW.step"][1] >= run.end["profile"]["aten::_fused_adamw_"][1] > 0
+    assert f"{own:9.2f} ms in {calls:4d} x aten::mm\n" in run.out
+
+
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage >= "s08"])
 @pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 20, 50, 1000])
 def test_learning_rate_equals_torchs_warmup_and_cosine(stage, steps):

@@ -106,6 +106,7 @@ def add_flags(parser):
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     add("--accum", type=positive, metavar="N", help="micro-batches per step of all ranks, from s11 on (4; 2 on a CPU)")
     add("--eval", action="store_true", help="at the end, take the loss on the held-out last tenth of the corpus")
+    add("--profile", action="store_true", help="at the end, list the operations that took most of the last step")
     add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="DIRECTORY", help="write the weights there at the end, in Hugging Face's layout")
     add("--led", action="store_true", help=argparse.SUPPRESS)  # by the bench, over stdin and stdout: see Record
@@ -254,7 +255,7 @@ class StepLog:
         self.model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
         self.held_out = load_tokens(args.data, split="val") if args.eval and is_rank_0() else None
         self.prints, self.tokenizer = is_rank_0() and not args.led, loader.tokens.tokenizer
-        self.record, self.steps, self.profiler, self.sdpa = Record(args), [], None, None
+        self.record, self.steps, self.profiler, self.sdpa, self.profile = Record(args), [], None, None, {}
         parameters = sum(p.numel() for p in model.parameters())
         if self.prints:
             what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
@@ -309,21 +310,27 @@ class StepLog:
             raise FloatingPointError(f"the loss is {loss} at step {number}: try another --seed or --amp-dtype")
         if number + 1 == WARMUP:
             machine.reset_peak_memory(self.device)
-        if number == 0 and self.record.file and self.args.steps > WARMUP:
-            # the next step is of the warm-up too: its profile tells which attention kernel really ran
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        last = self.args.profile and number + 2 == self.args.steps
+        # the second step is of the warm-up too: its profile tells which attention kernel really ran
+        if last or (number == 0 and self.record.file and self.args.steps > WARMUP):
+            self.profiler = torch.profiler.profile(activities=None if last else [torch.profiler.ProfilerActivity.CPU])
             self.profiler.__enter__()
         if number + 1 < self.args.steps:
             self._start()
 
     def _end_profile(self):
-        """Note the attention kernel that a profiled step called; explicit attention calls none."""
+        """Note a profiled step's attention kernel, where attention is not explicit, and the time of each operation."""
         if self.profiler:
             self.profiler.__exit__(None, None, None)
-            called, self.profiler = " ".join(event.key for event in self.profiler.key_averages()), None
+            events, self.profiler = self.profiler.key_averages(), None
             for name in ("flash", "cudnn", "efficient", "overrideable", "math"):
-                if not self.sdpa and re.search(rf"_scaled_dot_product(_attention)?_{name}", called):
+                if not self.sdpa and re.search(
+                    rf"_scaled_dot_product(_attention)?_{name}", str([e.key for e in events])
+                ):
                     self.sdpa = name
+            clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
+            times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
+            self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
 
     def finish(self, model):
         """End the run: the summary line, the record's summary, and the weights where --save asked for them."""
@@ -336,7 +343,10 @@ class StepLog:
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
             figures["eval"] = evaluate(self.model, self.held_out)
-        self.record.write("summary", **figures, sdpa=self.sdpa)
+        profile = (
+            dict(profile=self.profile) if self.args.profile else {}
+        )  # {operation: (own ms, with its parts', calls)}
+        self.record.write("summary", **figures, **profile, sdpa=self.sdpa)
         if self.prints:
             n, memory = figures["counted"], figures["meter"]
             memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
@@ -346,6 +356,8 @@ class StepLog:
             )
             line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
             say(line.format(**figures, over=steps, held=memory))
+            for key, (own, _, n) in list(profile.get("profile", {}).items())[:20]:
+                say(f"{own:9.2f} ms in {n:4d} x {key}")
             self.save()
 
     def save(self):

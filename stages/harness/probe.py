@@ -1,6 +1,7 @@
 """What the machine itself can do, measured by the bench as a run among the stages' own.
 
 One process times large matmuls, in float32 and in autocast's dtype: the peak that the table compares each stage with.
+It times copies as well, for what waits on memory instead.
 Under torchrun it times the all-reduce of one gradient, with nothing to hide it behind: scale sets it beside s12's step.
 """
 
@@ -38,6 +39,11 @@ def matmul_peak(device, dtype, n):
     return repeats * 2 * n**3 / timed(lambda: [a @ b for _ in range(repeats)], device)
 
 
+def copy_rate(a, b, device):
+    """Bytes per second, read and written, of copying b to a: the peak of all that is no matmul."""
+    return 8 * b.nbytes / timed(lambda: [a.copy_(b) for _ in range(4)], device)
+
+
 def main():
     args = parse_args(__doc__)
     device, record = args.device, Record(args)
@@ -47,6 +53,7 @@ def main():
     n = 2048 if device.type == "cpu" else 8192
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, args.amp_dtype)}
     torch.backends.cuda.matmul.allow_tf32 = False
+    two = [torch.ones(2**26 if not dist.is_initialized() else 0, device=device) for _ in range(2)]  # 268 MB, no cache's
     for step in range(args.steps):
         if not record.wait():
             break
@@ -55,6 +62,7 @@ def main():
             found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=gradient.nbytes)
         else:
             found = dict(size=n, peak={name: matmul_peak(device, dtype, n) for name, dtype in dtypes.items()})
+            found |= dict(copy=copy_rate(*two, device))
         record.write("step", step=step, **found)
     if args.led:
         record.wait()  # leaving takes time too, and others may still be on the clock
