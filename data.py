@@ -46,11 +46,15 @@ def cache_dir():
     return Path(base or Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache"), "gpt2-speed-ladder")
 
 
+UNFINISHED = ".unfinished-"
+
+
 def write_whole(path, *chunks):
     """Write bytes-like chunks one after another: path holds all of them or stays as it was. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # beside path, as a rename can't cross disks
+    # beside path, as a rename can't cross disks; what a kill leaves of it is known by its name
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         temporary = Path(folder, path.name)
         with open(temporary, "wb") as f:
             f.writelines(chunks)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import data
-from data import VOCAB, InputError, byte_tokenizer, load_tokens, tokenizer, write_whole
+from data import UNFINISHED, VOCAB, InputError, byte_tokenizer, load_tokens, tokenizer, write_whole
 
 CONTEXT = 1024  # positions GPT-2 was trained with
 SIZES = {
@@ -204,7 +204,7 @@ def check_save(directory, nbytes=0):
     """Before a long run: raise InputError where save_pretrained(directory) would fail, or nbytes are not free."""
     home = Path(os.path.realpath(directory))  # through a link, to what it points to
     try:
-        found = set(os.listdir(home)) if home.exists() else set()
+        found = {name for name in os.listdir(home) if not name.startswith(UNFINISHED)} if home.exists() else set()
         if found and (found - FILES or "tokenizer" not in _read(home / "config.json")):
             raise ValueError("it holds something other than saved weights")
         home = next(path for path in (home, *home.parents) if path.exists())

@@ -101,10 +101,18 @@ def test_save_replaces_nothing_but_its_own(saved, tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt()], ids=["full", "interrupted"])
 def test_a_save_that_fails_leaves_what_was_there(saved, monkeypatch, error):
+    def fail(*paths):
+        there.extend({*os.listdir(saved)} - FILES)
+        raise error
+
+    there = []
     with monkeypatch.context() as patch, pytest.raises((InputError, KeyboardInterrupt)):
-        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(error))
+        patch.setattr(os, "replace", fail)
         ours(n_layer=1).save_pretrained(saved)
     assert {path.name for path in saved.iterdir()} == FILES and load(saved, attention)[0].config.n_layer == 3
+    (saved / there[0]).mkdir()  # what a kill would have left
+    ours(n_layer=1).save_pretrained(saved)
+    assert load(saved, attention)[0].config.n_layer == 1
 
 
 DAMAGE = {  # a file and its bytes, or changes to config.json, a header's entry or a tensor

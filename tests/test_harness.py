@@ -135,6 +135,19 @@ def test_a_fallback_is_a_line_from_its_stage_on(play, monkeypatch, stage):
     assert play("--no-compile", "--amp-dtype", "float32").args.fallbacks == {}  # by wish, not for want
 
 
+def test_windows_driver_may_not_spill_into_system_memory(play, monkeypatch):
+    for name, value in dict(
+        find_device=GPU, fitting_batch_size=16, native_amp_dtype=BF16, compile_problem=None
+    ).items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *of: found.append(of))
+    for platform, cap in (("linux", []), ("win32", [(0.95, GPU)])):
+        found = []
+        monkeypatch.setattr(harness, "sys", SimpleNamespace(**vars(sys) | dict(platform=platform)))
+        assert play().status == 0 and found == cap
+
+
 DTYPES = [(GPU, dict(bf16=True), BF16), (GPU, dict(capability=(7, 0)), F16), (GPU, dict(capability=(6, 1)), F32)]
 DTYPES += [(MPS, dict(macos_14=True), BF16), (MPS, {}, F16), (CPU, dict(cpu="AMD64", avx512=True), BF16)]
 DTYPES += [(CPU, dict(cpu="x86_64", avx512=True), BF16), (CPU, dict(cpu="x86_64", cpuinfo=" bf16"), F32)]

@@ -114,15 +114,16 @@ def add_flags(parser):
 
 def resolve(args):
     """Check the flags and fill in the defaults that suit the device, in place. Raises InputError."""
-    rank, world_size, _ = (
-        machine.environment_number(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0))
-    )
+    rank, world_size = machine.environment_number("RANK", 0), machine.environment_number("WORLD_SIZE", 1)
+    machine.environment_number("MASTER_PORT", 0)
     if rank >= world_size or ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         raise InputError(f"RANK is {rank} and WORLD_SIZE is {world_size}: unset both, or start the run with torchrun")
     device = args.device = machine.find_device(args.device)
     cpu = device.type == "cpu"
     if device.type == "cuda":
         torch.accelerator.set_device_index(device.index)
+        if sys.platform == "win32":  # its driver would take system memory for what does not fit, and crawl
+            torch.cuda.set_per_process_memory_fraction(0.95, device)
     defaults = dict(size="micro", batch_size=1, steps=24, accum=2) if cpu else dict(size="gpt2", steps=50, accum=4)
     defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size))
     for name, value in defaults.items():
