@@ -171,12 +171,8 @@ class Results:
         return {pair: ratio for pair in names if (ratio := self.compare(*pair))}
 
     def noise(self):
-        """How far two runs of one computation came out apart at worst, their interval included, or None.
-
-        In the mode `loss` the seeds are the noise, which each interval holds.
-        """
-        worst = max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
-        return 0 if self.mode == "loss" else worst
+        """How far two runs of one computation came out apart at worst, their interval included, or None."""
+        return max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
 
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
@@ -209,42 +205,32 @@ def markdown(sides, head, rows):
 def table(results, link):
     """The table of a page: a row per run in ladder order; link: the way from the page to the stages' folder."""
     reached = [max(len(run.steps) for run in results.of(name)) for name in results.rows if results.steps(name)]
-    step, first = min(reached, default=0) - 1, f"vs {short(results.rows[0])}"
-    head = ["stage", "change", "tok/sec", "dt ms [IQR]", "memory GB", "vs previous", first]
-    head += ["% of peak", f"loss, step {step}" if reached else "loss", "note"]
-    rows = []
+    step, rows, timed = min(reached, default=0) - 1, [], results.mode != "loss"
+    head = ["tok/sec", "dt ms [IQR]", "memory GB"] if timed else ["held-out loss (seeds)"]
+    head = ["stage", "change", *head, "vs previous", f"vs {short(results.rows[0])}"]
+    head += ["% of peak", f"loss, step {step}" if reached else "loss"] * timed + ["note"]
     for name in results.rows:
         cells, share = figures(results, name, link), results.share(name)
         losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step >= results.warmup]
-        cells += [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
-        if results.mode == "loss":
-            found = results.samples(name).values()
-            mean = f"{statistics.mean(found):.4f} ({len(found)})" if found else "–"
-            cells = [*cells[:2], mean, *(ratio.text(4) if ratio else "–" for ratio in ratios(results, name))]
+        if timed:
+            cells += [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
         rows.append([*cells, note(results, name)])
-    if results.mode == "loss":
-        head = ["stage", "change", "held-out loss (seeds)", "vs previous", first, "note"]
     return markdown("ll" + "r" * (len(head) - 3) + "l", head, rows)
-
-
-def ratios(results, name):
-    """What a row is against the one above and against the first, each an Estimate or None."""
-    return [results.compare(name, base) for base in (results.above(name), results.rows[0])]
 
 
 def figures(results, name, link):
     """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
-    linked, summary = f"[{name}]({link}{name}.py)", results.summary(name)
-    cells = [linked if results.mode in ("ladder", "loss") else name, results.bench["change"][name]]
-    if summary is None:
+    ratios = [results.compare(name, base) for base in (results.above(name), results.rows[0])]
+    ratios = [ratio.text(4 if results.mode == "loss" else 2) if ratio else "–" for ratio in ratios]
+    linked = f"[{name}]({link}{name}.py)" if results.mode in ("ladder", "loss") else name
+    cells = [linked, results.bench["change"][name]]
+    if results.mode == "loss":
+        found = results.samples(name).values()
+        return [*cells, f"{statistics.mean(found):.4f} ({len(found)})" if found else "–", *ratios]
+    if (summary := results.summary(name)) is None:
         return [*cells, *["–"] * 5]
-    return [
-        *cells,
-        f"{summary['tok_per_sec']:,.0f}",
-        f"{digits(summary['dt_ms'])} [{digits(summary['dt_q1_ms'])}, {digits(summary['dt_q3_ms'])}]",
-        memory(summary),
-        *(ratio.text() if ratio else "–" for ratio in ratios(results, name)),
-    ]
+    dt = [digits(summary[key]) for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms")]
+    return [*cells, f"{summary['tok_per_sec']:,.0f}", "{} [{}, {}]".format(*dt), memory(summary), *ratios]
 
 
 def short(name):
@@ -267,20 +253,22 @@ def memory(summary):
 
 def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
-    header, error, mode, noise = results.header(name), results.end(name).get("error"), results.mode, results.noise()
+    header, error, mode, parts = results.header(name), results.end(name).get("error"), results.mode, []
     # a technique is compared with the row above, a mode's answer with the first row
     ratio = results.compare(name, results.above(name) if mode in ("ladder", "loss") else results.rows[0])
-    parts = []
     if error:
         parts.append("failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error)
     elif not results.finished(name):
         parts.append("not finished" if header else "not run")
     if header and mode != "loss":
         parts.append(dict(ladder=technique, amp=recommendation, scale=efficiency)[mode](results, name, header, ratio))
-    if ratio and noise is not None and (mode != "loss" or ratio.spread is not None):
-        change, *words = (ratio.value, "lower", "higher") if mode == "loss" else (ratio.value - 1, "slower", "faster")
-        seen = abs(change) > max(noise, ratio.spread or 0) and not results.same(name)
-        parts.append(words[change > 0] if seen else "no difference")
+    # seeds are a noise that each interval of a loss holds; a speed's interval knows nothing of other processes
+    noise, same, *words = (
+        (ratio and ratio.spread, 0, "lower", "higher") if mode == "loss" else (results.noise(), 1, "slower", "faster")
+    )
+    if ratio and noise is not None:
+        seen = abs(ratio.value - same) > max(noise, ratio.spread or 0) and not results.same(name)
+        parts.append(words[ratio.value > same] if seen else "no difference")
     if header and header["code"] != code_sha256(header["stage"]):
         parts.append("stale")
     return "; ".join(part for part in parts if part).replace("|", "/")
@@ -452,7 +440,7 @@ def narrow(results, name):
     words += ". Measured with an earlier version of the stages" * any(text.endswith("stale") for text in said.values())
     under = "\n".join(conditions(results).splitlines()[:2])
     under += f"\n- Notes: {words}. [All columns, the noise and the peak](results/{name}.md)."
-    return f"{markdown('llrrrrr', head, rows)}\n\n{under}\n\n{chart(results)}"
+    return f"{chart(results)}\n\n{markdown('llrrrrr', head, rows)}\n\n{under}"
 
 
 def between_markers(text, content):
