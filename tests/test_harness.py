@@ -15,6 +15,7 @@ from conftest import FLOAT32, STAGES, definitions
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from data import InputError, TokenLoader, load_tokens
 from model import GPT, GPTConfig
@@ -156,7 +157,8 @@ DTYPES += [(CPU, dict(system="darwin", output="1"), BF16), (CPU, dict(system="da
 COMPILE = [(CPU, dict(cc=name), None) for name in ("g++", "clang++", "gcc", "clang", "cl")]
 COMPILE += [(CPU, dict(cc="icpx"), "install g++"), (CPU, dict(cc="icpx", cxx="icpx"), None), (GPU, {}, "install g++")]
 COMPILE += [(GPU, dict(cc="g++"), None), (GPU, dict(cc="g++", triton=0), "install triton")]
-COMPILE += [(GPU, dict(cc="g++", capability=(6, 1)), "has 6.1")]
+COMPILE += [(GPU, dict(cc="g++", capability=(6, 1)), "has 6.1"), (MPS, {}, None)]
+COMPILE += [(MPS, dict(torch=version), "computes wrong numbers") for version in ("2.9.1", "2.12.0")]
 DEVICE = [("cuda", {}, "no NVIDIA card"), ("cuda", dict(output="GPU 0"), "driver is too old"), (None, {}, CPU)]
 DEVICE += [("cuda:0", dict(output="GPU 0", cuda=None), "a CPU build"), (None, dict(output="GPU 0"), CPU)]
 DEVICE += [("cuda", dict(gpus=2, capability=(6, 1)), "capability 6.1"), ("cuda:2", dict(gpus=2), "cuda:0 to cuda:1")]
@@ -165,7 +167,7 @@ DEVICE += [("cpu", dict(gpus=2, capability=None), CPU)]  # nothing asks the GPU,
 BATCH = [(GPU, dict(memory=size), n) for size, n in {80: 16, 40: 16, 24: 8, 16: 4, 12: 4, 8: 2, 6: 2, 4: 1}.items()]
 ANSWERS = dict(native_amp_dtype=DTYPES, compile_problem=COMPILE, find_device=DEVICE, fitting_batch_size=BATCH)
 NOTHING = dict(gpus=0, capability=(9, 0), bf16=False, memory=0, macos_14=False, avx512=False, cpu="aarch64", cpuinfo="")
-NOTHING |= dict(system="linux", output="", cuda="13.0", cc="", cxx="", triton=1)
+NOTHING |= dict(system="linux", output="", cuda="13.0", cc="", cxx="", triton=1, torch="2.13.0")
 
 
 @pytest.mark.parametrize("ask, argument, about, answer", [(q, *case) for q in ANSWERS for case in ANSWERS[q]], ids=str)
@@ -190,6 +192,7 @@ def test_machine_knows_what_the_hardware_can_do(monkeypatch, capfd, ask, argumen
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or there.bf16
     )
     monkeypatch.setattr(torch.version, "cuda", there.cuda)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(there.torch))
     monkeypatch.setattr(machine, "sys", SimpleNamespace(platform=there.system, stderr=sys.stderr))
     monkeypatch.setattr(machine, "os", SimpleNamespace(environ=dict(CXX=there.cxx, LOCAL_RANK="1")))
     monkeypatch.setattr(machine.shutil, "which", lambda name: name == there.cc)
@@ -200,6 +203,14 @@ def test_machine_knows_what_the_hardware_can_do(monkeypatch, capfd, ask, argumen
         found = str(error)
     assert answer in found if isinstance(answer, str) else found == answer
     assert bool(capfd.readouterr().err) == (argument is None and "output" in about)  # a GPU that is left out
+
+
+@pytest.mark.parametrize("file, output", [("NVRM version: 570.86.10  Release", ""), ("", "Driver Version : 570.86.10")])
+def test_driver_is_known_though_nvidia_smi_may_time_out(monkeypatch, file, output):
+    for name, answer in dict(_read=file, command_output=output, native_amp_dtype=BF16, device_name="H100").items():
+        monkeypatch.setattr(machine, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    assert machine.environment(GPU)["driver"] == "570.86.10"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lets a process reset its peak")

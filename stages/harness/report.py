@@ -171,8 +171,8 @@ class Results:
         return {pair: ratio for pair in names if (ratio := self.compare(*pair))}
 
     def noise(self):
-        """How far two runs of one computation came out apart at worst, their interval included, or None."""
-        return max((abs(ratio.value - 1) + (ratio.spread or 0) for ratio in self.pairs().values()), default=None)
+        """How far two runs of one computation came out apart at worst, or None. A row's own interval comes on top."""
+        return max((abs(ratio.value - 1) for ratio in self.pairs().values()), default=None)
 
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
@@ -236,6 +236,11 @@ def figures(results, name, link):
 def short(name):
     """s05 for s05_flash."""
     return name.split("_")[0]
+
+
+def counted(n, what):
+    """1 round, 20 rounds."""
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def digits(ms):
@@ -350,10 +355,10 @@ def conditions(results):
         how += "corpus, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of that "
         how += "mean by Student's t."
     elif results.bench["interleaved"]:
-        how = f"{results.wanted} rounds" + (f" in {sessions} sessions" if sessions > 1 else "")
+        how = counted(results.wanted, "round") + (f" in {sessions} sessions" if sessions > 1 else "")
         how += ", interleaved: all processes are alive at once and take one step each in turn."
     else:
-        how = f"{sessions} rounds of fresh processes, each by the median of its {steps - results.warmup} counted steps."
+        how = f"{counted(sessions, 'round')} of fresh processes, each by the median of its counted steps."
     lines.append(f"{what}, {settings['corpus']} in {settings['tokenizer']} tokens. {how}")
     pairs, peak = results.pairs(), results.steps(PEAK)
     if mode not in ("limit", "loss"):
@@ -368,10 +373,11 @@ def conditions(results):
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
         flops, n = flops_per_token(settings["size"], settings["seq_len"]), peak[0]["size"]
+        times = counted(len(peak), "round")
         lines.append(
-            f"Peak: matmuls of {n} x {n} matrices, timed in {len(peak)} rounds, reached {shown}. The column is "
+            f"Peak: matmuls of {n} x {n} matrices, timed in {times}, reached {shown}. The column is the share "
         )
-        lines[-1] += f"the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
+        lines[-1] += f"of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
         lines[-1] += "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
             rate = statistics.median(step["copy"] for step in peak) / 1e9
