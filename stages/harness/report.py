@@ -381,7 +381,7 @@ def conditions(results):
         lines[-1] += "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
             rate = statistics.median(step["copy"] for step in peak) / 1e9
-            lines.append(f"Memory bandwidth: copying 268 MB moves {rate:.1f} GB/s, reads and writes counted.")
+            lines.append(f"Memory bandwidth: copying a large tensor moves {rate:.1f} GB/s, reads and writes counted.")
     if mode != "loss":
         meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
         lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
