@@ -71,11 +71,125 @@ def misread(results):
     return MISREAD.format(accum=results.compare(s11, s10).text(), **found)
 
 
-def test_lessons_show_the_diffs_and_the_record():
+# what torch.profiler calls the operations of each row of the profile; the optimizer's are those inside its own
+SPENT = {
+    "matmuls": r"aten::(mm|addmm|bmm|baddbmm)|.*mkl.*linear.*",
+    "softmax, loss and mask": r"aten::(_(log_)?softmax(_backward_data)?|nll_loss.*|masked_fill_?|triu|where)",
+    "GELU and LayerNorm": r"aten::(gelu|native_layer_norm)(_backward)?",
+    "casts and copies": r"aten::(copy_|_to_copy|clone|contiguous)",
+    "fused kernels": r"## Call CompiledFxGraph .*",
+    "attention kernel": r"aten::_scaled_dot_product.*",
+    "optimizer": r"Optimizer\.step#.*",
+}
+
+
+def profile(stage):
+    """{row: ms} of the last step of a stage, by results/profile."""
+    run = report.run_of(report.read(ROOT / f"results/profile/{stage}.jsonl"))
+    found, step = dict.fromkeys(SPENT, 0.0), 1e3 * run.steps[-1]["dt"]
+    for key, (own, total, _) in run.end["profile"].items():
+        for row in [row for row, names in SPENT.items() if re.fullmatch(names, key)]:
+            found[row] += total if row == "optimizer" else own
+    return found | {"everything else": step - sum(found.values()), "the step": step}
+
+
+def quoted(bench):
+    """What the figures of the pages call: figures of the bench that README shows, and of the records beside it."""
+
+    def stem(n):
+        return STAGES[f"s{n:02d}"].stem
+
+    def of(name):
+        return report.Results(ROOT / f"results/{name}.jsonl")
+
+    def steps(name):
+        return report.run_of(report.read(ROOT / f"results/exercises/{name}.jsonl")).steps
+
+    def dt(n):
+        return bench.summary(stem(n))["dt_ms"]
+
+    def against(n, base=0, results=bench):
+        return results.compare(stem(n), stem(base or n - 1)).text()
+
+    def loss(which, n):
+        change = (results := of(f"loss-{which}")).compare(stem(n), results.above(stem(n)))
+        return f"{change.value:+.4f} ± {change.spread:.4f} ({report.note(results, stem(n)).removesuffix('; stale')})"
+
+    peak = bench.steps(report.PEAK)
+    rates = {
+        bits: statistics.median(step["peak"][of] for step in peak)
+        for bits, of in {32: "float32", 16: "bfloat16"}.items()
+    }
+    ms = {bits: 111e12 / rate for bits, rate in rates.items()}  # of the 111 GFLOP of a step of micro
+    copy = statistics.median(step["copy"] for step in peak)
+    return dict(
+        P32=f"{rates[32] / 1e12:.3f}",
+        P16=f"{rates[16] / 1e12:.3f}",
+        BW=f"{copy / 1e9:.1f}",
+        matmuls=lambda bits, gflop=111: f"{ms[bits] * gflop / 111:.0f}",
+        moving=lambda megabytes: f"{1e9 * megabytes / copy:.0f}",
+        without_float32=f"{dt(2) - ms[32] + ms[16]:.0f}",
+        dt=lambda n: f"{dt(n):.0f}",
+        gb=lambda n: f"{bench.summary(stem(n))['memory'] / 1e9:.2f}",
+        vs=against,
+        xeon=lambda n: against(n, results=of("xeon-2-cores")),
+        says=lambda n: report.note(bench, stem(n)).removesuffix("; stale").split("; ")[-1],
+        warmup=lambda n, name=None: f"{(of(name) if name else bench).summary(stem(n))['warmup_s']:.0f}",
+        saved=lambda n: f"{dt(n - 1) - dt(n):.0f}",
+        speed=lambda name, row: f"{of(name).summary(row)['tok_per_sec']:,.0f}",
+        amp=lambda name: of("xeon-2-cores-amp").compare(name, "float32").text(),
+        scale=lambda: of("xeon-2-cores-scale").compare("2 ranks", "1 rank").text(),
+        efficiency=lambda more: f"{50 * of(f'xeon-2-cores-scale{more}').compare('2 ranks', '1 rank').value:.0f} %",
+        limit=lambda: ", ".join(
+            f"{line.split(' | ')[1]} in {line[2:5]}"
+            for line in report.limit_table(of("xeon-2-cores-limit")).splitlines()[2:]
+        ),
+        loss=loss,
+        spent=lambda n, *rows: f"{sum(profile(f's{n:02d}')[row] for row in rows):.0f}",
+        last=lambda name, key="loss", part=1: f"{steps(name)[-1][key] / part:.4f}",
+        mean=lambda name: f"{statistics.mean(step['loss'] for step in steps(name)[-100:]):.2f}",
+    )
+
+
+def bad_batch():
+    """Loss and norm around the two steps of random ids, with clipping and without."""
+    runs = [report.run_of(report.read(ROOT / f"results/exercises/bad-batch-{name}.jsonl")) for name in ("1.0", "1e9")]
+    rows = [
+        [str(i), *(f"{run.steps[i][key]:.2f}" for run in runs for key in ("loss", "norm"))]
+        for i in (*range(38, 46), 79)
+    ]
+    return report.markdown("rrrrr", ["step", "loss, clipped at 1", "norm", "loss, not clipped", "norm"], rows)
+
+
+def quoting(page, bench):
+    """The page with each figure, <!-- = expression -->figure<!-- . -->, as the records have it."""
+    names = quoted(bench)
+    block = re.search(r"^ {0,3}<!-- = .*", page, re.MULTILINE)
+    assert not block, f"a line that begins with a comment is a block of HTML, and ends the paragraph: {block[0]}"
+
+    def figure(match):
+        return f"{match[1]}{eval(match[2], names)}<!-- . -->"
+
+    return re.sub(r"(<!-- = (.*?) -->).*?<!-- \. -->", figure, page)
+
+
+def linked():
+    """(name, Results) of the bench that README shows."""
+    block = README.read_bytes().decode().partition(report.BEGIN)[2].partition(report.END)[0]
+    link = re.search(r"\(results/([\w.+-]+)\.md\)", block)
+    assert link, "the table of README.md has no link to its record: draw it by bench.py --render NAME --readme"
+    return link[1], report.Results(ROOT / "results" / f"{link[1]}.jsonl")
+
+
+def test_lessons_show_the_diffs_and_the_records():
     page, sources = LESSONS.read_bytes().decode(), [path.read_text("utf-8") for path in STAGES.values()]
     for stage, *two in zip([*STAGES][1:], sources, sources[1:], strict=False):
         page = between(page, f"diff {stage}", f"```diff\n{code_diff(*two)}\n```")
-    is_drawn(LESSONS, between(page, "misread", misread(report.Results(ROOT / "results" / "xeon-2-cores.jsonl"))))
+    columns = {stage: profile(stage) for stage in ("s01", "s03", "s04", "s05", "s09", "s10", "s11")}
+    rows = [[row, *(f"{of[row]:.0f}" for of in columns.values())] for row in columns["s01"]]
+    page = between(page, "profile", report.markdown("l" + "r" * len(columns), ["ms", *columns], rows))
+    page = between(between(page, "bad batch", bad_batch()), "misread", misread(linked()[1]))
+    is_drawn(LESSONS, quoting(page, linked()[1]))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -93,12 +207,9 @@ def test_a_record_renders_to_its_page(path):
 
 
 def test_readme_shows_the_record_that_it_links_to():
-    text = README.read_bytes().decode()
-    block = text.partition(report.BEGIN)[2].partition(report.END)[0]
-    link = re.search(r"\(results/([\w.+-]+)\.md\)", block)
-    assert link, "the table of README.md has no link to its record: draw it by bench.py --render NAME --readme"
-    results = report.Results(ROOT / "results" / f"{link[1]}.jsonl")
-    is_drawn(README, report.between_markers(text, report.narrow(results, link[1])))
+    name, results = linked()
+    text = report.between_markers(README.read_bytes().decode(), report.narrow(results, name))
+    is_drawn(README, quoting(text, results))
 
 
 # what a test can't do: install or fetch things, load OpenAI's weights, use a second machine or another project
@@ -106,7 +217,7 @@ ELSEWHERE = ("pip install", "git clone", "cd ", "python model.py --weights gpt2 
 RUNNER = """import os, runpy, shlex, subprocess, sys
 for line in sys.stdin.read().splitlines():
     status = 0
-    if line.startswith("python "):  # here, since torch takes long to import
+    if line.startswith("python ") and ".py " in line:  # here, since torch takes long to import
         sys.argv = shlex.split(line)[1:]
         sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
         try:
@@ -114,7 +225,7 @@ for line in sys.stdin.read().splitlines():
         except SystemExit as end:
             status = end.code or 0
     else:
-        status = subprocess.call(line, shell=True)
+        status = subprocess.call(line.replace("python -c", sys.executable + " -c"), shell=True)
     print(f"STATUS {status} {line}", flush=True)
 """
 
@@ -127,7 +238,7 @@ def commands(page):
     for line in lines:
         line = " ".join(re.sub(r"\s+# .*| && .*", "", line).split())
         line = re.sub(r"^torchrun .*(?=stages/)", "python ", line)  # that it starts several is tested elsewhere
-        more = {"python stages/": shlex.join(SMALL), "python model.py": "--device cpu", "python": "--help"}
+        more = {"python stages/": shlex.join(SMALL), "python model.py": "--device cpu", "python bench": "--help"}
         more |= {"make": "-n PY=python3 > make.out", "": ""}
         line += " " + next(words for start, words in more.items() if line.startswith(start))
         if line.strip() and not line.startswith(ELSEWHERE):
