@@ -31,9 +31,8 @@ class Fakes:
     def __init__(self, folder, patch, capsys):
         self.folder, self.patch, self.capsys = folder, patch, capsys
         self.records, self.page = folder / "results/x.jsonl", folder / "results/x.md"
-        shutil.copytree(
-            ROOT, folder, ignore=shutil.ignore_patterns(".*", "__*__", "s[0-9]*", "*.md", "*.jsonl", "tests")
-        )
+        other = (".*", "__*__", "s[0-9]*", "*.md", "*.jsonl", "tests", "exercises", "profile")
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*other))
         for name in (*STAGES, "harness/probe"):
             shutil.copy(ROOT / "tests/fixtures/fake_stage.py", folder / f"stages/{name}.py")
         (folder / "ids.bin").write_bytes(bytes(20_000))

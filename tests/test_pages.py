@@ -116,15 +116,13 @@ def quoted(bench):
         return f"{change.value:+.4f} ± {change.spread:.4f} ({report.note(results, stem(n)).removesuffix('; stale')})"
 
     peak = bench.steps(report.PEAK)
-    rates = {
-        bits: statistics.median(step["peak"][of] for step in peak)
-        for bits, of in {32: "float32", 16: "bfloat16"}.items()
-    }
-    ms = {bits: 111e12 / rate for bits, rate in rates.items()}  # of the 111 GFLOP of a step of micro
+    dtypes = (32, "float32"), (16, "bfloat16")  # ms: what the 111 GFLOP of a step of micro take at the peak
+    ms = {bits: 111e12 / statistics.median(step["peak"][dtype] for step in peak) for bits, dtype in dtypes}
     copy = statistics.median(step["copy"] for step in peak)
+    limits = report.limit_table(of("xeon-2-cores-limit")).splitlines()[2:]
     return dict(
-        P32=f"{rates[32] / 1e12:.3f}",
-        P16=f"{rates[16] / 1e12:.3f}",
+        P32=f"{111 / ms[32]:.3f}",
+        P16=f"{111 / ms[16]:.3f}",
         BW=f"{copy / 1e9:.1f}",
         matmuls=lambda bits, gflop=111: f"{ms[bits] * gflop / 111:.0f}",
         moving=lambda megabytes: f"{1e9 * megabytes / copy:.0f}",
@@ -140,10 +138,7 @@ def quoted(bench):
         amp=lambda name: of("xeon-2-cores-amp").compare(name, "float32").text(),
         scale=lambda: of("xeon-2-cores-scale").compare("2 ranks", "1 rank").text(),
         efficiency=lambda more: f"{50 * of(f'xeon-2-cores-scale{more}').compare('2 ranks', '1 rank').value:.0f} %",
-        limit=lambda: ", ".join(
-            f"{line.split(' | ')[1]} in {line[2:5]}"
-            for line in report.limit_table(of("xeon-2-cores-limit")).splitlines()[2:]
-        ),
+        limit=lambda: ", ".join(f"{row.split(' | ')[1]} in {row[2:5]}" for row in limits),
         loss=loss,
         spent=lambda n, *rows: f"{sum(profile(f's{n:02d}')[row] for row in rows):.0f}",
         last=lambda name, key="loss", part=1: f"{steps(name)[-1][key] / part:.4f}",

@@ -215,11 +215,8 @@ def test_limit_is_the_largest_batch_whose_long_run_fits():
 def test_loss_is_compared_within_seeds_by_students_interval():
     """The interval by hand: 4.30 * 0.01 / sqrt(3) = 0.0248."""
     ends = dict(s06_vocab=(6.0, 6.3, 6.6), s07_clip=(5.89, 6.2, 6.51), s08_cosine=(5.88, 6.2, 6.52), s09_decay=(6.0,))
-    runs = [
-        ran(name, [1.0] * 36, i, seed=i, size="micro", end=dict(eval=loss))
-        for name, of in ends.items()
-        for i, loss in enumerate(of)
-    ]
+    ends = [(name, i, loss) for name, of in ends.items() for i, loss in enumerate(of)]
+    runs = [ran(name, [1.0] * 36, i, seed=i, size="micro", end=dict(eval=loss)) for name, i, loss in ends]
     found = results(*runs, ran("s09_decay", [], 1, error="boom", seed=1), mode="loss", rounds=3, interleaved=False)
     page = report.page(found)
     assert "vocab | 6.3000 (3) | – | – |  |" in page and "clip | 6.2000 (3) | -0.1000 ± 0.0248 |" in page
