@@ -274,8 +274,8 @@ class Session:
         return self.live[-1]
 
     def room(self):
-        """How many processes to start next: one at first, then two, each with 1.25 times as much as the last."""
-        free, held = machine.free_memory(), 1.25 * next((of.held for of in reversed(self.live) if of.held), 0)
+        """How many processes to start next: one at first, then two, each with 1.5 times as much as the last."""
+        free, held = machine.free_memory(), 1.5 * next((of.held for of in reversed(self.live) if of.held), 0)
         return min(2 if self.live else 1, int(free // held) if free is not None and held else 2)
 
     def lead(self, rows, steps):

@@ -220,8 +220,8 @@ def test_closed_stdout_or_stderr_loses_nothing(fakes, monkeypatch, name, closed)
     assert fakes.taken() == dict.fromkeys(EVERYONE, [STEPS]) and fakes.page.read_text() == report.page(fakes.results())
 
 
-@pytest.mark.parametrize("free, held, room", [(None, 2, 2), (6, 2, 2), (4, 2, 1), (2, 2, 0), (2, None, 1)])
-def test_there_is_room_for_a_quarter_more_than_the_last_one_holds(monkeypatch, free, held, room):
+@pytest.mark.parametrize("free, held, room", [(None, 2, 2), (7, 2, 2), (5, 2, 1), (2, 2, 0), (2, None, 1)])
+def test_there_is_room_for_half_as_much_again_as_the_last_one_holds(monkeypatch, free, held, room):
     monkeypatch.setattr(machine, "free_memory", lambda: free)
     live = [SimpleNamespace(held=of) for of in (9, held, 0)] * (held is not None)  # the last one is a probe
     assert bench.Session.room(SimpleNamespace(live=live)) == room
