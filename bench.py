@@ -69,8 +69,8 @@ def parse(argv):
     try:
         if args.resume and argv not in (["--resume", args.resume], [f"--resume={args.resume}"]):
             raise InputError(f"--resume {args.resume} continues with the flags of before: pass no other")
-        if args.record or args.save or args.led or args.eval:
-            raise InputError("--record, --save and --eval are for a single stage: python stages/s01_baseline.py")
+        if args.record or args.save or args.led or args.eval or args.profile:
+            raise InputError("--record, --save, --eval and --profile are for a single stage: stages/s05_flash.py")
         args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
         args.given, args.stage, args.argv = [name for name, value in vars(args).items() if value is not None], "", argv
         resolve(args)

@@ -103,19 +103,9 @@ WRONG = {word: f"{word.split()[-1]} is no stage" for word in ("s13", "0", "s5x",
 WRONG |= {"--out ../x": "'../x'", "--out=": "''", "--resume a/b": "'a/b'", "--render .x": "'.x'"}
 WRONG |= {f"--{flag} {n}": flag for flag in ("rounds", "steps", "timeout", "memory-budget", "ranks") for n in (0, "x")}
 WRONG |= {"--steps 4": "first 4 steps are warm-up", "--seq-len 2000": "--seq-len 2000", "--data gone.txt": "gone.txt"}
-WRONG |= {
-    "--record x.jsonl": "--record",
-    "--save x": "--save",
-    "--led": "single stage",
-    "--eval": "single stage",
-    "--readme": "README.md",
-}
-WRONG |= {
-    "--eval": "single stage",
-    "amp --readme": "--readme",
-    "loss --accum 2": "leave it out",
-    "limit --memory-budget nan": "--memory-budget nan",
-}
+WRONG |= {"--record x.jsonl": "--record", "--save x": "--save", "--readme": "README.md", "amp --readme": "--readme"}
+WRONG |= dict.fromkeys(("--led", "--eval", "--profile"), "single stage") | {"loss --accum 2": "leave it out"}
+WRONG |= {"limit --memory-budget nan": "--memory-budget nan"}
 WRONG |= {"amp --amp-dtype float16": "leave --amp-dtype out", "amp s02": "from s03 on", "amp s02 s03": "pass one"}
 WRONG |= {"scale s02": "s12", "scale --ranks 9999": "--ranks 9999", "--resume=old s01": "pass no other"}
 WRONG |= {f"--{flag} gone": "results/gone.jsonl is not there" for flag in ("resume", "render")}

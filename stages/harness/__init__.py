@@ -320,14 +320,13 @@ class StepLog:
             self._start()
 
     def _end_profile(self):
-        """Note a profiled step's attention kernel, where attention is not explicit, and the time of each operation."""
+        """Note a profiled step's attention kernel, and {operation: (ms of its own, ms with its parts, calls)}."""
         if self.profiler:
             self.profiler.__exit__(None, None, None)
             events, self.profiler = self.profiler.key_averages(), None
+            called = " ".join(event.key for event in events)  # of SDPA's kernels none, where attention is explicit
             for name in ("flash", "cudnn", "efficient", "overrideable", "math"):
-                if not self.sdpa and re.search(
-                    rf"_scaled_dot_product(_attention)?_{name}", str([e.key for e in events])
-                ):
+                if not self.sdpa and re.search(rf"_scaled_dot_product(_attention)?_{name}", called):
                     self.sdpa = name
             clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
             times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
@@ -344,9 +343,7 @@ class StepLog:
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
             figures["eval"] = evaluate(self.model, self.held_out)
-        profile = (
-            dict(profile=self.profile) if self.args.profile else {}
-        )  # {operation: (own ms, with its parts', calls)}
+        profile = dict(profile=self.profile) if self.args.profile else {}
         self.record.write("summary", **figures, **profile, sdpa=self.sdpa)
         if self.prints:
             n, memory = figures["counted"], figures["meter"]
