@@ -31,7 +31,7 @@ def is_drawn(path, text):
 def between(page, name, content):
     """The page with `content` between <!-- name --> and <!-- end -->."""
     before, begin, after = page.partition(f"<!-- {name} -->\n")
-    assert begin, f"stages/README.md needs <!-- {name} --> and <!-- end -->"
+    assert begin and "<!-- end -->" in after, f"stages/README.md needs <!-- {name} --> and <!-- end -->"
     return f"{before}{begin}{content}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
 
 

@@ -250,6 +250,7 @@ EDITS += [
     (2, '"session": 0', '"session": "x"'),
     (7, "4.6", "NaN"),
 ]
+EDITS += [(0, "", GOOD + GOOD)]  # two benches in one file
 EDITS += [(7, '"dt": 1.0', f'"dt": {dt}') for dt in ("0", '"x"', "null", "NaN", "-1", "[]")]
 EDITS += [(7, "1000,", "0,"), (7, "1500000000", '"x"'), (7, "4.6", '"x"'), (7, "1.0}\n", "1"), (7, "1.0}\n", "1.0\n")]
 

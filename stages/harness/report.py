@@ -188,8 +188,7 @@ class Results:
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
         errors = {name: self.end(name).get("error", "") for name in self.rows}
-        done = {name: error.startswith(NOT_FOR) or not error and self.finished(name) for name, error in errors.items()}
-        return all(done.values())
+        return all(e.startswith(NOT_FOR) or (not e and self.finished(name)) for name, e in errors.items())
 
     def finished(self, name):
         """Whether a row has all its counted steps."""
