@@ -449,11 +449,9 @@ def narrow(results, name):
 
 
 def between_markers(text, content):
-    """text with content between its two markers. Raises InputError where a marker does not occur exactly once."""
-    for marker in (BEGIN, END):
-        if text.count(marker) != 1:
-            raise InputError(f"README.md must hold {marker} exactly once, and has it {text.count(marker)} times")
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    if end < start:
-        raise InputError(f"README.md has {END} before {BEGIN}: swap them")
-    return f"{text[:start]}\n{content.strip()}\n{text[end:]}"
+    """text with content between its two markers. Raises InputError where they are not there in order, once each."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end or text.count(BEGIN) + text.count(END) > 2:
+        raise InputError(f"README.md must hold {BEGIN} and, below it, {END}: put each there once")
+    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"
