@@ -50,14 +50,14 @@ Run = namedtuple("Run", "header steps end")  # what one process left; end is its
 
 
 def run_of(lines):
-    """The Run of the lines of a record, each a dict; header and end are None where it did not get there."""
-    run = Run(None, [], None)
+    """The Run of the lines of a record, each a dict; header is None and end is {} where it did not get there."""
+    run = Run(None, [], {})
     for line in lines:
         if line["kind"] == "header":
-            run = Run(line, [], None)  # a run that was started again replaces the one before
+            run = Run(line, [], {})  # a run that was started again replaces the one before
         elif line["kind"] == "step":
             run.steps.append(line)
-        elif "error" not in (run.end or {}):
+        elif "error" not in run.end:
             run = run._replace(end=line)
     return run
 
@@ -109,7 +109,7 @@ class Results:
 
     def end(self, name):
         """How the last run of a row ended: its summary, or a dict with "error"; {} where it did not."""
-        return next((run.end or {} for run in reversed(self.of(name))), {})
+        return next((run.end for run in reversed(self.of(name))), {})
 
     def steps(self, name):
         """Every counted step of a row, its sessions pooled."""
@@ -120,7 +120,7 @@ class Results:
         if not (steps := self.steps(name)):
             return None
         warmup_s = sum(step["dt"] for step in self.of(name)[0].steps[: self.warmup])
-        reserved = max((run.end or {}).get("reserved", 0) for run in self.of(name))
+        reserved = max(run.end.get("reserved", 0) for run in self.of(name))
         return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
 
     def samples(self, name, value=lambda step: step["dt"] / step["tokens"]):
@@ -132,7 +132,7 @@ class Results:
         for session, run in ((session, run) for (session, n), run in self.runs.items() if n == name):
             values = [value(step) for step in run.steps[self.warmup :]]
             if self.mode == "loss":
-                rounds |= {(session, 0): run.end["eval"]} if "eval" in (run.end or {}) else {}
+                rounds |= {(session, 0): run.end["eval"]} if "eval" in run.end else {}
             elif self.bench["interleaved"]:
                 rounds |= {(session, i): value for i, value in enumerate(values)}
             elif values:
@@ -282,7 +282,7 @@ def technique(results, name, header, ratio):
     """Whether the technique of a stage is at work here, or why not."""
     env, settings, why, summary = header["environment"], header["settings"], header["fallbacks"], results.summary(name)
     where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
-    kernel = next((run.end["sdpa"] for run in results.of(name) if run.end and run.end.get("sdpa")), None)
+    kernel = next((run.end["sdpa"] for run in results.of(name) if run.end.get("sdpa")), None)
     amp, compiles = settings["amp_dtype"], f"active: {summary['warmup_s']:.0f} s of warm-up" if summary else ""
     no_amp, eager = why.get("amp_dtype", "float32 was asked for"), why.get("compile", "--no-compile was given")
     says = dict.fromkeys(("s07", "s08", "s09"), "for the loss, not the speed") | dict(
@@ -411,7 +411,7 @@ def curves(results):
     """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
     every, plots = max(1, results.bench["steps"] // 20), {}
     for name, color in zip(results.rows, COLORS, strict=False):
-        runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in (run.end or {})]
+        runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in run.end]
         starts = range(every, len(runs[0]) - every + 1, every) if runs else []
         if points := [statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]:
             plots[f"{short(name)} {color}"] = points
