@@ -202,34 +202,35 @@ def markdown(sides, head, rows):
 
 
 def table(results, link):
-    """The table of a page: a row per run in ladder order; link: the way from the page to the stages' folder."""
+    """(sides, head, rows) of a page's table, in ladder order; link: the way from the page to the stages' folder."""
     reached = [max(len(run.steps) for run in results.of(name)) for name in results.rows if results.steps(name)]
-    step, rows, timed = min(reached, default=0) - 1, [], results.mode != "loss"
-    head = ["tok/sec", "dt ms [IQR]", "memory GB"] if timed else ["held-out loss (seeds)"]
-    head = ["stage", "change", *head, "vs previous", f"vs {short(results.rows[0])}"]
-    head += ["% of peak", f"loss, step {step}" if reached else "loss"] * timed + ["note"]
+    step, rows, first = min(reached, default=results.bench["steps"]) - 1, [], results.rows[0]
     for name in results.rows:
-        cells, share = figures(results, name, link), results.share(name)
-        losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step >= results.warmup]
-        if timed:
-            cells += [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
-        rows.append([*cells, note(results, name)])
-    return markdown("ll" + "r" * (len(head) - 3) + "l", head, rows)
+        linked = f"[{name}]({link}{name}.py)" if results.mode in ("ladder", "loss") else name
+        row = {"stage": linked, "change": results.bench["change"][name]} | figures(results, name)
+        for column, base in {"vs previous": results.above(name), f"vs {short(first)}": first}.items():
+            ratio = results.compare(name, base)
+            row[column] = ratio.text(4 if results.mode == "loss" else 2) if ratio else "–"
+        if results.mode != "loss":
+            share = results.share(name)
+            row["% of peak"] = f"{100 * share:.1f}" if share else "–"
+            losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step]
+            row[f"loss, step {step}"] = next((f"{loss:.4f}" for loss in losses if loss), "–")
+        rows.append(row | {"note": note(results, name)})
+    return "ll" + "r" * (len(row) - 2) + "l", list(rows[0]), [list(row.values()) for row in rows]
 
 
-def figures(results, name, link):
-    """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
-    ratios = [results.compare(name, base) for base in (results.above(name), results.rows[0])]
-    ratios = [ratio.text(4 if results.mode == "loss" else 2) if ratio else "–" for ratio in ratios]
-    linked = f"[{name}]({link}{name}.py)" if results.mode in ("ladder", "loss") else name
-    cells = [linked, results.bench["change"][name]]
+def figures(results, name):
+    """{column: cell} of what a row measured, its speed or its held-out loss; dashes where it left no figure."""
     if results.mode == "loss":
-        found = results.samples(name).values()
-        return [*cells, f"{statistics.mean(found):.4f} ({len(found)})" if found else "–", *ratios]
+        losses = results.samples(name).values()
+        return {"held-out loss (seeds)": f"{statistics.mean(losses):.4f} ({len(losses)})" if losses else "–"}
     if (summary := results.summary(name)) is None:
-        return [*cells, *["–"] * 5]
+        return dict.fromkeys(("tok/sec", "dt ms [IQR]", "memory GB"), "–")
     dt = [digits(summary[key]) for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms")]
-    return [*cells, f"{summary['tok_per_sec']:,.0f}", "{} [{}, {}]".format(*dt), memory(summary), *ratios]
+    memory = f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter"
+    memory += f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""  # by a GPU's allocator
+    return {"tok/sec": f"{summary['tok_per_sec']:,.0f}", "dt ms [IQR]": "{} [{}, {}]".format(*dt), "memory GB": memory}
 
 
 def short(name):
@@ -245,14 +246,6 @@ def counted(n, what):
 def digits(ms):
     """Milliseconds with the digits that mean something: none behind the point from 100 on."""
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
-
-def memory(summary):
-    """The peak in GB, and on a GPU what the allocator had reserved for it."""
-    if not summary["memory"]:
-        return "no meter"
-    reserved = f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""
-    return f"{summary['memory'] / 1e9:.2f}{reserved}"
 
 
 def note(results, name):
@@ -323,14 +316,12 @@ def limit_table(results):
     """The largest batch of each stage that fits, its figures, and what stopped the next."""
     rows = []
     for stage in results.rows:
-        tried = {int(n.removeprefix(f"{stage} B")): n for _, n in results.runs if n.startswith(f"{stage} B")}
-        ends = {batch: end for batch, n in tried.items() if (end := results.end(n))}
-        fits = max((batch for batch, end in ends.items() if "error" not in end), default=None)
-        fails = min((batch for batch, end in ends.items() if "error" in end), default=None)
-        summary = results.summary(tried[fits]) if fits else None
-        cells = [f"{summary['tok_per_sec']:,.0f}", memory(summary)] if summary else ["–", "–"]
-        stopped = f"B {fails}: {ends[fails]['error']}".replace("|", "/") if fails else "nothing yet: not finished"
-        rows.append([stage, str(fits or "none"), *cells, stopped])
+        tried = {int(n.partition(" B")[2]): results.end(n) for _, n in results.runs if n.startswith(f"{stage} B")}
+        fits = max((batch for batch, end in tried.items() if end and "error" not in end), default=None)
+        fails = min((batch for batch, end in tried.items() if "error" in end), default=None)
+        found = figures(results, f"{stage} B{fits}")
+        stopped = f"B {fails}: {tried[fails]['error']}".replace("|", "/") if fails else "nothing yet: not finished"
+        rows.append([stage, str(fits or "none"), found["tok/sec"], found["memory GB"], stopped])
     return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
 
 
@@ -428,21 +419,21 @@ def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
     draw = dict(limit=lambda _: "", loss=curves).get(results.mode, chart)
-    rows = limit_table(results) if results.mode == "limit" else table(results, "../stages/")
+    rows = limit_table(results) if results.mode == "limit" else markdown(*table(results, "../stages/"))
     parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), draw(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def narrow(results, name):
     """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
-    head = ["stage", "change", "tok/sec", "dt ms", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
-    rows, notes, said = [], {}, {row: note(results, row) for row in results.rows}
-    for row in results.rows:
-        link, change, speed, dt, *cells = figures(results, row, "stages/")
-        rows.append([link, change, speed, dt.split(" ")[0], *(cell.replace(" ", "\u00a0") for cell in cells)])
-        notes.setdefault(said[row].removesuffix("stale").removesuffix("; "), []).append(short(row))
+    (_, head, table_rows), rows, notes = table(results, "stages/"), [], {}
+    for stage, row in zip(results.rows, table_rows, strict=True):
+        link, change, *cells = [cell.split(" [")[0] for cell in row[:7]]
+        rows.append([link, change, *(cell.replace(" ", "\u00a0") for cell in cells)])
+        notes.setdefault(row[-1].removesuffix("stale").removesuffix("; "), []).append(short(stage))
+    head = [column.split(" [")[0] for column in head[:7]]
     words = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
-    words += ". Measured with an earlier version of the stages" * any(text.endswith("stale") for text in said.values())
+    words += ". Measured with an earlier version of the stages" * any(row[-1].endswith("stale") for row in table_rows)
     under = "\n".join(conditions(results).splitlines()[:2])
     under += f"\n- Notes: {words}. [All columns, the noise and the peak](results/{name}.md)."
     return f"{chart(results)}\n\n{markdown('llrrrrr', head, rows)}\n\n{under}"
