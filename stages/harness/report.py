@@ -187,12 +187,14 @@ class Results:
         """Whether every row got to its end without an error."""
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
-        errors = {name: self.end(name).get("error", "") for name in self.rows}
-        return all(e.startswith(NOT_FOR) or (not e and self.finished(name)) for name, e in errors.items())
+        return all(not why or why.startswith(NOT_FOR) for why in map(self.missing, self.rows))
 
-    def finished(self, name):
-        """Whether a row has all its counted steps."""
-        return len(self.steps(name)) >= self.wanted
+    def missing(self, name):
+        """Why a row is not complete: its error, or "not finished" or "not run"; "" where it is."""
+        if error := self.end(name).get("error"):
+            return "failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error
+        unfinished = "not finished" if self.header(name) else "not run"
+        return unfinished if len(self.steps(name)) < self.wanted else ""
 
 
 def markdown(sides, head, rows):
@@ -250,13 +252,9 @@ def digits(ms):
 
 def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
-    header, error, mode, parts = results.header(name), results.end(name).get("error"), results.mode, []
+    header, mode, parts = results.header(name), results.mode, [results.missing(name)]
     # a technique is compared with the row above, a mode's answer with the first row
     ratio = results.compare(name, results.above(name) if mode in ("ladder", "loss") else results.rows[0])
-    if error:
-        parts.append("failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error)
-    elif not results.finished(name):
-        parts.append("not finished" if header else "not run")
     if header and mode != "loss":
         parts.append(dict(ladder=technique, amp=recommendation, scale=efficiency)[mode](results, name, header, ratio))
     # seeds are a noise that each interval of a loss holds; a speed's interval knows nothing of other processes
