@@ -380,43 +380,38 @@ def conditions(results):
     return "\n".join(f"- {line}" for line in lines)
 
 
-def xychart(title, x, y, plots):
+def xychart(title, *lines):
     """A mermaid chart on the page's own background."""
-    colors = {"backgroundColor": "transparent", "plotColorPalette": ", ".join([*COLORS.values()][: len(plots)])}
-    style = json.dumps({"themeVariables": {"xyChart": colors}})
-    lines = [f'title "{title}"', f"x-axis {x}", f"y-axis {y}", *plots]
-    return "\n".join([f"```mermaid\n%%{{init: {style}}}%%\nxychart-beta", *(f"    {line}" for line in lines), "```"])
+    style = {"backgroundColor": "transparent", "plotColorPalette": ", ".join(COLORS.values())}
+    start = f"```mermaid\n%%{{init: {json.dumps({'themeVariables': {'xyChart': style}})}}}%%\nxychart-beta"
+    return "\n    ".join([start, f'title "{title}"', *lines]) + "\n```"
 
 
 def chart(results):
     """Thousands of tokens per second, a bar for each row; nothing where no row has a figure."""
     bars = {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}
-    plot = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
-    top = f"0 --> {1.1 * max(bars.values(), default=0):.2f}"
-    return xychart("thousands of tokens per second", f"[{', '.join(bars)}]", top, [plot]) if bars else ""
+    axes = f"x-axis [{', '.join(bars)}]", f"y-axis 0 --> {1.1 * max(bars.values(), default=0):.2f}"
+    bar = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
+    return xychart("thousands of tokens per second", *axes, bar) if bars else ""
 
 
 def curves(results):
     """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
-    every, plots = max(1, results.bench["steps"] // 20), {}
+    every, lines = max(1, results.bench["steps"] // 20), {}
+    starts = range(every, results.bench["steps"] - every + 1, every)
     for name, color in zip(results.rows, COLORS, strict=False):
-        runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in run.end]
-        starts = range(every, len(runs[0]) - every + 1, every) if runs else []
-        if points := [statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]:
-            plots[f"{short(name)} {color}"] = points
-    if not plots:
-        return ""
-    low, high, first = min(map(min, plots.values())), max(map(max, plots.values())), 1.5 * every
-    axes = f'"step" {first:.0f} --> {first + every * (len(starts) - 1):.0f}'
-    axes = axes, f'"training loss" {low - 0.05:.2f} --> {high + 0.05:.2f}'
-    lines = [f"line [{', '.join(f'{point:.3f}' for point in points)}]" for points in plots.values()]
-    return f"{xychart('training loss, mean over the seeds', *axes, lines)}\n\nLines: {', '.join(plots)}."
+        if runs := [run.steps for run in results.of(name) if "eval" in run.end]:
+            points = [statistics.mean(step["loss"] for steps in runs for step in steps[i : i + every]) for i in starts]
+            lines[f"{short(name)} {color}"] = f"line [{', '.join(f'{point:.3f}' for point in points)}]"
+    axis = f'x-axis "step" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
+    drawn = xychart("training loss, mean over the seeds", axis, *lines.values())
+    return f"{drawn}\n\nLines: {', '.join(lines)}." if lines else ""
 
 
 def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
-    draw = dict(limit=lambda _: "", loss=curves).get(results.mode, chart)
+    draw = curves if results.mode == "loss" else chart
     rows = limit_table(results) if results.mode == "limit" else markdown(*table(results, "../stages/"))
     parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), draw(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
