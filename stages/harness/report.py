@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from collections import namedtuple
 from pathlib import Path
@@ -240,11 +239,6 @@ def short(name):
     return name.split("_")[0]
 
 
-def counted(n, what):
-    """1 round, 20 rounds."""
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
 def digits(ms):
     """Milliseconds with the digits that mean something: none behind the point from 100 on."""
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
@@ -325,55 +319,49 @@ def limit_table(results):
 
 def conditions(results):
     """What stands under a table: hardware, settings, noise, peak, and the command, as a markdown list."""
-    header, mode, steps = results.header(), results.mode, results.bench["steps"]
-    if header is None:
+    if (header := results.header()) is None:
         return "No stage got as far as its first step."
-    env, settings, sessions = header["environment"], header["settings"], len({session for session, _ in results.runs})
-    versions = f"{env['system']}, torch {env['torch']}, Python {env['python']}"
-    versions += f", CUDA {env['cuda']}, cuDNN {env['cudnn']}, driver {env['driver']}" if env["cuda"] else ""
+    env, settings, mode = header["environment"], header["settings"], results.mode
     threads = f", {env['threads']} threads on {env['cores']} cores" if env["device"] == "cpu" else ""
-    lines = [f"**{env['device_name']}**{threads}, {versions}, {header['started'][:10]}."]
-    what = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}, seed {settings['seed']}"
+    versions = [f"{of} {env[of.lower()]}" for of in ("torch", "Python", "CUDA", "cuDNN", "driver") if env[of.lower()]]
+    lines = [f"**{env['device_name']}**{threads}, {env['system']}, {', '.join(versions)}, {header['started'][:10]}."]
+    size, B, T, steps = settings["size"], settings["batch_size"], settings["seq_len"], results.bench["steps"]
+    sessions = len({session for session, _ in results.runs})
     if mode == "limit":
-        how, what = "A fresh process for every batch size.", re.sub(", B .*?,", ",", what)
+        how = "B is the first batch size tried; each gets a fresh process."
     elif mode == "loss":
-        seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
-        tokens, what = steps * settings["batch_size"] * settings["seq_len"], re.sub("seed .*", f"seeds {seeds}", what)
-        how = f"{steps} steps on the same {tokens:,} tokens in all runs, then the loss on the whole last tenth of the "
-        how += "corpus, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of that "
-        how += "mean by Student's t."
+        how = f"{steps} steps on the same {steps * B * T:,} tokens, then the loss on the whole held-out tenth, in nats "
+        how += "per token. A difference is the mean over the seeds, its ± the 95 % interval of the mean by Student's t."
     elif results.bench["interleaved"]:
-        how = counted(results.wanted, "round") + (f" in {sessions} sessions" if sessions > 1 else "")
-        how += ", interleaved: all processes are alive at once and take one step each in turn."
+        how = f"Rounds: {results.wanted}, sessions: {sessions}, interleaved: all processes of a session are alive at "
+        how += "once and take one step each in turn."
     else:
-        how = f"{counted(sessions, 'round')} of fresh processes, each by the median of its counted steps."
-    lines.append(f"{what}, {settings['corpus']} in {settings['tokenizer']} tokens. {how}")
-    pairs, peak = results.pairs(), results.steps(PEAK)
+        how = f"Rounds: {sessions}, of fresh processes, each by the median of its counted steps."
+    seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
+    tokens = f"{settings['corpus']} in {settings['tokenizer']} tokens"
+    lines.append(f"{size}, B {B}, T {T}, {tokens}, seed {', '.join(map(str, seeds))}. {how}")
     if mode not in ("limit", "loss"):
         lines.append("A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that ")
         lines[-1] += "median, with fewer than six rounds their range; it covers this run."
         lines.append("Noise: no A/A pair finished, so no difference is called one.")
-    if pairs:
-        apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs.items()]
+    if pairs := results.pairs().items():
+        apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs]
         lines[-1] = f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the "
         lines[-1] += f'worst, {100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
-    if peak:
+    if peak := results.steps(PEAK):
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
-        flops, n = flops_per_token(settings["size"], settings["seq_len"]), peak[0]["size"]
-        times = counted(len(peak), "round")
-        lines.append(
-            f"Peak: matmuls of {n} x {n} matrices, timed in {times}, reached {shown}. The column is the share "
-        )
-        lines[-1] += f"of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
-        lines[-1] += "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+        n, flops = peak[0]["size"], flops_per_token(size, T)
+        lines.append(f"Peak: {shown}, reached by matmuls of {n} x {n} matrices (rounds: {len(peak)}). ")
+        lines[-1] += "The column is the share of the larger, taken within a round. A token takes "
+        lines[-1] += f"{flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
             rate = statistics.median(step["copy"] for step in peak) / 1e9
             lines.append(f"Memory bandwidth: copying a large tensor moves {rate:.1f} GB/s, reads and writes counted.")
     if mode != "loss":
         meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
         lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
-    if mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
+    if any(note(results, name).endswith("stale") for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     commit = f"commit {(header['commit'] or 'none')[:12]}{' with changes' if header['dirty'] else ''}"
     lines.append(f"Again: `{results.bench['command']}` at {commit}.")
