@@ -122,20 +122,17 @@ class Results:
         reserved = max(run.end.get("reserved", 0) for run in self.of(name))
         return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
 
-    def samples(self, name, value=lambda step: step["dt"] / step["tokens"]):
-        """{round: seconds per token, or what value() is}. A round is a step of interleaved runs, else a session.
-
-        In the mode `loss` a session is a seed, and its sample the held-out loss of the run that came to its end.
-        """
-        rounds = {}
+    def samples(self, name):
+        """{round: seconds per token, of the probe per FLOP; in the mode `loss` the held-out loss at a run's end}."""
+        rounds = {}  # a step of interleaved runs, else a session, which is a seed in the mode `loss`
         for session, run in ((session, run) for (session, n), run in self.runs.items() if n == name):
-            values = [value(step) for step in run.steps[self.warmup :]]
+            steps = run.steps[self.warmup :]
+            values = [1 / max(s["peak"].values()) if "peak" in s else s["dt"] / s["tokens"] for s in steps]
             if self.mode == "loss":
-                rounds |= {(session, 0): run.end["eval"]} if "eval" in run.end else {}
-            elif self.bench["interleaved"]:
-                rounds |= {(session, i): value for i, value in enumerate(values)}
-            elif values:
-                rounds[session, 0] = statistics.median(values)
+                values = [run.end["eval"]] if "eval" in run.end else []
+            elif values and not self.bench["interleaved"]:
+                values = [statistics.median(values)]
+            rounds |= {(session, i): value for i, value in enumerate(values)}
         return rounds
 
     def compare(self, name, base):
@@ -175,12 +172,11 @@ class Results:
 
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
-        peaks, ours = self.samples(PEAK, lambda step: max(step["peak"].values())), self.samples(name)
-        header, shared = self.header(name), ours.keys() & peaks.keys()
-        if not header or not shared:
+        ratio, header = self.compare(name, PEAK), self.header(name)
+        if not ratio or not header:
             return None
         flops = flops_per_token(header["settings"]["size"], header["settings"]["seq_len"])
-        return statistics.median(flops / ours[k] / peaks[k] for k in shared) / header["settings"]["world_size"]
+        return ratio.value * flops / header["settings"]["world_size"]
 
     def complete(self):
         """Whether every row got to its end without an error."""
