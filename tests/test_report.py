@@ -223,8 +223,8 @@ def test_loss_is_compared_within_seeds_by_students_interval():
     assert "cosine | 6.2000 (3) | 0.0000 ± 0.0248 | -0.1000 ± 0.0497 | no difference |" in page
     assert "decay | 6.0000 (1) | 0.1200 | 0.0000 | failed: boom |" in page and not found.complete()
     assert [report.note(found, name) for name in ("s06_vocab", "s07_clip")] == ["", "lower"]
-    assert "seed 0, 1, 2. " in page and "Lines: s06 blue, s07 orange, s08 green, s09 purple." in page
-    assert 'x-axis "step" 3 --> 39' in page and "line [4.750, 4.550, " in page
+    assert "seed 0, 1, 2. " in page and 'x-axis "step (s06 blue, s07 orange, s08 green, s09 purple)" 3 --> 39' in page
+    assert "line [4.750, 4.550, " in page
 
 
 def test_nothing_that_ran_is_a_page_all_the_same():

@@ -364,40 +364,33 @@ def conditions(results):
     return "\n".join(f"- {line}" for line in lines)
 
 
-def xychart(title, *lines):
-    """A mermaid chart on the page's own background."""
+def chart(results):
+    """A mermaid chart: a bar of tokens per second for each row, or in the mode `loss` a line for each of up to six."""
+    lines, plots = [], []
+    if results.mode == "loss":  # the mean over the seeds, from the second twentieth of the steps on
+        every, legend = max(1, results.bench["steps"] // 20), []
+        starts = range(every, results.bench["steps"] - every + 1, every)
+        for name, color in zip(results.rows, COLORS, strict=False):
+            if runs := [run.steps for run in results.of(name) if "eval" in run.end]:
+                points = [statistics.mean(s["loss"] for steps in runs for s in steps[i : i + every]) for i in starts]
+                plots.append(f"line [{', '.join(f'{point:.3f}' for point in points)}]")
+                legend.append(f"{short(name)} {color}")
+        x = f'"step ({", ".join(legend)})" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
+        lines = ['title "training loss, mean over the seeds"', f"x-axis {x}"]
+    elif bars := {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}:
+        plots.append(f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]")
+        lines = ['title "thousands of tokens per second"', f"x-axis [{', '.join(bars)}]"]
+        lines.append(f"y-axis 0 --> {1.1 * max(bars.values()):.2f}")
     style = {"backgroundColor": "transparent", "plotColorPalette": ", ".join(COLORS.values())}
     start = f"```mermaid\n%%{{init: {json.dumps({'themeVariables': {'xyChart': style}})}}}%%\nxychart-beta"
-    return "\n    ".join([start, f'title "{title}"', *lines]) + "\n```"
-
-
-def chart(results):
-    """Thousands of tokens per second, a bar for each row; nothing where no row has a figure."""
-    bars = {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}
-    axes = f"x-axis [{', '.join(bars)}]", f"y-axis 0 --> {1.1 * max(bars.values(), default=0):.2f}"
-    bar = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
-    return xychart("thousands of tokens per second", *axes, bar) if bars else ""
-
-
-def curves(results):
-    """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
-    every, lines = max(1, results.bench["steps"] // 20), {}
-    starts = range(every, results.bench["steps"] - every + 1, every)
-    for name, color in zip(results.rows, COLORS, strict=False):
-        if runs := [run.steps for run in results.of(name) if "eval" in run.end]:
-            points = [statistics.mean(step["loss"] for steps in runs for step in steps[i : i + every]) for i in starts]
-            lines[f"{short(name)} {color}"] = f"line [{', '.join(f'{point:.3f}' for point in points)}]"
-    axis = f'x-axis "step" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
-    drawn = xychart("training loss, mean over the seeds", axis, *lines.values())
-    return f"{drawn}\n\nLines: {', '.join(lines)}." if lines else ""
+    return "\n    ".join([start, *lines, *plots]) + "\n```" if plots else ""
 
 
 def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
-    draw = curves if results.mode == "loss" else chart
     rows = limit_table(results) if results.mode == "limit" else markdown(*table(results, "../stages/"))
-    parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), draw(results)]
+    parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), chart(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
