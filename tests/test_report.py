@@ -168,7 +168,7 @@ def test_narrow_table_links_to_the_page_and_groups_the_notes():
     "name, about, note",
     [
         ("s02_tf32", dict(environment=T4 | dict(tf32=True)), "active"),
-        ("s02_tf32", dict(environment=CPU | dict(device="mps")), "no-op: no TF32 units in a MPS"),
+        ("s02_tf32", dict(environment=CPU | dict(device="mps")), "no-op: this device has no TF32 units"),
         ("s03_bf16", dict(amp_dtype="float32"), "no-op: float32 was asked for"),
         ("s03_bf16", dict(amp_dtype="float32", fallbacks=dict(amp_dtype="none here")), "no-op: none here"),
         ("s04_compile", dict(compile=False), "fallback to eager: --no-compile was given"),

@@ -62,10 +62,7 @@ def run_of(lines):
 
 
 def read(path):
-    """The lines of a record, each a dict; a last line that was cut off is left out.
-
-    Raises OSError, and InputError with the number of a line that no run writes.
-    """
+    """The lines of a record, each a dict, but a last one that was cut off. InputError names one that no run writes."""
     lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
@@ -136,10 +133,7 @@ class Results:
         return rounds
 
     def compare(self, name, base):
-        """The Estimate of a row against `base` from the rounds that both took, or None.
-
-        It is how many times as many tokens per second; in the mode `loss`, by how much the held-out loss differs.
-        """
+        """A row's speed over that of `base`, paired by round, or its loss minus that of `base`; None without any."""
         ours, theirs = self.samples(name), self.samples(base)
         shared = sorted(ours.keys() & theirs.keys())
         if not shared or name == base:
@@ -261,13 +255,12 @@ def note(results, name):
 
 def technique(results, name, header, ratio):
     """Whether the technique of a stage is at work here, or why not."""
-    env, settings, why, summary = header["environment"], header["settings"], header["fallbacks"], results.summary(name)
-    where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
+    settings, why, summary = header["settings"], header["fallbacks"], results.summary(name)
     kernel = next((run.end["sdpa"] for run in results.of(name) if run.end.get("sdpa")), None)
     amp, compiles = settings["amp_dtype"], f"active: {summary['warmup_s']:.0f} s of warm-up" if summary else ""
     no_amp, eager = why.get("amp_dtype", "float32 was asked for"), why.get("compile", "--no-compile was given")
     says = dict.fromkeys(("s07", "s08", "s09"), "for the loss, not the speed") | dict(
-        s02="active" if env["tf32"] else f"no-op: no TF32 units in {where}",
+        s02="active" if header["environment"]["tf32"] else "no-op: this device has no TF32 units",
         s03=f"no-op: {no_amp}" if amp == "float32" else f"active: {amp}" + ", loss scaled" * (amp == "float16"),
         s04=compiles if settings["compile"] else f"fallback to eager: {eager}",
         s05=f"active: the {kernel} kernel ran" if kernel else "",
