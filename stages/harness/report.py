@@ -62,13 +62,13 @@ def run_of(lines):
 
 
 def read(path):
-    """The lines of a record, each a dict, but a last one that was cut off. InputError names one that no run writes."""
+    """The lines of a record, but a last one that was cut off; headers with "flops". InputError names a damaged line."""
     lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
             entry = json.loads(line, parse_constant=int)  # int, since NaN is none: a ValueError
             if entry["kind"] == "header":
-                flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
+                entry["flops"] = flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
             others = [entry.get(key) or 0 for key in ("session", "memory", "loss", "norm", "lr", "eval")]
             if not all(entry[key] > 0 for key in ("dt", "tokens") if key in entry) or min(others) < 0:
                 raise ValueError
@@ -167,10 +167,7 @@ class Results:
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
         ratio, header = self.compare(name, PEAK), self.header(name)
-        if not ratio or not header:
-            return None
-        flops = flops_per_token(header["settings"]["size"], header["settings"]["seq_len"])
-        return ratio.value * flops / header["settings"]["world_size"]
+        return ratio.value * header["flops"] / header["settings"]["world_size"] if ratio and header else None
 
     def complete(self):
         """Whether every row got to its end without an error."""
@@ -340,10 +337,10 @@ def conditions(results):
     if peak := results.steps(PEAK):
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
-        n, flops = peak[0]["size"], flops_per_token(size, T)
+        n = peak[0]["size"]
         lines.append(f"Peak: {shown}, reached by matmuls of {n} x {n} matrices (rounds: {len(peak)}). ")
         lines[-1] += "The column is the share of the larger, taken within a round. A token takes "
-        lines[-1] += f"{flops / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+        lines[-1] += f"{header['flops'] / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
             rate = statistics.median(step["copy"] for step in peak) / 1e9
             lines.append(f"Memory bandwidth: copying a large tensor moves {rate:.1f} GB/s, reads and writes counted.")
