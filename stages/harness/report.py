@@ -215,7 +215,8 @@ def figures(results, name):
         return {"held-out loss (seeds)": f"{statistics.mean(losses):.4f} ({len(losses)})" if losses else "–"}
     if (summary := results.summary(name)) is None:
         return dict.fromkeys(("tok/sec", "dt ms [IQR]", "memory GB"), "–")
-    dt = [digits(summary[key]) for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms")]
+    times = (summary[key] for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms"))
+    dt = [f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" for ms in times]  # three digits
     memory = f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter"
     memory += f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""  # by a GPU's allocator
     return {"tok/sec": f"{summary['tok_per_sec']:,.0f}", "dt ms [IQR]": "{} [{}, {}]".format(*dt), "memory GB": memory}
@@ -224,11 +225,6 @@ def figures(results, name):
 def short(name):
     """s05 for s05_flash."""
     return name.split("_")[0]
-
-
-def digits(ms):
-    """Milliseconds with the digits that mean something: none behind the point from 100 on."""
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
 def note(results, name):
