@@ -232,7 +232,7 @@ def note(results, name):
     header, mode, parts = results.header(name), results.mode, [results.missing(name)]
     # a technique is compared with the row above, a mode's answer with the first row
     ratio = results.compare(name, results.above(name) if mode in ("ladder", "loss") else results.rows[0])
-    if header and mode != "loss":
+    if header and (mode == "ladder" or ratio and mode != "loss"):
         parts.append(dict(ladder=technique, amp=recommendation, scale=efficiency)[mode](results, name, header, ratio))
     # seeds are a noise that each interval of a loss holds; a speed's interval knows nothing of other processes
     noise, same, *words = (
@@ -265,8 +265,6 @@ def technique(results, name, header, ratio):
 
 def recommendation(results, name, header, ratio):
     """What a 16-bit type is worth here, by its measured speed-up over float32."""
-    if not ratio:
-        return ""
     grades = {1.5: "excellent: switch it on", 1.2: "significant: switch it on", 1.05: "modest", 0.95: "negligible"}
     grade = next((words for least, words in grades.items() if ratio.value > least), "slower: leave it off")
     ours, theirs = (results.summary(row)["memory"] for row in (name, results.rows[0]))
@@ -277,9 +275,8 @@ def recommendation(results, name, header, ratio):
 
 def efficiency(results, name, header, ratio):
     """What several processes reach of so many times one's speed, and how much of a step their all-reduce takes."""
-    reduce = results.steps(f"all-reduce {name}")
-    words = f"efficiency {100 * ratio.value / header['settings']['world_size']:.0f} %" if ratio else ""
-    if ratio and reduce:
+    words = f"efficiency {100 * ratio.value / header['settings']['world_size']:.0f} %"
+    if reduce := results.steps(f"all-reduce {name}"):
         ms = 1e3 * sorted(step["dt"] for step in reduce)[len(reduce) // 2]
         words += f"; an all-reduce of its {reduce[0]['bytes'] / 1e6:.0f} MB of gradients by itself takes {ms:.1f} ms, "
         words += f"{100 * ms / results.summary(name)['dt_ms']:.1f} % of a step (DDP hides some behind the backward)"
