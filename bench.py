@@ -395,7 +395,6 @@ def first_line(args, rows):
     return dict(
         kind="bench",
         mode=args.mode,
-        rows=[row.name for row in rows],
         change={row.name: row.change for row in rows},
         interleaved=args.interleaved,
         **dict(warmup=WARMUP, steps=args.steps, rounds=args.rounds),

@@ -86,9 +86,9 @@ class Results:
         lines, runs = read(path), {}
         try:
             self.bench, *lines = lines
-            self.mode, self.rows, self.warmup = self.bench["mode"], self.bench["rows"], self.bench["warmup"]
+            self.mode, self.rows, self.warmup = self.bench["mode"], list(self.bench["change"]), self.bench["warmup"]
             self.wanted = (self.bench["steps"] - self.warmup) * self.bench["rounds"]  # counted steps per row
-            _ = self.bench["command"], self.bench["interleaved"], self.bench["change"], self.bench["environment"]
+            _ = self.bench["command"], self.bench["interleaved"], self.bench["environment"]
             for line in lines:
                 runs.setdefault((line["session"], line["name"]), []).append(line)
         except (ValueError, LookupError, TypeError):
