@@ -349,24 +349,23 @@ def conditions(results):
 
 def chart(results):
     """A mermaid chart: a bar of tokens per second for each row, or in the mode `loss` a line for each of up to six."""
-    lines, plots = [], []
+    lines, plots = [], {}
     if results.mode == "loss":  # the mean over the seeds, from the second twentieth of the steps on
-        every, legend = max(1, results.bench["steps"] // 20), []
+        every = max(1, results.bench["steps"] // 20)
         starts = range(every, results.bench["steps"] - every + 1, every)
         for name, color in zip(results.rows, COLORS, strict=False):
             if runs := [run.steps for run in results.of(name) if "eval" in run.end]:
                 points = [statistics.mean(s["loss"] for steps in runs for s in steps[i : i + every]) for i in starts]
-                plots.append(f"line [{', '.join(f'{point:.3f}' for point in points)}]")
-                legend.append(f"{short(name)} {color}")
-        x = f'"step ({", ".join(legend)})" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
+                plots[f"{short(name)} {color}"] = f"line [{', '.join(f'{point:.3f}' for point in points)}]"
+        x = f'"step ({", ".join(plots)})" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
         lines = ['title "training loss, mean over the seeds"', f"x-axis {x}"]
     elif bars := {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}:
-        plots.append(f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]")
+        plots["bars"] = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
         lines = ['title "thousands of tokens per second"', f"x-axis [{', '.join(bars)}]"]
         lines.append(f"y-axis 0 --> {1.1 * max(bars.values()):.2f}")
     style = {"backgroundColor": "transparent", "plotColorPalette": ", ".join(COLORS.values())}
     start = f"```mermaid\n%%{{init: {json.dumps({'themeVariables': {'xyChart': style}})}}}%%\nxychart-beta"
-    return "\n    ".join([start, *lines, *plots]) + "\n```" if plots else ""
+    return "\n    ".join([start, *lines, *plots.values()]) + "\n```" if plots else ""
 
 
 def page(results):
@@ -379,14 +378,13 @@ def page(results):
 
 def narrow(results, name):
     """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
-    (_, head, table_rows), rows, notes = table(results, "stages/"), [], {}
-    for stage, row in zip(results.rows, table_rows, strict=True):
-        link, change, *cells = [cell.split(" [")[0] for cell in row[:7]]
-        rows.append([link, change, *(cell.replace(" ", "\u00a0") for cell in cells)])
+    (_, head, rows), notes = table(results, "stages/"), {}
+    for stage, row in zip(results.rows, rows, strict=True):
         notes.setdefault(row[-1].removesuffix("stale").removesuffix("; "), []).append(short(stage))
-    head = [column.split(" [")[0] for column in head[:7]]
     words = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
-    words += ". Measured with an earlier version of the stages" * any(row[-1].endswith("stale") for row in table_rows)
+    words += ". Measured with an earlier version of the stages" * any(row[-1].endswith("stale") for row in rows)
+    head, *rows = ([cell.split(" [")[0] for cell in line[:7]] for line in (head, *rows))
+    rows = [[*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:])] for row in rows]
     under = "\n".join(conditions(results).splitlines()[:2])
     under += f"\n- Notes: {words}. [All columns, the noise and the peak](results/{name}.md)."
     return f"{chart(results)}\n\n{markdown('llrrrrr', head, rows)}\n\n{under}"
