@@ -351,7 +351,7 @@ def run(args, path, rows, probes):
 
 def compare_losses(args, path, rows, probes):
     """Train every row once for each seed, in a fresh process; those that came to their end are not run again."""
-    ended = {key for key, run in report.Results(path).runs.items() if "eval" in (run.end or {})}
+    ended = {key for key, run in report.Results(path).runs.items() if "eval" in run.end}
     todo = [(i, row) for i in range(args.seeds) for row in rows if (i, row.name) not in ended]
     for n, (i, row) in enumerate(todo, 1):
         row = row._replace(flags=["--seed", str(args.seed + i), "--eval"])
@@ -395,7 +395,6 @@ def first_line(args, rows):
     return dict(
         kind="bench",
         mode=args.mode,
-        rows=[row.name for row in rows],
         change={row.name: row.change for row in rows},
         interleaved=args.interleaved,
         **dict(warmup=WARMUP, steps=args.steps, rounds=args.rounds),

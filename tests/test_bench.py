@@ -146,7 +146,10 @@ def test_bench_takes_a_step_of_each_row_in_turn_there_and_back(fakes, monkeypatc
     fakes.plan(s03_bf16=dict(dt=0.05))
     ended = fakes.run()
     assert ended.status == 0 and ended.out == report.page(fakes.results()) + "\n" == fakes.page.read_text() + "\n"
-    assert "| 2.00 ± 0.00 | 2.00 ± 0.00 |" in ended.out and "4/4, 0 s left | tok/sec s01 10,000" in ended.err
+    assert (
+        "| 2.00\u00a0±\u00a00.00 | 2.00\u00a0±\u00a00.00 |" in ended.out
+        and "4/4, 0 s left | tok/sec s01 10,000" in ended.err
+    )
     steps = [line["name"] for line in report.read(fakes.records) if line["kind"] == "step" and line["step"] >= WARMUP]
     assert steps == [*EVERYONE, *EVERYONE[::-1]] * 2
 
@@ -307,7 +310,7 @@ def test_loss_trains_every_stage_once_per_seed_and_resumes(fakes):
     assert {key: run.end["eval"] for key, run in fakes.results().runs.items()} == {
         (i, name): (7 + i) / 1000 for i in (0, 1) for name in (S01, S02)
     }
-    assert fakes.taken() == dict.fromkeys((S01, S02), [STEPS] * 2) and "0.0000 ± 0.0000" in ended.out
+    assert fakes.taken() == dict.fromkeys((S01, S02), [STEPS] * 2) and "0.0000\u00a0±\u00a00.0000" in ended.out
 
 
 def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):

@@ -96,7 +96,7 @@ def test_share_of_the_peak_is_taken_within_rounds():
     found = results(ran("one", [1.0, 2.0, 0.5]), ran("two", [1.0, 2.0, 0.5], world_size=2), peak)
     # mini at T 256: 6 (12 * 6 * 384**2 + 50257 * 384) + 12 * 6 * 384 * 256 = 186,571,008; 1000 tokens per second
     assert found.share("one") == pytest.approx(186_571_008 * 1000 / 4e9) == 2 * found.share("two")
-    assert "timed in 3 rounds, reached 0.00 TFLOP/s" in report.conditions(found)
+    assert "0.00 TFLOP/s in float32, reached by matmuls of 2048 x 2048 matrices (rounds: 3)" in report.conditions(found)
 
 
 def test_rows_that_are_one_computation_are_aa_pairs_too():
@@ -168,7 +168,7 @@ def test_narrow_table_links_to_the_page_and_groups_the_notes():
     "name, about, note",
     [
         ("s02_tf32", dict(environment=T4 | dict(tf32=True)), "active"),
-        ("s02_tf32", dict(environment=CPU | dict(device="mps")), "no-op: no TF32 units in a MPS"),
+        ("s02_tf32", dict(environment=CPU | dict(device="mps")), "no-op: this device has no TF32 units"),
         ("s03_bf16", dict(amp_dtype="float32"), "no-op: float32 was asked for"),
         ("s03_bf16", dict(amp_dtype="float32", fallbacks=dict(amp_dtype="none here")), "no-op: none here"),
         ("s04_compile", dict(compile=False), "fallback to eager: --no-compile was given"),
@@ -218,20 +218,20 @@ def test_loss_is_compared_within_seeds_by_students_interval():
     ends = [(name, i, loss) for name, of in ends.items() for i, loss in enumerate(of)]
     runs = [ran(name, [1.0] * 36, i, seed=i, size="micro", end=dict(eval=loss)) for name, i, loss in ends]
     found = results(*runs, ran("s09_decay", [], 1, error="boom", seed=1), mode="loss", rounds=3, interleaved=False)
-    page = report.page(found)
+    page = report.page(found).replace("\u00a0", " ")
     assert "vocab | 6.3000 (3) | – | – |  |" in page and "clip | 6.2000 (3) | -0.1000 ± 0.0248 |" in page
     assert "cosine | 6.2000 (3) | 0.0000 ± 0.0248 | -0.1000 ± 0.0497 | no difference |" in page
     assert "decay | 6.0000 (1) | 0.1200 | 0.0000 | failed: boom |" in page and not found.complete()
     assert [report.note(found, name) for name in ("s06_vocab", "s07_clip")] == ["", "lower"]
-    assert "seeds [0, 1, 2]" in page and "Lines: s06 blue, s07 orange, s08 green, s09 purple." in page
-    assert 'x-axis "step" 3 --> 39' in page and "line [4.750, 4.550, " in page
+    assert "seed 0, 1, 2, " in page and 'x-axis "step (s06 blue, s07 orange, s08 green, s09 purple)" 3 --> 39' in page
+    assert "line [4.750, 4.550, " in page
 
 
 def test_nothing_that_ran_is_a_page_all_the_same():
     page = report.page(results(rows=["s01_baseline", "s02_tf32"]))
     assert "No stage got as far as its first step." in page and page.count("not run") == 2
     one = report.page(results(ran("a", [1.0]), probed(peak=dict(float32=1e9))))
-    assert "1 round, interleaved" in one and "timed in 1 round, reached" in one
+    assert "Interleaved (rounds: 1, sessions: 1): all" in one and "(rounds: 1). The column" in one
 
 
 @pytest.mark.parametrize("broken", ["none", "{0}", "{0} {0} {1}", "{0} {1} {1}", "{1} {0}"])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from collections import namedtuple
 from pathlib import Path
@@ -50,29 +49,26 @@ Run = namedtuple("Run", "header steps end")  # what one process left; end is its
 
 
 def run_of(lines):
-    """The Run of the lines of a record, each a dict; header and end are None where it did not get there."""
-    run = Run(None, [], None)
+    """The Run of the lines of a record, each a dict; header is None and end is {} where it did not get there."""
+    run = Run(None, [], {})
     for line in lines:
         if line["kind"] == "header":
-            run = Run(line, [], None)  # a run that was started again replaces the one before
+            run = Run(line, [], {})  # a run that was started again replaces the one before
         elif line["kind"] == "step":
             run.steps.append(line)
-        elif "error" not in (run.end or {}):
+        elif "error" not in run.end:
             run = run._replace(end=line)
     return run
 
 
 def read(path):
-    """The lines of a record, each a dict; a last line that was cut off is left out.
-
-    Raises OSError, and InputError with the number of a line that no run writes.
-    """
+    """The lines of a record, but a last one that was cut off; headers with "flops". InputError names a damaged line."""
     lines = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
             entry = json.loads(line, parse_constant=int)  # int, since NaN is none: a ValueError
             if entry["kind"] == "header":
-                flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
+                entry["flops"] = flops_per_token(entry["settings"]["size"], entry["settings"]["seq_len"])
             others = [entry.get(key) or 0 for key in ("session", "memory", "loss", "norm", "lr", "eval")]
             if not all(entry[key] > 0 for key in ("dt", "tokens") if key in entry) or min(others) < 0:
                 raise ValueError
@@ -90,9 +86,9 @@ class Results:
         lines, runs = read(path), {}
         try:
             self.bench, *lines = lines
-            self.mode, self.rows, self.warmup = self.bench["mode"], self.bench["rows"], self.bench["warmup"]
+            self.mode, self.rows, self.warmup = self.bench["mode"], list(self.bench["change"]), self.bench["warmup"]
             self.wanted = (self.bench["steps"] - self.warmup) * self.bench["rounds"]  # counted steps per row
-            _ = self.bench["command"], self.bench["interleaved"], self.bench["change"], self.bench["environment"]
+            _ = self.bench["command"], self.bench["interleaved"], self.bench["environment"]
             for line in lines:
                 runs.setdefault((line["session"], line["name"]), []).append(line)
         except (ValueError, LookupError, TypeError):
@@ -109,7 +105,7 @@ class Results:
 
     def end(self, name):
         """How the last run of a row ended: its summary, or a dict with "error"; {} where it did not."""
-        return next((run.end or {} for run in reversed(self.of(name))), {})
+        return next((run.end for run in reversed(self.of(name))), {})
 
     def steps(self, name):
         """Every counted step of a row, its sessions pooled."""
@@ -120,30 +116,24 @@ class Results:
         if not (steps := self.steps(name)):
             return None
         warmup_s = sum(step["dt"] for step in self.of(name)[0].steps[: self.warmup])
-        reserved = max((run.end or {}).get("reserved", 0) for run in self.of(name))
+        reserved = max(run.end.get("reserved", 0) for run in self.of(name))
         return summarize(steps, warmup=0) | dict(warmup_s=warmup_s, reserved=reserved)
 
-    def samples(self, name, value=lambda step: step["dt"] / step["tokens"]):
-        """{round: seconds per token, or what value() is}. A round is a step of interleaved runs, else a session.
-
-        In the mode `loss` a session is a seed, and its sample the held-out loss of the run that came to its end.
-        """
-        rounds = {}
+    def samples(self, name):
+        """{round: seconds per token, of the probe per FLOP; in the mode `loss` the held-out loss at a run's end}."""
+        rounds = {}  # a step of interleaved runs, else a session, which is a seed in the mode `loss`
         for session, run in ((session, run) for (session, n), run in self.runs.items() if n == name):
-            values = [value(step) for step in run.steps[self.warmup :]]
+            steps = run.steps[self.warmup :]
+            values = [1 / max(s["peak"].values()) if "peak" in s else s["dt"] / s["tokens"] for s in steps]
             if self.mode == "loss":
-                rounds |= {(session, 0): run.end["eval"]} if "eval" in (run.end or {}) else {}
-            elif self.bench["interleaved"]:
-                rounds |= {(session, i): value for i, value in enumerate(values)}
-            elif values:
-                rounds[session, 0] = statistics.median(values)
+                values = [run.end["eval"]] if "eval" in run.end else []
+            elif values and not self.bench["interleaved"]:
+                values = [statistics.median(values)]
+            rounds |= {(session, i): value for i, value in enumerate(values)}
         return rounds
 
     def compare(self, name, base):
-        """The Estimate of a row against `base` from the rounds that both took, or None.
-
-        It is how many times as many tokens per second; in the mode `loss`, by how much the held-out loss differs.
-        """
+        """A row's speed over that of `base`, paired by round, or its loss minus that of `base`; None without any."""
         ours, theirs = self.samples(name), self.samples(base)
         shared = sorted(ours.keys() & theirs.keys())
         if not shared or name == base:
@@ -176,60 +166,62 @@ class Results:
 
     def share(self, name):
         """The part of the machine's matmul peak that a row turned into training, the median of the rounds, or None."""
-        peaks, ours = self.samples(PEAK, lambda step: max(step["peak"].values())), self.samples(name)
-        header, shared = self.header(name), ours.keys() & peaks.keys()
-        if not header or not shared:
-            return None
-        flops = flops_per_token(header["settings"]["size"], header["settings"]["seq_len"])
-        return statistics.median(flops / ours[k] / peaks[k] for k in shared) / header["settings"]["world_size"]
+        ratio, header = self.compare(name, PEAK), self.header(name)
+        return ratio.value * header["flops"] / header["settings"]["world_size"] if ratio and header else None
 
     def complete(self):
         """Whether every row got to its end without an error."""
         if self.mode == "limit":
             return all(any(n.startswith(f"{stage} B") and self.steps(n) for _, n in self.runs) for stage in self.rows)
-        errors = {name: self.end(name).get("error", "") for name in self.rows}
-        return all(e.startswith(NOT_FOR) or (not e and self.finished(name)) for name, e in errors.items())
+        return all(not why or why.startswith(NOT_FOR) for why in map(self.missing, self.rows))
 
-    def finished(self, name):
-        """Whether a row has all its counted steps."""
-        return len(self.steps(name)) >= self.wanted
+    def missing(self, name):
+        """Why a row is not complete: its error, or "not finished" or "not run"; "" where it is."""
+        if error := self.end(name).get("error"):
+            return "failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error
+        unfinished = "not finished" if self.header(name) else "not run"
+        return unfinished if len(self.steps(name)) < self.wanted else ""
 
 
 def markdown(sides, head, rows):
     """A markdown table; sides has an l or an r for each column."""
     line = [":--" if side == "l" else "--:" for side in sides]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, line, *rows))
+    drawn = "\n".join("| " + " | ".join(cells) + " |" for cells in (head, line, *rows))
+    return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
 
 
 def table(results, link):
-    """The table of a page: a row per run in ladder order; link: the way from the page to the stages' folder."""
+    """(sides, head, rows) of a page's table, in ladder order; link: the way from the page to the stages' folder."""
     reached = [max(len(run.steps) for run in results.of(name)) for name in results.rows if results.steps(name)]
-    step, rows, timed = min(reached, default=0) - 1, [], results.mode != "loss"
-    head = ["tok/sec", "dt ms [IQR]", "memory GB"] if timed else ["held-out loss (seeds)"]
-    head = ["stage", "change", *head, "vs previous", f"vs {short(results.rows[0])}"]
-    head += ["% of peak", f"loss, step {step}" if reached else "loss"] * timed + ["note"]
+    step, rows, first = min(reached, default=results.bench["steps"]) - 1, [], results.rows[0]
     for name in results.rows:
-        cells, share = figures(results, name, link), results.share(name)
-        losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step >= results.warmup]
-        if timed:
-            cells += [f"{100 * share:.1f}" if share else "–", "–" if losses[:1] in ([], [None]) else f"{losses[0]:.4f}"]
-        rows.append([*cells, note(results, name)])
-    return markdown("ll" + "r" * (len(head) - 3) + "l", head, rows)
+        linked = f"[{name}]({link}{name}.py)" if results.mode in ("ladder", "loss") else name
+        row = {"stage": linked, "change": results.bench["change"][name]} | figures(results, name)
+        for column, base in {"vs previous": results.above(name), f"vs {short(first)}": first}.items():
+            ratio = results.compare(name, base)
+            row[column] = ratio.text(4 if results.mode == "loss" else 2) if ratio else "–"
+        if results.mode != "loss":
+            share = results.share(name)
+            row["% of peak"] = f"{100 * share:.1f}" if share else "–"
+            losses = [run.steps[step]["loss"] for run in results.of(name) if len(run.steps) > step]
+            row[f"loss, step {step}"] = next((f"{loss:.4f}" for loss in losses if loss), "–")
+        rows.append(row | {"note": note(results, name)})
+    return "ll" + "r" * (len(row) - 2) + "l", list(rows[0]), [list(row.values()) for row in rows]
 
 
-def figures(results, name, link):
-    """The cells of a row from its name to its last ratio; dashes where a run left no figure."""
-    ratios = [results.compare(name, base) for base in (results.above(name), results.rows[0])]
-    ratios = [ratio.text(4 if results.mode == "loss" else 2) if ratio else "–" for ratio in ratios]
-    linked = f"[{name}]({link}{name}.py)" if results.mode in ("ladder", "loss") else name
-    cells = [linked, results.bench["change"][name]]
+def figures(results, name):
+    """{column: cell} of what a row measured, its speed or its held-out loss; dashes where it left no figure."""
     if results.mode == "loss":
-        found = results.samples(name).values()
-        return [*cells, f"{statistics.mean(found):.4f} ({len(found)})" if found else "–", *ratios]
+        losses = results.samples(name).values()
+        return {"held-out loss (seeds)": f"{statistics.mean(losses):.4f} ({len(losses)})" if losses else "–"}
     if (summary := results.summary(name)) is None:
-        return [*cells, *["–"] * 5]
-    dt = [digits(summary[key]) for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms")]
-    return [*cells, f"{summary['tok_per_sec']:,.0f}", "{} [{}, {}]".format(*dt), memory(summary), *ratios]
+        return dict.fromkeys(("tok/sec", "dt ms [IQR]", "memory GB"), "–")
+    times = (summary[key] for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms"))
+    times = [f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" for ms in times]  # three digits
+    dt = "{} [{},\u00a0{}]".format(*times)
+    memory = f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter"
+    memory += f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""  # by a GPU's allocator
+    return {"tok/sec": f"{summary['tok_per_sec']:,.0f}", "dt ms [IQR]": dt, "memory GB": memory}
 
 
 def short(name):
@@ -237,34 +229,12 @@ def short(name):
     return name.split("_")[0]
 
 
-def counted(n, what):
-    """1 round, 20 rounds."""
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
-def digits(ms):
-    """Milliseconds with the digits that mean something: none behind the point from 100 on."""
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
-
-def memory(summary):
-    """The peak in GB, and on a GPU what the allocator had reserved for it."""
-    if not summary["memory"]:
-        return "no meter"
-    reserved = f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""
-    return f"{summary['memory'] / 1e9:.2f}{reserved}"
-
-
 def note(results, name):
     """What this hardware makes of a row, as the run recorded it, and whether a difference was seen."""
-    header, error, mode, parts = results.header(name), results.end(name).get("error"), results.mode, []
+    header, mode, parts = results.header(name), results.mode, [results.missing(name)]
     # a technique is compared with the row above, a mode's answer with the first row
     ratio = results.compare(name, results.above(name) if mode in ("ladder", "loss") else results.rows[0])
-    if error:
-        parts.append("failed: " * (not error.startswith(("out of memory", NOT_FOR))) + error)
-    elif not results.finished(name):
-        parts.append("not finished" if header else "not run")
-    if header and mode != "loss":
+    if header and (mode == "ladder" or ratio and mode != "loss"):
         parts.append(dict(ladder=technique, amp=recommendation, scale=efficiency)[mode](results, name, header, ratio))
     # seeds are a noise that each interval of a loss holds; a speed's interval knows nothing of other processes
     noise, same, *words = (
@@ -280,13 +250,12 @@ def note(results, name):
 
 def technique(results, name, header, ratio):
     """Whether the technique of a stage is at work here, or why not."""
-    env, settings, why, summary = header["environment"], header["settings"], header["fallbacks"], results.summary(name)
-    where = "this GPU" if env["device"] == "cuda" else f"a {env['device'].upper()}"
-    kernel = next((run.end["sdpa"] for run in results.of(name) if run.end and run.end.get("sdpa")), None)
+    settings, why, summary = header["settings"], header["fallbacks"], results.summary(name)
+    kernel = next((run.end["sdpa"] for run in results.of(name) if run.end.get("sdpa")), None)
     amp, compiles = settings["amp_dtype"], f"active: {summary['warmup_s']:.0f} s of warm-up" if summary else ""
     no_amp, eager = why.get("amp_dtype", "float32 was asked for"), why.get("compile", "--no-compile was given")
     says = dict.fromkeys(("s07", "s08", "s09"), "for the loss, not the speed") | dict(
-        s02="active" if env["tf32"] else f"no-op: no TF32 units in {where}",
+        s02="active" if header["environment"]["tf32"] else "no-op: this device has no TF32 units",
         s03=f"no-op: {no_amp}" if amp == "float32" else f"active: {amp}" + ", loss scaled" * (amp == "float16"),
         s04=compiles if settings["compile"] else f"fallback to eager: {eager}",
         s05=f"active: the {kernel} kernel ran" if kernel else "",
@@ -298,8 +267,6 @@ def technique(results, name, header, ratio):
 
 def recommendation(results, name, header, ratio):
     """What a 16-bit type is worth here, by its measured speed-up over float32."""
-    if not ratio:
-        return ""
     grades = {1.5: "excellent: switch it on", 1.2: "significant: switch it on", 1.05: "modest", 0.95: "negligible"}
     grade = next((words for least, words in grades.items() if ratio.value > least), "slower: leave it off")
     ours, theirs = (results.summary(row)["memory"] for row in (name, results.rows[0]))
@@ -310,9 +277,8 @@ def recommendation(results, name, header, ratio):
 
 def efficiency(results, name, header, ratio):
     """What several processes reach of so many times one's speed, and how much of a step their all-reduce takes."""
-    reduce = results.steps(f"all-reduce {name}")
-    words = f"efficiency {100 * ratio.value / header['settings']['world_size']:.0f} %" if ratio else ""
-    if ratio and reduce:
+    words = f"efficiency {100 * ratio.value / header['settings']['world_size']:.0f} %"
+    if reduce := results.steps(f"all-reduce {name}"):
         ms = 1e3 * sorted(step["dt"] for step in reduce)[len(reduce) // 2]
         words += f"; an all-reduce of its {reduce[0]['bytes'] / 1e6:.0f} MB of gradients by itself takes {ms:.1f} ms, "
         words += f"{100 * ms / results.summary(name)['dt_ms']:.1f} % of a step (DDP hides some behind the backward)"
@@ -323,137 +289,114 @@ def limit_table(results):
     """The largest batch of each stage that fits, its figures, and what stopped the next."""
     rows = []
     for stage in results.rows:
-        tried = {int(n.removeprefix(f"{stage} B")): n for _, n in results.runs if n.startswith(f"{stage} B")}
-        ends = {batch: end for batch, n in tried.items() if (end := results.end(n))}
-        fits = max((batch for batch, end in ends.items() if "error" not in end), default=None)
-        fails = min((batch for batch, end in ends.items() if "error" in end), default=None)
-        summary = results.summary(tried[fits]) if fits else None
-        cells = [f"{summary['tok_per_sec']:,.0f}", memory(summary)] if summary else ["–", "–"]
-        stopped = f"B {fails}: {ends[fails]['error']}".replace("|", "/") if fails else "nothing yet: not finished"
-        rows.append([stage, str(fits or "none"), *cells, stopped])
+        tried = {int(n.partition(" B")[2]): results.end(n) for _, n in results.runs if n.startswith(f"{stage} B")}
+        fits = max((batch for batch, end in tried.items() if end and "error" not in end), default=None)
+        fails = min((batch for batch, end in tried.items() if "error" in end), default=None)
+        found = figures(results, f"{stage} B{fits}")
+        stopped = f"B {fails}: {tried[fails]['error']}".replace("|", "/") if fails else "nothing yet: not finished"
+        rows.append([stage, str(fits or "none"), found["tok/sec"], found["memory GB"], stopped])
     return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
 
 
 def conditions(results):
     """What stands under a table: hardware, settings, noise, peak, and the command, as a markdown list."""
-    header, mode, steps = results.header(), results.mode, results.bench["steps"]
-    if header is None:
+    if (header := results.header()) is None:
         return "No stage got as far as its first step."
-    env, settings, sessions = header["environment"], header["settings"], len({session for session, _ in results.runs})
-    versions = f"{env['system']}, torch {env['torch']}, Python {env['python']}"
-    versions += f", CUDA {env['cuda']}, cuDNN {env['cudnn']}, driver {env['driver']}" if env["cuda"] else ""
-    threads = f", {env['threads']} threads on {env['cores']} cores" if env["device"] == "cpu" else ""
-    lines = [f"**{env['device_name']}**{threads}, {versions}, {header['started'][:10]}."]
-    what = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}, seed {settings['seed']}"
+    env, settings, mode = header["environment"], header["settings"], results.mode
+    threads = f", threads {env['threads']}, cores {env['cores']}" if env["device"] == "cpu" else ""
+    versions = [f"{of} {env[of.lower()]}" for of in ("torch", "Python", "CUDA", "cuDNN", "driver") if env[of.lower()]]
+    lines = [f"**{env['device_name']}**{threads}, {env['system']}, {', '.join(versions)}, {header['started'][:10]}."]
+    size, B, T, steps = settings["size"], settings["batch_size"], settings["seq_len"], results.bench["steps"]
+    sessions = len({session for session, _ in results.runs})
     if mode == "limit":
-        how, what = "A fresh process for every batch size.", re.sub(", B .*?,", ",", what)
+        how = "B is the first batch size tried; each gets a fresh process."
     elif mode == "loss":
-        seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
-        tokens, what = steps * settings["batch_size"] * settings["seq_len"], re.sub("seed .*", f"seeds {seeds}", what)
-        how = f"{steps} steps on the same {tokens:,} tokens in all runs, then the loss on the whole last tenth of the "
-        how += "corpus, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of that "
-        how += "mean by Student's t."
+        how = f"{steps} steps on the same {steps * B * T:,} tokens, then the loss on the whole held-out tenth, in nats "
+        how += "per token. A difference is the mean over the seeds, its ± the 95 % interval of the mean by Student's t."
     elif results.bench["interleaved"]:
-        how = counted(results.wanted, "round") + (f" in {sessions} sessions" if sessions > 1 else "")
-        how += ", interleaved: all processes are alive at once and take one step each in turn."
+        how = f"Interleaved (rounds: {results.wanted}, sessions: {sessions}): all processes of a session are alive at "
+        how += "once and take one step each in turn."
     else:
-        how = f"{counted(sessions, 'round')} of fresh processes, each by the median of its counted steps."
-    lines.append(f"{what}, {settings['corpus']} in {settings['tokenizer']} tokens. {how}")
-    pairs, peak = results.pairs(), results.steps(PEAK)
+        how = f"Fresh processes (rounds: {sessions}), each by the median of its counted steps."
+    seeds = sorted({run.header["settings"]["seed"] for run in results.runs.values() if run.header})
+    corpus = f"{settings['corpus']} in {settings['tokenizer']} tokens"
+    lines.append(f"{size}, B {B}, T {T}, seed {', '.join(map(str, seeds))}, {corpus}. {how}")
     if mode not in ("limit", "loss"):
         lines.append("A ratio is the median of the ratios within a round. Its ± is the exact 95 % interval of that ")
         lines[-1] += "median, with fewer than six rounds their range; it covers this run."
         lines.append("Noise: no A/A pair finished, so no difference is called one.")
-    if pairs:
-        apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs.items()]
+    if pairs := results.pairs().items():
+        apart = [f"{a} / {short(b)} {ratio.text(3)} ({len(results.samples(a))})" for (a, b), ratio in pairs]
         lines[-1] = f"Noise, from runs of one computation (rounds): {', '.join(apart)}. A difference of less than the "
         lines[-1] += f'worst, {100 * results.noise():.1f} %, or than its own ±, is called "no difference".'
-    if peak:
+    if peak := results.steps(PEAK):
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
-        flops, n = flops_per_token(settings["size"], settings["seq_len"]), peak[0]["size"]
-        times = counted(len(peak), "round")
-        lines.append(
-            f"Peak: matmuls of {n} x {n} matrices, timed in {times}, reached {shown}. The column is the share "
-        )
-        lines[-1] += f"of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
-        lines[-1] += "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+        n = peak[0]["size"]
+        lines.append(f"Peak: {shown}, reached by matmuls of {n} x {n} matrices (rounds: {len(peak)}). ")
+        lines[-1] += "The column is the share of the larger, taken within a round. A token takes "
+        lines[-1] += f"{header['flops'] / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
             rate = statistics.median(step["copy"] for step in peak) / 1e9
             lines.append(f"Memory bandwidth: copying a large tensor moves {rate:.1f} GB/s, reads and writes counted.")
     if mode != "loss":
         meters = {step["meter"] for run in results.runs.values() for step in run.steps if "meter" in step}
         lines.append(f"Memory: {' and '.join(sorted(meters))}, of the steps after the warm-up.")
-    if mode != "limit" and any(note(results, name).endswith("stale") for name in results.rows):
+    if any(note(results, name).endswith("stale") for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     commit = f"commit {(header['commit'] or 'none')[:12]}{' with changes' if header['dirty'] else ''}"
     lines.append(f"Again: `{results.bench['command']}` at {commit}.")
     return "\n".join(f"- {line}" for line in lines)
 
 
-def xychart(title, x, y, plots):
-    """A mermaid chart on the page's own background."""
-    colors = {"backgroundColor": "transparent", "plotColorPalette": ", ".join([*COLORS.values()][: len(plots)])}
-    style = json.dumps({"themeVariables": {"xyChart": colors}})
-    lines = [f'title "{title}"', f"x-axis {x}", f"y-axis {y}", *plots]
-    return "\n".join([f"```mermaid\n%%{{init: {style}}}%%\nxychart-beta", *(f"    {line}" for line in lines), "```"])
-
-
 def chart(results):
-    """Thousands of tokens per second, a bar for each row; nothing where no row has a figure."""
-    bars = {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}
-    plot = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
-    top = f"0 --> {1.1 * max(bars.values(), default=0):.2f}"
-    return xychart("thousands of tokens per second", f"[{', '.join(bars)}]", top, [plot]) if bars else ""
-
-
-def curves(results):
-    """The training loss of up to six rows, the mean over the seeds, from the second twentieth of the steps on."""
-    every, plots = max(1, results.bench["steps"] // 20), {}
-    for name, color in zip(results.rows, COLORS, strict=False):
-        runs = [[step["loss"] for step in run.steps] for run in results.of(name) if "eval" in (run.end or {})]
-        starts = range(every, len(runs[0]) - every + 1, every) if runs else []
-        if points := [statistics.mean(loss for run in runs for loss in run[i : i + every]) for i in starts]:
-            plots[f"{short(name)} {color}"] = points
-    if not plots:
-        return ""
-    low, high, first = min(map(min, plots.values())), max(map(max, plots.values())), 1.5 * every
-    axes = f'"step" {first:.0f} --> {first + every * (len(starts) - 1):.0f}'
-    axes = axes, f'"training loss" {low - 0.05:.2f} --> {high + 0.05:.2f}'
-    lines = [f"line [{', '.join(f'{point:.3f}' for point in points)}]" for points in plots.values()]
-    return f"{xychart('training loss, mean over the seeds', *axes, lines)}\n\nLines: {', '.join(plots)}."
+    """A mermaid chart: a bar of tokens per second for each row, or in the mode `loss` a line for each of up to six."""
+    lines, plots = [], {}
+    if results.mode == "loss":  # the mean over the seeds, from the second twentieth of the steps on
+        every = max(1, results.bench["steps"] // 20)
+        starts = range(every, results.bench["steps"] - every + 1, every)
+        for name, color in zip(results.rows, COLORS, strict=False):
+            if runs := [run.steps for run in results.of(name) if "eval" in run.end]:
+                points = [statistics.mean(s["loss"] for steps in runs for s in steps[i : i + every]) for i in starts]
+                plots[f"{short(name)} {color}"] = f"line [{', '.join(f'{point:.3f}' for point in points)}]"
+        x = f'"step ({", ".join(plots)})" {starts[0] + every / 2:.0f} --> {starts[-1] + every / 2:.0f}'
+        lines = ['title "training loss, mean over the seeds"', f"x-axis {x}"]
+    elif bars := {f'"{short(name)}"': s["tok_per_sec"] / 1e3 for name in results.rows if (s := results.summary(name))}:
+        plots["bars"] = f"bar [{', '.join(f'{value:.2f}' for value in bars.values())}]"
+        lines = ['title "thousands of tokens per second"', f"x-axis [{', '.join(bars)}]"]
+        lines.append(f"y-axis 0 --> {1.1 * max(bars.values()):.2f}")
+    colors = {"backgroundColor": "transparent", "plotColorPalette": ", ".join(COLORS.values())}
+    room = {"yAxis": {"labelPadding": 12}}  # else a phone cuts off the first digit
+    style = json.dumps({"themeVariables": {"xyChart": colors}, "xyChart": room})
+    start = f"```mermaid\n%%{{init: {style}}}%%\nxychart-beta"
+    return "\n    ".join([start, *lines, *plots.values()]) + "\n```" if plots else ""
 
 
 def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
-    draw = dict(limit=lambda _: "", loss=curves).get(results.mode, chart)
-    rows = limit_table(results) if results.mode == "limit" else table(results, "../stages/")
-    parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), draw(results)]
+    rows = limit_table(results) if results.mode == "limit" else markdown(*table(results, "../stages/"))
+    parts = [f"# {what} on {results.bench['environment']['device_name']}", rows, conditions(results), chart(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def narrow(results, name):
     """README.md's part between its markers: the columns that fit on a screen, the notes, a link to results/NAME.md."""
-    head = ["stage", "change", "tok/sec", "dt ms", "memory GB", "vs previous", f"vs {short(results.rows[0])}"]
-    rows, notes, said = [], {}, {row: note(results, row) for row in results.rows}
-    for row in results.rows:
-        link, change, speed, dt, *cells = figures(results, row, "stages/")
-        rows.append([link, change, speed, dt.split(" ")[0], *(cell.replace(" ", "\u00a0") for cell in cells)])
-        notes.setdefault(said[row].removesuffix("stale").removesuffix("; "), []).append(short(row))
+    (_, head, rows), notes = table(results, "stages/"), {}
+    for stage, row in zip(results.rows, rows, strict=True):
+        notes.setdefault(row[-1].removesuffix("stale").removesuffix("; "), []).append(short(stage))
     words = "; ".join(f"{', '.join(of)}: {text}" for text, of in notes.items() if text not in ("", "faster"))
-    words += ". Measured with an earlier version of the stages" * any(text.endswith("stale") for text in said.values())
+    words += ". Measured with an earlier version of the stages" * any(row[-1].endswith("stale") for row in rows)
+    head, *rows = ([cell.split(" [")[0] for cell in line[:7]] for line in (head, *rows))
     under = "\n".join(conditions(results).splitlines()[:2])
     under += f"\n- Notes: {words}. [All columns, the noise and the peak](results/{name}.md)."
     return f"{chart(results)}\n\n{markdown('llrrrrr', head, rows)}\n\n{under}"
 
 
 def between_markers(text, content):
-    """text with content between its two markers. Raises InputError where a marker does not occur exactly once."""
-    for marker in (BEGIN, END):
-        if text.count(marker) != 1:
-            raise InputError(f"README.md must hold {marker} exactly once, and has it {text.count(marker)} times")
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    if end < start:
-        raise InputError(f"README.md has {END} before {BEGIN}: swap them")
-    return f"{text[:start]}\n{content.strip()}\n{text[end:]}"
+    """text with content between its two markers. Raises InputError where they are not there in order, once each."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end or text.count(BEGIN) + text.count(END) > 2:
+        raise InputError(f"README.md must hold {BEGIN} and, below it, {END}: put each there once")
+    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"
