@@ -283,8 +283,15 @@ class StepLog:
 
     def _start(self):
         if not self.record.wait():  # the bench has enough
-            self.finish(self.model)
+            if self.steps:
+                self.finish(self.model)
             sys.exit()
+        number = len(self.steps)
+        last = self.args.profile and number + 1 == self.args.steps
+        # the second step is of the warm-up too: its profile tells which attention kernel really ran
+        if last or (number == 1 and self.record.file and self.args.steps > WARMUP):
+            self.profiler = torch.profiler.profile(activities=None if last else [torch.profiler.ProfilerActivity.CPU])
+            self.profiler.__enter__()
         machine.synchronize(self.device)
         self.began = time.perf_counter()
 
@@ -311,11 +318,6 @@ class StepLog:
             raise FloatingPointError(f"the loss is {loss} at step {number}: try another --seed or --amp-dtype")
         if number + 1 == WARMUP:
             machine.reset_peak_memory(self.device)
-        last = self.args.profile and number + 2 == self.args.steps
-        # the second step is of the warm-up too: its profile tells which attention kernel really ran
-        if last or (number == 0 and self.record.file and self.args.steps > WARMUP):
-            self.profiler = torch.profiler.profile(activities=None if last else [torch.profiler.ProfilerActivity.CPU])
-            self.profiler.__enter__()
         if number + 1 < self.args.steps:
             self._start()
 
@@ -335,9 +337,6 @@ class StepLog:
     def finish(self, model):
         """End the run: the summary line, the record's summary, and the weights where --save asked for them."""
         self.record.wait()  # leaving takes time too, and others that the bench leads may still be on the clock
-        self._end_profile()
-        if not self.steps:
-            return
         figures = summarize(self.steps)
         if self.device.type == "cuda":
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
