@@ -256,7 +256,7 @@ class StepLog:
         self.model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
         self.held_out = load_tokens(args.data, split="val") if args.eval and is_rank_0() else None
         self.prints, self.tokenizer = is_rank_0() and not args.led, loader.tokens.tokenizer
-        self.record, self.steps, self.profiler, self.sdpa, self.profile = Record(args), [], None, None, {}
+        self.record, self.steps, self.profiler, self.profile = Record(args), [], None, {}
         parameters = sum(p.numel() for p in model.parameters())
         if self.prints:
             what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
@@ -322,14 +322,10 @@ class StepLog:
             self._start()
 
     def _end_profile(self):
-        """Note a profiled step's attention kernel, and {operation: (ms of its own, ms with its parts, calls)}."""
+        """Note {operation: (ms of its own, ms with its parts, calls)} of a profiled step."""
         if self.profiler:
             self.profiler.__exit__(None, None, None)
             events, self.profiler = self.profiler.key_averages(), None
-            called = " ".join(event.key for event in events)  # of SDPA's kernels none, where attention is explicit
-            for name in ("flash", "cudnn", "efficient", "overrideable", "math"):
-                if not self.sdpa and re.search(rf"_scaled_dot_product(_attention)?_{name}", called):
-                    self.sdpa = name
             clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
             times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
             self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
@@ -343,7 +339,9 @@ class StepLog:
         if self.held_out is not None:
             figures["eval"] = evaluate(self.model, self.held_out)
         profile = dict(profile=self.profile) if self.args.profile else {}
-        self.record.write("summary", **figures, **profile, sdpa=self.sdpa)
+        # SDPA's kernel by the operation that called it; none where attention is explicit
+        sdpa = re.search("_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)", " ".join(self.profile))
+        self.record.write("summary", **figures, **profile, sdpa=sdpa and sdpa[1])
         if self.prints:
             n, memory = figures["counted"], figures["meter"]
             memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
