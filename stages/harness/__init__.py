@@ -296,14 +296,17 @@ class StepLog:
         self.began = time.perf_counter()
 
     def step(self, loss, **figures):
-        """End a step. loss: scalar tensor; figures: numbers to show beside it, such as norm and lr.
-
-        Ends the run with exit status 1 where the loss is not finite.
-        """
+        """End a step, and the run where its loss, a scalar tensor, is not finite. figures: to show beside it, as lr."""
         machine.synchronize(self.device)
         dt = time.perf_counter() - self.began
         number, loss = len(self.steps), loss.item()
-        self._end_profile()
+        if self.profiler:
+            self.profiler.__exit__(None, None, None)
+            events, self.profiler = self.profiler.key_averages(), None
+            clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
+            times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
+            # {operation: (ms of its own, ms with its parts, calls)}
+            self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
         figures = {name: float(value) for name, value in figures.items()}
         # JSON has no infinity, which a norm is where float16 overflows
         entry = {k: v if math.isfinite(v) else None for k, v in dict(step=number, loss=loss, **figures).items()}
@@ -320,15 +323,6 @@ class StepLog:
             machine.reset_peak_memory(self.device)
         if number + 1 < self.args.steps:
             self._start()
-
-    def _end_profile(self):
-        """Note {operation: (ms of its own, ms with its parts, calls)} of a profiled step."""
-        if self.profiler:
-            self.profiler.__exit__(None, None, None)
-            events, self.profiler = self.profiler.key_averages(), None
-            clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
-            times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
-            self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
 
     def finish(self, model):
         """End the run: the summary line, the record's summary, and the weights where --save asked for them."""
