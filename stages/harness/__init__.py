@@ -202,14 +202,6 @@ def summarize(steps, warmup=WARMUP):
     )
 
 
-def say(line):
-    """Print a line of progress. A reader that is gone or a disk that is full costs the line and not the run."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered, too
-
-
 class Record:
     """The lines of JSON that a run leaves: in --record FILE, or on stdout where the bench leads it.
 
@@ -258,12 +250,11 @@ class StepLog:
         self.prints, self.tokenizer = is_rank_0() and not args.led, loader.tokens.tokenizer
         self.record, self.steps, self.profiler, self.profile = Record(args), [], None, {}
         parameters = sum(p.numel() for p in model.parameters())
-        if self.prints:
-            what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
-            what += f", {tokens_per_step:,} tokens per step | {loader.tokens.corpus}, {loader.tokens.tokenizer}"
-            where = machine.device_name(self.device)
-            where += f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
-            say(f"{args.title}\n{what} | {where}")
+        what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
+        what += f", {tokens_per_step:,} tokens per step | {loader.tokens.corpus}, {self.tokenizer}"
+        where = machine.device_name(self.device)
+        where += f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
+        self.say(f"{args.title}\n{what} | {where}")
         if self.record.file:
             self.record.write("header", **self._header(parameters, loader))
         self._start()
@@ -313,10 +304,9 @@ class StepLog:
         memory, meter = machine.peak_memory(self.device)
         self.steps.append(entry | dict(dt=dt, tokens=self.tokens_per_step, memory=memory, meter=meter))
         self.record.write("step", **self.steps[-1])
-        if self.prints:
-            shown = "".join(f" | {k} {v:.4e}" if k == "lr" else f" | {k} {v:.4f}" for k, v in figures.items())
-            speed = f"dt {1e3 * dt:.2f}ms | tok/sec {self.tokens_per_step / dt:,.0f}"
-            say(f"step {number:4d} | loss {loss:.4f}{shown} | {speed}")
+        shown = "".join(f" | {k} {v:.4e}" if k == "lr" else f" | {k} {v:.4f}" for k, v in figures.items())
+        speed = f"dt {1e3 * dt:.2f}ms | tok/sec {self.tokens_per_step / dt:,.0f}"
+        self.say(f"step {number:4d} | loss {loss:.4f}{shown} | {speed}")
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {number}: try another --seed or --amp-dtype")
         if number + 1 == WARMUP:
@@ -336,24 +326,29 @@ class StepLog:
         # SDPA's kernel by the operation that called it; none where attention is explicit
         sdpa = re.search("_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)", " ".join(self.profile))
         self.record.write("summary", **figures, **profile, sdpa=sdpa and sdpa[1])
-        if self.prints:
-            n, memory = figures["counted"], figures["meter"]
-            memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
-            steps = f"{n} step{'s' * (n > 1)}" if n else "the last step alone, warm-up included"
-            line = (
-                "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}] over {over} | tok/sec {tok_per_sec:,.0f} | "
-            )
-            line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
-            say(line.format(**figures, over=steps, held=memory))
-            for key, (own, _, n) in list(profile.get("profile", {}).items())[:20]:
-                say(f"{own:9.2f} ms in {n:4d} x {key}")
-            self.save()
+        n, memory = figures["counted"], figures["meter"]
+        memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
+        steps = f"{n} step{'s' * (n > 1)}" if n else "the last step alone, warm-up included"
+        line = "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}] over {over} | tok/sec {tok_per_sec:,.0f} | "
+        line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
+        self.say(line.format(**figures, over=steps, held=memory))
+        for key, (own, _, n) in list(profile.get("profile", {}).items())[:20]:
+            self.say(f"{own:9.2f} ms in {n:4d} x {key}")
+        self.save()
 
     def save(self):
         """Write the weights where --save asked for them."""
-        if self.args.save is not None:
+        if self.prints and self.args.save is not None:
             self.model.save_pretrained(self.args.save, tokenizer=self.tokenizer)
-            say(f"saved to {self.args.save}")
+            self.say(f"saved to {self.args.save}")
+
+    def say(self, line):
+        """Print a line of progress. A reader that is gone or a disk that is full costs the line and not the run."""
+        if self.prints:
+            try:
+                print(line, flush=True)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered, too
 
 
 def _excepthook(kind, error, trace):
@@ -377,7 +372,7 @@ def _excepthook(kind, error, trace):
     if log:
         with contextlib.suppress(InputError):
             log.record.write("error", error=message or f"{kind.__name__}: {text[:300]}")
-        if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
+        if str(message).startswith(("interrupted", "another rank")) and log.steps:
             try:
                 log.save()
             except InputError as failed:
