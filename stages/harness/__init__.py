@@ -65,12 +65,13 @@ def parse_args(doc, argv=None):
     args = parser.parse_args(argv)
     args.stage = Path(sys.argv[0]).resolve().stem
     args.title = (doc or args.stage).strip().splitlines()[0]  # python -OO has no docstrings
+    number = int(args.stage[1:3]) if re.match(r"s\d\d_", args.stage) else 0
     try:
-        resolve(args)
+        resolve(args, number)
     except InputError as error:
         parser.error(str(error))
     for flag, since in (("amp_dtype", 3), ("compile", 4)):
-        if flag in args.fallbacks and _number(args.stage) >= since and is_rank_0():
+        if flag in args.fallbacks and number >= since and is_rank_0():
             print(f"{flag}: {args.fallbacks[flag]}", file=sys.stderr)
     return args
 
@@ -80,11 +81,6 @@ def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
-
-
-def _number(stage):
-    """5 for s05_flash; 0 for a script that is no stage."""
-    return int(stage[1:3]) if re.match(r"s\d\d_", stage) else 0
 
 
 def is_rank_0():
@@ -112,8 +108,8 @@ def add_flags(parser):
     add("--led", action="store_true", help=argparse.SUPPRESS)  # by the bench, over stdin and stdout: see Record
 
 
-def resolve(args):
-    """Check the flags and fill in the defaults that suit the device, in place. Raises InputError."""
+def resolve(args, number=0):
+    """Check the flags and fill in the device's defaults, in place. number: a stage's, else 0. Raises InputError."""
     rank, world_size = machine.environment_number("RANK", 0), machine.environment_number("WORLD_SIZE", 1)
     machine.environment_number("MASTER_PORT", 0)
     if rank >= world_size or ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
@@ -136,9 +132,9 @@ def resolve(args):
         raise InputError(f"--seq-len {args.seq_len} is beyond GPT-2's block_size: pass {CONTEXT} or less")
     if args.accum % world_size:
         raise InputError(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of it")
-    if device.type == "mps" and _number(args.stage) >= 12:
+    if device.type == "mps" and number >= 12:
         raise InputError("not for mps: s12 averages gradients by gloo or nccl, which can't: pass --device cpu")
-    if world_size > 1 and _number(args.stage) in range(1, 12):
+    if world_size > 1 and 0 < number < 12:
         raise InputError(f"{args.stage} is for one process, and torchrun started {world_size}: run s12_ddp")
 
     args.fallbacks, native = {}, machine.native_amp_dtype(device)
