@@ -168,11 +168,9 @@ def environment(device):
 
 def command_output(command):
     """What a command prints, stripped; nothing where it fails or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
 
 
 def synchronize(device):
