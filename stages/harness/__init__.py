@@ -1,7 +1,6 @@
 """What every stage needs and none is about: the flags, the clock, the record, and how a run ends."""
 
 import argparse
-import ast
 import contextlib
 import datetime
 import hashlib
@@ -166,9 +165,9 @@ def resolve(args, number=0):
 def source(stage):
     """(docstring, code below it) of a stage; ("", "") for any other script."""
     path = ROOT / "stages" / f"{stage}.py"
-    text = path.read_text(encoding="utf-8") if path.exists() else "''"
-    doc = ast.parse(text).body[0]
-    return doc.value.value, "\n".join(text.splitlines()[doc.end_lineno :]).strip()
+    text = path.read_text(encoding="utf-8") if path.exists() else '""""""'
+    _, doc, code = text.split('"""', 2)
+    return doc, code.strip()
 
 
 def code_sha256(stage):
