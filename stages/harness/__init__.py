@@ -214,8 +214,7 @@ class Record:
             try:
                 print(json.dumps(dict(kind=kind, **entry), allow_nan=False), file=self.file, flush=True)
             except OSError as error:
-                name, self.file = self.file.name, None
-                raise InputError(f"--record {name} can't be written: {error.strerror}") from None
+                raise InputError(f"--record {self.file.name} can't be written: {error.strerror}") from None
 
     def wait(self):
         """Whether there is to be another step: always, or the bench's word for all ranks alike."""
