@@ -241,7 +241,7 @@ def test_lines_and_record_have_the_figures_of_the_clock(play, monkeypatch, tmp_p
         clock.now, clock.device = clock.now + clock.device, 0
 
     clock = harness.time  # a step lasts until the device is done with it, and none of the log's own work counts
-    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(torch.mps, "synchronize", synchronize)
     for where, name in ((harness.Record, "write"), (harness.StepLog, "say"), (machine, "reset_peak_memory")):
         monkeypatch.setattr(where, name, later(getattr(where, name)))
     path, dts, memory = tmp_path / "r.jsonl", [14, 13, 12, 13, 8.125, 8.5, 8.25], iter([9e9] * 4 + [1e9, 1.25e9, 1e9])

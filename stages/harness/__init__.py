@@ -277,12 +277,12 @@ class StepLog:
         if last or (number == 1 and self.record.file and self.args.steps > WARMUP):
             self.profiler = torch.profiler.profile(activities=None if last else [torch.profiler.ProfilerActivity.CPU])
             self.profiler.__enter__()
-        machine.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
         self.began = time.perf_counter()
 
     def step(self, loss, **figures):
         """End a step, and the run where its loss, a scalar tensor, is not finite. figures: to show beside it, as lr."""
-        machine.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
         dt = time.perf_counter() - self.began
         number, loss = len(self.steps), loss.item()
         if self.profiler:

@@ -173,12 +173,6 @@ def command_output(command):
     return ""
 
 
-def synchronize(device):
-    """Wait until the device has done all that was asked of it. A CPU always has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
 def peak_memory(device):
     """(bytes, name of the meter): the most this process held since reset_peak_memory(); None where nothing tells.
 

@@ -21,10 +21,10 @@ from model import weight_bytes
 
 def timed(work, device):
     """Seconds that work() takes, the device synchronized before and after."""
-    machine.synchronize(device)
+    torch.get_device_module(device).synchronize()
     began = time.perf_counter()
     work()
-    machine.synchronize(device)
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - began
 
 
