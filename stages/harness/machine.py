@@ -86,10 +86,9 @@ def native_amp_dtype(device):
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
     if platform.machine().lower() in ("x86_64", "amd64"):
         native = torch.cpu._is_avx512_bf16_supported()  # AMX CPUs have it too
-    elif sys.platform == "darwin":
-        native = command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
-    else:
+    else:  # Linux answers the first, macOS the second
         native = " bf16" in _read("/proc/cpuinfo")
+        native = native or command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
     return torch.bfloat16 if native else torch.float32
 
 
