@@ -372,8 +372,7 @@ def _excepthook(kind, error, trace):
             except InputError as failed:
                 message = f"{message}; {failed}"
     if message is None:
-        sys.__excepthook__(kind, error, trace)
-        return
+        return sys.__excepthook__(kind, error, trace)
     # __stderr__, since torch.distributed wraps this hook and holds back what it writes to stderr
     print(f"error: {message}", file=sys.__stderr__, flush=True)
     if log and log.profiler:  # torch crashes at exit where its profiler still runs
