@@ -259,12 +259,11 @@ class StepLog:
         settings = {flag: getattr(args, flag) for flag in flags} | dict(world_size=loader.world_size)
         settings |= dict(amp_dtype=str(args.amp_dtype).removeprefix("torch."))
         settings |= dict(corpus=loader.tokens.corpus, tokenizer=self.tokenizer)
-        code = dict(stage=args.stage, title=args.title, code=code_sha256(args.stage))
-        code |= dict(commit=git("rev-parse", "HEAD") or None, dirty=bool(git("status", "--porcelain", "-uno")))
-        sizes = dict(parameters=parameters, tokens_per_step=self.tokens_per_step)
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        where = dict(environment=machine.environment(self.device), fallbacks=args.fallbacks, started=started)
-        return code | dict(settings=settings) | sizes | where
+        header = dict(stage=args.stage, title=args.title, code=code_sha256(args.stage))
+        header |= dict(commit=git("rev-parse", "HEAD") or None, dirty=bool(git("status", "--porcelain", "-uno")))
+        header |= dict(settings=settings, parameters=parameters, tokens_per_step=self.tokens_per_step)
+        header |= dict(environment=machine.environment(self.device), fallbacks=args.fallbacks)
+        return header | dict(started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
     def _start(self):
         if not self.record.wait():  # the bench has enough
