@@ -121,9 +121,8 @@ def resolve(args, number=0):
             torch.cuda.set_per_process_memory_fraction(0.95, device)
     defaults = dict(size="micro", batch_size=1, steps=24, accum=2) if cpu else dict(size="gpt2", steps=50, accum=4)
     defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size))
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    vars(args).update(defaults | given)
     args.batch_size = args.batch_size or machine.fitting_batch_size(device)
     if not 0 <= args.seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2**63 - 1, got {args.seed}")
