@@ -120,7 +120,8 @@ def resolve(args, number=0):
         if sys.platform == "win32":  # its driver would take system memory for what does not fit, and crawl
             torch.cuda.set_per_process_memory_fraction(0.95, device)
     defaults = dict(size="micro", batch_size=1, steps=24, accum=2) if cpu else dict(size="gpt2", steps=50, accum=4)
-    defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size))
+    problem = machine.compile_problem(device)
+    defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size), compile=not problem)
     given = {name: value for name, value in vars(args).items() if value is not None}
     vars(args).update(defaults | given)
     args.batch_size = args.batch_size or machine.fitting_batch_size(device)
@@ -136,13 +137,11 @@ def resolve(args, number=0):
         raise InputError(f"{args.stage} is for one process, and torchrun started {world_size}: run s12_ddp")
 
     args.fallbacks, native = {}, machine.native_amp_dtype(device)
-    if args.amp_dtype is None and native == torch.float32:
+    if "amp_dtype" not in given and native == torch.float32:
         args.fallbacks["amp_dtype"] = f"this {device.type} has no 16-bit arithmetic, so float32 stays"
     args.amp_dtype = DTYPES.get(args.amp_dtype, native)
-    if args.compile is None and (problem := machine.compile_problem(device)):
+    if "compile" not in given and problem:
         args.fallbacks["compile"] = f"left out, {problem}"
-    if args.compile is None:
-        args.compile = "compile" not in args.fallbacks
     if cpu:
         machine.keep_freed_memory()
     ranks_here = machine.environment_number("LOCAL_WORLD_SIZE", 1)
