@@ -72,7 +72,7 @@ def parse(argv):
         if args.record or args.save or args.led or args.eval or args.profile:
             raise InputError("--record, --save, --eval and --profile are for a single stage: stages/s05_flash.py")
         args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
-        args.given, args.stage, args.argv = [name for name, value in vars(args).items() if value is not None], "", argv
+        args.given, args.argv = [name for name, value in vars(args).items() if value is not None], argv
         resolve(args)
         args.interleaved = args.device.type == "cpu"
         defaults = dict(steps=24, rounds=1 if args.interleaved else 5)

@@ -53,6 +53,12 @@ def weight_bytes(size, block_size):
     return 4 * (12 * L * C**2 + (VOCAB + block_size) * C)
 
 
+def s01_bytes(batch_size):
+    """The most that s01's tensors hold at gpt2 and T 1024: weights with AdamW's moments, and so much per sequence."""
+    # in float32, 16 T C numbers and a T x T softmax per head in each of 12 layers, and three copies of the logits
+    return 1.5e9 + 1.83e9 * batch_size
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of a GPT-2; the defaults are the 124M model. Raises ValueError where the numbers do not fit together."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from data import InputError, TokenLoader, load_tokens
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, s01_bytes
 
 CPU, MPS, GPU, GPU1 = (torch.device(name) for name in ("cpu", "mps", "cuda:0", "cuda:1"))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -241,8 +241,8 @@ def test_lines_and_record_have_the_figures_of_the_clock(play, monkeypatch, tmp_p
         clock.now, clock.device = clock.now + clock.device, 0
 
     clock = harness.time  # a step lasts until the device is done with it, and none of the log's own work counts
-    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    for where, name in ((harness.Record, "write"), (harness, "say"), (machine, "reset_peak_memory")):
+    monkeypatch.setattr(torch.mps, "synchronize", synchronize)
+    for where, name in ((harness.Record, "write"), (harness.StepLog, "say"), (machine, "reset_peak_memory")):
         monkeypatch.setattr(where, name, later(getattr(where, name)))
     path, dts, memory = tmp_path / "r.jsonl", [14, 13, 12, 13, 8.125, 8.5, 8.25], iter([9e9] * 4 + [1e9, 1.25e9, 1e9])
     monkeypatch.setattr(machine, "peak_memory", lambda device: (next(memory), "a meter"))
@@ -314,4 +314,4 @@ def test_default_batch_size_rests_on_what_s01s_tensors_hold(monkeypatch):
             model(x, x).backward()
             optimizer.step()
     (held,) = [of["Total"] for device, of in tracker.get_tracker_snapshot("peak").items() if device.type == "meta"]
-    assert machine.s01_bytes(2) == pytest.approx(held, rel=0.05)
+    assert s01_bytes(2) == pytest.approx(held, rel=0.05)

@@ -96,7 +96,7 @@ def test_share_of_the_peak_is_taken_within_rounds():
     found = results(ran("one", [1.0, 2.0, 0.5]), ran("two", [1.0, 2.0, 0.5], world_size=2), peak)
     # mini at T 256: 6 (12 * 6 * 384**2 + 50257 * 384) + 12 * 6 * 384 * 256 = 186,571,008; 1000 tokens per second
     assert found.share("one") == pytest.approx(186_571_008 * 1000 / 4e9) == 2 * found.share("two")
-    assert "0.00 TFLOP/s in float32, reached by matmuls of 2048 x 2048 matrices (rounds: 3)" in report.conditions(found)
+    assert "0.00 TFLOP/s in float32, reached by matmuls of size 2048 (rounds: 3)" in report.conditions(found)
 
 
 def test_rows_that_are_one_computation_are_aa_pairs_too():

@@ -1,7 +1,6 @@
 """What every stage needs and none is about: the flags, the clock, the record, and how a run ends."""
 
 import argparse
-import ast
 import contextlib
 import datetime
 import hashlib
@@ -20,6 +19,8 @@ sys.path.insert(0, str(ROOT))  # where data and model are, from any folder
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints to stderr; set before torch loads
 # large tensors in pages of 2 MB where Linux offers them: a CPU step is faster, and varies less between processes
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+if sys.stdout:
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,6 @@ WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory tou
 
 class Parser(argparse.ArgumentParser):
     """argparse with one line for a wrong flag, and no usage before it."""
-
-    def parse_args(self, *argv):
-        if sys.stdout:
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
-        return super().parse_args(*argv)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -65,12 +61,13 @@ def parse_args(doc, argv=None):
     args = parser.parse_args(argv)
     args.stage = Path(sys.argv[0]).resolve().stem
     args.title = (doc or args.stage).strip().splitlines()[0]  # python -OO has no docstrings
+    number = int(args.stage[1:3]) if re.match(r"s\d\d_", args.stage) else 0
     try:
-        resolve(args)
+        resolve(args, number)
     except InputError as error:
         parser.error(str(error))
     for flag, since in (("amp_dtype", 3), ("compile", 4)):
-        if flag in args.fallbacks and _number(args.stage) >= since and is_rank_0():
+        if flag in args.fallbacks and number >= since and is_rank_0():
             print(f"{flag}: {args.fallbacks[flag]}", file=sys.stderr)
     return args
 
@@ -80,11 +77,6 @@ def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
-
-
-def _number(stage):
-    """5 for s05_flash; 0 for a script that is no stage."""
-    return int(stage[1:3]) if re.match(r"s\d\d_", stage) else 0
 
 
 def is_rank_0():
@@ -112,8 +104,8 @@ def add_flags(parser):
     add("--led", action="store_true", help=argparse.SUPPRESS)  # by the bench, over stdin and stdout: see Record
 
 
-def resolve(args):
-    """Check the flags and fill in the defaults that suit the device, in place. Raises InputError."""
+def resolve(args, number=0):
+    """Check the flags and fill in the device's defaults, in place. number: a stage's, else 0. Raises InputError."""
     rank, world_size = machine.environment_number("RANK", 0), machine.environment_number("WORLD_SIZE", 1)
     machine.environment_number("MASTER_PORT", 0)
     if rank >= world_size or ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
@@ -125,10 +117,10 @@ def resolve(args):
         if sys.platform == "win32":  # its driver would take system memory for what does not fit, and crawl
             torch.cuda.set_per_process_memory_fraction(0.95, device)
     defaults = dict(size="micro", batch_size=1, steps=24, accum=2) if cpu else dict(size="gpt2", steps=50, accum=4)
-    defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size))
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    problem = machine.compile_problem(device)
+    defaults |= dict(seq_len=CONTEXT, accum=world_size * max(1, defaults["accum"] // world_size), compile=not problem)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    vars(args).update(defaults | given)
     args.batch_size = args.batch_size or machine.fitting_batch_size(device)
     if not 0 <= args.seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2**63 - 1, got {args.seed}")
@@ -136,19 +128,17 @@ def resolve(args):
         raise InputError(f"--seq-len {args.seq_len} is beyond GPT-2's block_size: pass {CONTEXT} or less")
     if args.accum % world_size:
         raise InputError(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of it")
-    if device.type == "mps" and _number(args.stage) >= 12:
+    if device.type == "mps" and number >= 12:
         raise InputError("not for mps: s12 averages gradients by gloo or nccl, which can't: pass --device cpu")
-    if world_size > 1 and _number(args.stage) in range(1, 12):
+    if world_size > 1 and 0 < number < 12:
         raise InputError(f"{args.stage} is for one process, and torchrun started {world_size}: run s12_ddp")
 
     args.fallbacks, native = {}, machine.native_amp_dtype(device)
-    if args.amp_dtype is None and native == torch.float32:
+    if "amp_dtype" not in given and native == torch.float32:
         args.fallbacks["amp_dtype"] = f"this {device.type} has no 16-bit arithmetic, so float32 stays"
     args.amp_dtype = DTYPES.get(args.amp_dtype, native)
-    if args.compile is None and (problem := machine.compile_problem(device)):
+    if "compile" not in given and problem:
         args.fallbacks["compile"] = f"left out, {problem}"
-    if args.compile is None:
-        args.compile = "compile" not in args.fallbacks
     if cpu:
         machine.keep_freed_memory()
     ranks_here = machine.environment_number("LOCAL_WORLD_SIZE", 1)
@@ -170,9 +160,9 @@ def resolve(args):
 def source(stage):
     """(docstring, code below it) of a stage; ("", "") for any other script."""
     path = ROOT / "stages" / f"{stage}.py"
-    text = path.read_text(encoding="utf-8") if path.exists() else "''"
-    doc = ast.parse(text).body[0]
-    return doc.value.value, "\n".join(text.splitlines()[doc.end_lineno :]).strip()
+    text = path.read_text(encoding="utf-8") if path.exists() else '""""""'
+    _, doc, code = text.split('"""', 2)
+    return doc, code.strip()
 
 
 def code_sha256(stage):
@@ -202,14 +192,6 @@ def summarize(steps, warmup=WARMUP):
     )
 
 
-def say(line):
-    """Print a line of progress. A reader that is gone or a disk that is full costs the line and not the run."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered, too
-
-
 class Record:
     """The lines of JSON that a run leaves: in --record FILE, or on stdout where the bench leads it.
 
@@ -227,8 +209,7 @@ class Record:
             try:
                 print(json.dumps(dict(kind=kind, **entry), allow_nan=False), file=self.file, flush=True)
             except OSError as error:
-                name, self.file = self.file.name, None
-                raise InputError(f"--record {name} can't be written: {error.strerror}") from None
+                raise InputError(f"--record {self.file.name} can't be written: {error.strerror}") from None
 
     def wait(self):
         """Whether there is to be another step: always, or the bench's word for all ranks alike."""
@@ -256,14 +237,13 @@ class StepLog:
         self.model = getattr(model, "_orig_mod", model)  # and out of torch.compile's
         self.held_out = load_tokens(args.data, split="val") if args.eval and is_rank_0() else None
         self.prints, self.tokenizer = is_rank_0() and not args.led, loader.tokens.tokenizer
-        self.record, self.steps, self.profiler, self.sdpa, self.profile = Record(args), [], None, None, {}
+        self.record, self.steps, self.profiler, self.profile = Record(args), [], None, {}
         parameters = sum(p.numel() for p in model.parameters())
-        if self.prints:
-            what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
-            what += f", {tokens_per_step:,} tokens per step | {loader.tokens.corpus}, {loader.tokens.tokenizer}"
-            where = machine.device_name(self.device)
-            where += f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
-            say(f"{args.title}\n{what} | {where}")
+        what = f"{args.size}, {parameters:,} parameters | B {args.batch_size}, T {args.seq_len}"
+        what += f", {tokens_per_step:,} tokens per step | {loader.tokens.corpus}, {self.tokenizer}"
+        where = machine.device_name(self.device)
+        where += f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
+        self.say(f"{args.title}\n{what} | {where}")
         if self.record.file:
             self.record.write("header", **self._header(parameters, loader))
         self._start()
@@ -274,95 +254,90 @@ class StepLog:
         settings = {flag: getattr(args, flag) for flag in flags} | dict(world_size=loader.world_size)
         settings |= dict(amp_dtype=str(args.amp_dtype).removeprefix("torch."))
         settings |= dict(corpus=loader.tokens.corpus, tokenizer=self.tokenizer)
-        code = dict(stage=args.stage, title=args.title, code=code_sha256(args.stage))
-        code |= dict(commit=git("rev-parse", "HEAD") or None, dirty=bool(git("status", "--porcelain", "-uno")))
-        sizes = dict(parameters=parameters, tokens_per_step=self.tokens_per_step)
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        where = dict(environment=machine.environment(self.device), fallbacks=args.fallbacks, started=started)
-        return code | dict(settings=settings) | sizes | where
+        header = dict(stage=args.stage, title=args.title, code=code_sha256(args.stage))
+        header |= dict(commit=git("rev-parse", "HEAD") or None, dirty=bool(git("status", "--porcelain", "-uno")))
+        header |= dict(settings=settings, parameters=parameters, tokens_per_step=self.tokens_per_step)
+        header |= dict(environment=machine.environment(self.device), fallbacks=args.fallbacks)
+        return header | dict(started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
     def _start(self):
         if not self.record.wait():  # the bench has enough
-            self.finish(self.model)
+            if self.steps:
+                self.finish(self.model)
             sys.exit()
-        machine.synchronize(self.device)
+        number = len(self.steps)
+        last = self.args.profile and number + 1 == self.args.steps
+        # the second step is of the warm-up too: its profile tells which attention kernel really ran
+        if last or (number == 1 and self.record.file and self.args.steps > WARMUP):
+            activities = None if last else [torch.profiler.ProfilerActivity.CPU]
+            self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # else torch 2.11 warns
+            self.profiler.__enter__()
+        torch.get_device_module(self.device).synchronize()
         self.began = time.perf_counter()
 
     def step(self, loss, **figures):
-        """End a step. loss: scalar tensor; figures: numbers to show beside it, such as norm and lr.
-
-        Ends the run with exit status 1 where the loss is not finite.
-        """
-        machine.synchronize(self.device)
+        """End a step, and the run where its loss, a scalar tensor, is not finite. figures: to show beside it, as lr."""
+        torch.get_device_module(self.device).synchronize()
         dt = time.perf_counter() - self.began
         number, loss = len(self.steps), loss.item()
-        self._end_profile()
+        if self.profiler:
+            self.profiler.__exit__(None, None, None)
+            events, self.profiler = self.profiler.key_averages(), None
+            clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
+            times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
+            # {operation: (ms of its own, ms with its parts, calls)}
+            self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
         figures = {name: float(value) for name, value in figures.items()}
         # JSON has no infinity, which a norm is where float16 overflows
         entry = {k: v if math.isfinite(v) else None for k, v in dict(step=number, loss=loss, **figures).items()}
         memory, meter = machine.peak_memory(self.device)
         self.steps.append(entry | dict(dt=dt, tokens=self.tokens_per_step, memory=memory, meter=meter))
         self.record.write("step", **self.steps[-1])
-        if self.prints:
-            shown = "".join(f" | {k} {v:.4e}" if k == "lr" else f" | {k} {v:.4f}" for k, v in figures.items())
-            speed = f"dt {1e3 * dt:.2f}ms | tok/sec {self.tokens_per_step / dt:,.0f}"
-            say(f"step {number:4d} | loss {loss:.4f}{shown} | {speed}")
+        shown = "".join(f" | {k} {v:.4e}" if k == "lr" else f" | {k} {v:.4f}" for k, v in figures.items())
+        speed = f"dt {1e3 * dt:.2f}ms | tok/sec {self.tokens_per_step / dt:,.0f}"
+        self.say(f"step {number:4d} | loss {loss:.4f}{shown} | {speed}")
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {number}: try another --seed or --amp-dtype")
         if number + 1 == WARMUP:
             machine.reset_peak_memory(self.device)
-        last = self.args.profile and number + 2 == self.args.steps
-        # the second step is of the warm-up too: its profile tells which attention kernel really ran
-        if last or (number == 0 and self.record.file and self.args.steps > WARMUP):
-            self.profiler = torch.profiler.profile(activities=None if last else [torch.profiler.ProfilerActivity.CPU])
-            self.profiler.__enter__()
         if number + 1 < self.args.steps:
             self._start()
-
-    def _end_profile(self):
-        """Note a profiled step's attention kernel, and {operation: (ms of its own, ms with its parts, calls)}."""
-        if self.profiler:
-            self.profiler.__exit__(None, None, None)
-            events, self.profiler = self.profiler.key_averages(), None
-            called = " ".join(event.key for event in events)  # of SDPA's kernels none, where attention is explicit
-            for name in ("flash", "cudnn", "efficient", "overrideable", "math"):
-                if not self.sdpa and re.search(rf"_scaled_dot_product(_attention)?_{name}", called):
-                    self.sdpa = name
-            clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
-            times = [(getattr(e, f"self_{clock}") / 1e3, getattr(e, clock) / 1e3, e.count, e.key) for e in events]
-            self.profile = {key: (own, total, n) for own, total, n, key in sorted(times, reverse=True)}
 
     def finish(self, model):
         """End the run: the summary line, the record's summary, and the weights where --save asked for them."""
         self.record.wait()  # leaving takes time too, and others that the bench leads may still be on the clock
-        self._end_profile()
-        if not self.steps:
-            return
         figures = summarize(self.steps)
         if self.device.type == "cuda":
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
             figures["eval"] = evaluate(self.model, self.held_out)
         profile = dict(profile=self.profile) if self.args.profile else {}
-        self.record.write("summary", **figures, **profile, sdpa=self.sdpa)
-        if self.prints:
-            n, memory = figures["counted"], figures["meter"]
-            memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
-            steps = f"{n} step{'s' * (n > 1)}" if n else "the last step alone, warm-up included"
-            line = (
-                "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}] over {over} | tok/sec {tok_per_sec:,.0f} | "
-            )
-            line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
-            say(line.format(**figures, over=steps, held=memory))
-            for key, (own, _, n) in list(profile.get("profile", {}).items())[:20]:
-                say(f"{own:9.2f} ms in {n:4d} x {key}")
-            self.save()
+        # SDPA's kernel by the operation that called it; none where attention is explicit
+        sdpa = re.search("_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)", " ".join(self.profile))
+        self.record.write("summary", **figures, **profile, sdpa=sdpa and sdpa[1])
+        n, memory = figures["counted"], figures["meter"]
+        memory = f"{figures['memory'] / 1e9:.2f} GB ({memory})" if figures["memory"] else memory
+        steps = f"{n} step{'s' * (n > 1)}" if n else "the last step alone, warm-up included"
+        line = "median dt {dt_ms:.2f}ms [{dt_q1_ms:.2f}, {dt_q3_ms:.2f}] over {over} | tok/sec {tok_per_sec:,.0f} | "
+        line += "memory {held} | warm-up {warmup_s:.1f}s" + " | held-out loss {eval:.4f}" * ("eval" in figures)
+        self.say(line.format(**figures, over=steps, held=memory))
+        for key, (own, _, n) in list(profile.get("profile", {}).items())[:20]:
+            self.say(f"{own:9.2f} ms in {n:4d} x {key}")
+        self.save()
 
     def save(self):
         """Write the weights where --save asked for them."""
-        if self.args.save is not None:
+        if self.prints and self.args.save is not None:
             self.model.save_pretrained(self.args.save, tokenizer=self.tokenizer)
-            say(f"saved to {self.args.save}")
+            self.say(f"saved to {self.args.save}")
+
+    def say(self, line):
+        """Print a line of progress. A reader that is gone or a disk that is full costs the line and not the run."""
+        if self.prints:
+            try:
+                print(line, flush=True)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered, too
 
 
 def _excepthook(kind, error, trace):
@@ -386,14 +361,13 @@ def _excepthook(kind, error, trace):
     if log:
         with contextlib.suppress(InputError):
             log.record.write("error", error=message or f"{kind.__name__}: {text[:300]}")
-        if str(message).startswith(("interrupted", "another rank")) and log.prints and log.steps:
+        if str(message).startswith(("interrupted", "another rank")) and log.steps:
             try:
                 log.save()
             except InputError as failed:
                 message = f"{message}; {failed}"
     if message is None:
-        sys.__excepthook__(kind, error, trace)
-        return
+        return sys.__excepthook__(kind, error, trace)
     # __stderr__, since torch.distributed wraps this hook and holds back what it writes to stderr
     print(f"error: {message}", file=sys.__stderr__, flush=True)
     if log and log.profiler:  # torch crashes at exit where its profiler still runs

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data import InputError
+from model import s01_bytes
 
 NO_CARD = "this machine has no NVIDIA card, or its driver is not installed"
 
@@ -63,17 +64,9 @@ def environment_number(name, default):
 
 def fitting_batch_size(device):
     """The largest power of two, at most 16, that s01 fits into an accelerator's memory at gpt2 and T 1024."""
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
-    else:
-        total = torch.cuda.get_device_properties(device).total_memory
+    mps = device.type == "mps"
+    total = torch.mps.recommended_max_memory() if mps else torch.cuda.get_device_properties(device).total_memory
     return next((b for b in (16, 8, 4, 2) if s01_bytes(b) <= 0.9 * total), 1)  # a tenth stays free for libraries
-
-
-def s01_bytes(batch_size):
-    """The most that s01's tensors hold at gpt2 and T 1024: weights with AdamW's moments, and so much per sequence."""
-    # in float32, 16 T C numbers and a T x T softmax per head in each of 12 layers, and three copies of the logits
-    return 1.5e9 + 1.83e9 * batch_size
 
 
 def native_amp_dtype(device):
@@ -86,10 +79,9 @@ def native_amp_dtype(device):
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
     if platform.machine().lower() in ("x86_64", "amd64"):
         native = torch.cpu._is_avx512_bf16_supported()  # AMX CPUs have it too
-    elif sys.platform == "darwin":
-        native = command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
-    else:
+    else:  # Linux answers the first, macOS the second
         native = " bf16" in _read("/proc/cpuinfo")
+        native = native or command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
     return torch.bfloat16 if native else torch.float32
 
 
@@ -168,17 +160,9 @@ def environment(device):
 
 def command_output(command):
     """What a command prints, stripped; nothing where it fails or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def synchronize(device):
-    """Wait until the device has done all that was asked of it. A CPU always has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
 
 
 def peak_memory(device):

@@ -21,10 +21,10 @@ from model import weight_bytes
 
 def timed(work, device):
     """Seconds that work() takes, the device synchronized before and after."""
-    machine.synchronize(device)
+    torch.get_device_module(device).synchronize()
     began = time.perf_counter()
     work()
-    machine.synchronize(device)
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - began
 
 
@@ -39,37 +39,27 @@ def matmul_peak(device, dtype, n):
     return repeats * 2 * n**3 / timed(lambda: [a @ b for _ in range(repeats)], device)
 
 
-def copy_rate(a, b, device):
-    """Bytes per second, read and written, of copying b to a: the peak of all that is no matmul."""
-    return 8 * b.nbytes / timed(lambda: [a.copy_(b) for _ in range(4)], device)
-
-
-def main():
-    args = parse_args(__doc__)
-    device, record = args.device, Record(args)
-    if machine.environment_number("WORLD_SIZE", 1) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
-        gradient = torch.zeros(weight_bytes(args.size, args.seq_len) // 4, device=device)
-    else:
-        two = [torch.ones(2**25, device=device) for _ in range(2)]  # 134 MB each, more than most caches hold
-    n = 2048 if device.type == "cpu" else 8192
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, args.amp_dtype)}
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for step in range(args.steps):
-        if not record.wait():
-            break
-        if dist.is_initialized():
-            dist.barrier()
-            found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=gradient.nbytes)
-        else:
-            found = dict(size=n, peak={name: matmul_peak(device, dtype, n) for name, dtype in dtypes.items()})
-            found |= dict(copy=copy_rate(*two, device))
-        record.write("step", step=step, **found)
-    if args.led:
-        record.wait()  # leaving takes time too, and others may still be on the clock
+args = parse_args(__doc__)
+device, record = args.device, Record(args)
+if machine.environment_number("WORLD_SIZE", 1) > 1:
+    dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
+    gradient = torch.zeros(weight_bytes(args.size, args.seq_len) // 4, device=device)
+else:
+    a, b = (torch.ones(2**25, device=device) for _ in range(2))  # 134 MB each, more than most caches hold
+n = 2048 if device.type == "cpu" else 8192
+dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, args.amp_dtype)}
+torch.backends.cuda.matmul.allow_tf32 = False
+for step in range(args.steps):
+    if not record.wait():
+        break
     if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        dist.barrier()
+        found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=gradient.nbytes)
+    else:
+        found = dict(size=n, peak={name: matmul_peak(device, dtype, n) for name, dtype in dtypes.items()})
+        # bytes per second, read and written: the peak of all that is no matmul
+        found |= dict(copy=8 * b.nbytes / timed(lambda: [a.copy_(b) for _ in range(4)], device))
+    record.write("step", step=step, **found)
+record.wait()  # leaving takes time too, and others may still be on the clock
+if dist.is_initialized():
+    dist.destroy_process_group()

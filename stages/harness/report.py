@@ -217,11 +217,10 @@ def figures(results, name):
     if (summary := results.summary(name)) is None:
         return dict.fromkeys(("tok/sec", "dt ms [IQR]", "memory GB"), "–")
     times = (summary[key] for key in ("dt_ms", "dt_q1_ms", "dt_q3_ms"))
-    times = [f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" for ms in times]  # three digits
-    dt = "{} [{},\u00a0{}]".format(*times)
+    dt = [f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" for ms in times]  # three digits
     memory = f"{summary['memory'] / 1e9:.2f}" if summary["memory"] else "no meter"
     memory += f" ({summary['reserved'] / 1e9:.2f} reserved)" if summary["reserved"] else ""  # by a GPU's allocator
-    return {"tok/sec": f"{summary['tok_per_sec']:,.0f}", "dt ms [IQR]": dt, "memory GB": memory}
+    return {"tok/sec": f"{summary['tok_per_sec']:,.0f}", "dt ms [IQR]": "{} [{}–{}]".format(*dt), "memory GB": memory}
 
 
 def short(name):
@@ -332,8 +331,7 @@ def conditions(results):
     if peak := results.steps(PEAK):
         peaks = {dtype: statistics.median(step["peak"][dtype] for step in peak) for dtype in sorted(peak[0]["peak"])}
         shown = ", ".join(f"{value / 1e12:.2f} TFLOP/s in {dtype}" for dtype, value in peaks.items())
-        n = peak[0]["size"]
-        lines.append(f"Peak: {shown}, reached by matmuls of {n} x {n} matrices (rounds: {len(peak)}). ")
+        lines.append(f"Peak: {shown}, reached by matmuls of size {peak[0]['size']} (rounds: {len(peak)}). ")
         lines[-1] += "The column is the share of the larger, taken within a round. A token takes "
         lines[-1] += f"{header['flops'] / 1e6:.0f} MFLOP (6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         if "copy" in peak[0]:
