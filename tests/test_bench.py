@@ -320,7 +320,7 @@ def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):
         (fakes.folder / f"stages/{name}.py").write_text(code)
     ended = fakes.run("1", "5", *FLOAT32)
     assert ended.status == 0 and fakes.taken() == dict.fromkeys([*names, PEAK, names[1] + report.AGAIN], [STEPS])
-    assert "active: the flash kernel ran" in ended.out and "64 x 64" in ended.out and "stale" not in ended.out
+    assert "active: the flash kernel ran" in ended.out and "of size 64" in ended.out and "stale" not in ended.out
     for ranks, figure in ((0, "peak"), (2, "bytes")):
         row, args, lines = bench.Row(PEAK, bench.PROBE, ranks=ranks), bench.parse([*FLOAT32, "--timeout", "60"]), []
         run = bench.Process(row, args, lines.append)
