@@ -148,7 +148,8 @@ DTYPES += [(CPU, dict(cpuinfo="asimd bf16 i8mm"), BF16), (CPU, dict(avx512=True,
 DTYPES += [(CPU, dict(system="darwin", output="1"), BF16), (CPU, dict(system="darwin", output="0"), F32)]
 COMPILE = [(CPU, dict(cc=name), None) for name in ("g++", "clang++", "gcc", "clang", "cl")]
 COMPILE += [(CPU, dict(cc="icpx"), "install g++"), (CPU, dict(cc="icpx", cxx="icpx"), None), (GPU, {}, "install g++")]
-COMPILE += [(GPU, dict(cc="g++"), None), (GPU, dict(cc="g++", triton=0), "install triton")]
+COMPILE += [(CPU, dict(cc="g++", at="/a b"), "blank"), (CPU, dict(cc="g++", temp="/a b"), "blank")]
+COMPILE += [(GPU, dict(cc="g++", at="/a b"), None), (GPU, dict(cc="g++", triton=0), "install triton")]
 COMPILE += [(GPU, dict(cc="g++", capability=(6, 1)), "has 6.1"), (MPS, {}, None)]
 COMPILE += [(MPS, dict(torch=version), "computes wrong numbers") for version in ("2.9.1", "2.12.0")]
 DEVICE = [("cuda", {}, "no NVIDIA card"), ("cuda", dict(output="GPU 0"), "driver is too old"), (None, {}, CPU)]
@@ -159,7 +160,7 @@ DEVICE += [("cpu", dict(gpus=2, capability=None), CPU)]  # nothing asks the GPU,
 BATCH = [(GPU, dict(memory=size), n) for size, n in {80: 16, 40: 16, 24: 8, 16: 4, 12: 4, 8: 2, 6: 2, 4: 1}.items()]
 ANSWERS = dict(native_amp_dtype=DTYPES, compile_problem=COMPILE, find_device=DEVICE, fitting_batch_size=BATCH)
 NOTHING = dict(gpus=0, capability=(9, 0), bf16=False, memory=0, macos_14=False, avx512=False, cpu="aarch64", cpuinfo="")
-NOTHING |= dict(system="linux", output="", cuda="13.0", cc="", cxx="", triton=1, torch="2.13.0")
+NOTHING |= dict(system="linux", output="", cuda="13.0", cc="", cxx="", triton=1, torch="2.13.0", at="/a", temp="/a")
 
 
 @pytest.mark.parametrize("ask, argument, about, answer", [(q, *case) for q in ANSWERS for case in ANSWERS[q]], ids=str)
@@ -184,6 +185,8 @@ def test_machine_knows_what_the_hardware_can_do(monkeypatch, capfd, ask, argumen
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or there.bf16
     )
     monkeypatch.setattr(torch.version, "cuda", there.cuda)
+    monkeypatch.setattr(torch, "__file__", there.at)
+    monkeypatch.setattr(machine, "tempfile", SimpleNamespace(gettempdir=lambda: there.temp))
     monkeypatch.setattr(torch, "__version__", TorchVersion(there.torch))
     monkeypatch.setattr(machine, "sys", SimpleNamespace(platform=there.system, stderr=sys.stderr))
     monkeypatch.setattr(machine, "os", SimpleNamespace(environ=dict(CXX=there.cxx, LOCAL_RANK="1")))

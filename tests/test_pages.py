@@ -220,7 +220,7 @@ for line in sys.stdin.read().splitlines():
         except SystemExit as end:
             status = end.code or 0
     else:
-        status = subprocess.call(line.replace("python -c", sys.executable + " -c"), shell=True)
+        status = subprocess.call(line.replace("python -c", shlex.quote(sys.executable) + " -c"), shell=True)
     print(f"STATUS {status} {line}", flush=True)
 """
 

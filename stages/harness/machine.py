@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -89,6 +90,8 @@ def compile_problem(device):
     """Why torch.compile can't work here, with the remedy, or None. A look at the machine, not a trial."""
     if device.type == "mps" and torch.__version__ < "2.13":
         return "torch.compile on MPS computes wrong numbers before torch 2.13 (pytorch issue 191976): update torch"
+    if device.type == "cpu" and " " in f"{torch.__file__}{tempfile.gettempdir()}":
+        return "it can't build where PyTorch or the folder for temporary files has a blank in its path: move them"
     if device.type in ("cpu", "cuda"):
         names = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "gcc", "clang", "cl"]
         if not any(name and shutil.which(name) for name in names):
@@ -126,11 +129,8 @@ def _read(path):
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed for the next tensor, as PyTorch's own allocator does on a GPU.
-
-    Else the system clears its pages again for each activation of each step: up to a third of a step on a CPU, and the
-    most variable part. It does nothing with another C library. See mallopt(3).
-    """
+    """Let glibc keep what is freed for the next tensor, as PyTorch's own allocator does on a GPU. See mallopt(3)."""
+    # else the system clears the pages of each activation again: up to a third of a step, and its most variable part
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large tensor
