@@ -171,7 +171,7 @@ def test_machine_knows_what_the_hardware_can_do(monkeypatch, capfd, ask, argumen
         "torch.cuda.device_count": there.gpus,
         "torch.cuda.get_device_capability": there.capability,
         "torch.cuda.get_arch_list": ["sm_75", "sm_90a", "sm_100"],
-        "torch.cuda.get_device_properties": SimpleNamespace(total_memory=there.memory * 10**9),
+        "torch.cuda.mem_get_info": (0, there.memory * 10**9),
         "torch.backends.mps.is_available": False,
         "torch.backends.mps.is_macos_or_newer": there.macos_14,
         "torch.cpu._is_avx512_bf16_supported": there.avx512,

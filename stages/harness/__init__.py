@@ -264,6 +264,8 @@ class StepLog:
         if not self.record.wait():  # the bench has enough
             if self.steps:
                 self.finish(self.model)
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()  # else its threads may abort the exit
             sys.exit()
         number = len(self.steps)
         last = self.args.profile and number + 1 == self.args.steps

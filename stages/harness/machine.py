@@ -65,8 +65,7 @@ def environment_number(name, default):
 
 def fitting_batch_size(device):
     """The largest power of two, at most 16, that s01 fits into an accelerator's memory at gpt2 and T 1024."""
-    mps = device.type == "mps"
-    total = torch.mps.recommended_max_memory() if mps else torch.cuda.get_device_properties(device).total_memory
+    total = torch.mps.recommended_max_memory() if device.type == "mps" else torch.cuda.mem_get_info(device)[1]
     return next((b for b in (16, 8, 4, 2) if s01_bytes(b) <= 0.9 * total), 1)  # a tenth stays free for libraries
 
 

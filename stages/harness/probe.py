@@ -1,8 +1,7 @@
 """What the machine itself can do, measured by the bench as a run among the stages' own.
 
 One process times large matmuls, in float32 and in autocast's dtype: the peak that the table compares each stage with.
-It times copies as well, for what waits on memory instead.
-Under torchrun it times the all-reduce of one gradient, with nothing to hide it behind: scale sets it beside s12's step.
+It times copies as well, for what waits on memory. Under torchrun it times one gradient's all-reduce alone, for scale.
 """
 
 import sys
