@@ -4,7 +4,7 @@ ifdef PY
 runtime :=
 dev :=
 else
-PY := .venv/bin/python
+override PY := .venv/bin/python
 runtime := .venv/runtime
 dev := .venv/dev
 endif

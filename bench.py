@@ -13,45 +13,40 @@ GPU they run one after the other, in several rounds.
 """
 
 import argparse
-import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
-import queue
 import re
 import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections import namedtuple
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import WARMUP, Parser, add_flags, code_sha256, end_as_by_ctrl_c, machine, positive, report, resolve, source
+from harness import ladder, machine, page
+from harness.flags import Parser, add_flags, positive, resolve
+from harness.leader import Row, Session, say, silence
+from harness.log import end_as_by_ctrl_c
+from harness.results import CONTROL, MODES, PEAK, WARMUP, Results, ResultsError
 
 import torch
 
 import data
 from data import InputError, write_whole
 
-RESULTS = ROOT / "results"
-STAGES = sorted(path.stem for path in (ROOT / "stages").glob("s[0-9][0-9]_*.py"))
-MODES = dict(ladder=STAGES, amp=["s03_bf16"], limit=["s05_flash", "s11_accum"], scale=["s12_ddp"], loss=STAGES[5:9])
-# what `loss` trains where no flag says otherwise; on a CPU, the shortest run that showed differences in minutes
-LOSS = dict(cpu=dict(seq_len=256, batch_size=2, steps=200, accum=1), gpu=dict(steps=600, accum=1))
-PROBE = "stages/harness/probe.py"
-PATIENCE = 5  # seconds in which a process ends that was told to, or that has closed its output
+PROBE = "harness/probe"
+FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in results/
+PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
+LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 
 
-def parse(argv):
-    """The command line, checked, every default filled in for the device."""
+def new_parser():
+    """The parser of the bench's flags and of those that go to the stages."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit, scale, loss (all stages)")
@@ -65,414 +60,531 @@ def parse(argv):
     add("--seeds", type=positive, default=5, metavar="N", help="for loss: runs of each stage (%(default)s)")
     add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
     add_flags(parser)
+    return parser
+
+
+def parse(argv):
+    """The command line, a namespace, checked and with every default filled in for the device.
+
+    It gains mode, stages (names), interleaved (whether all processes are alive at once), given (names of the flags that
+    were given) and argv. A wrong flag ends the process with one line and exit status 2.
+    """
+    parser = new_parser()
     args = parser.parse_args(argv)
+    args.argv = argv
+    args.mode = "ladder"
+    if args.what and args.what[0] in MODES:
+        args.mode = args.what.pop(0)
     try:
-        if args.resume and argv not in (["--resume", args.resume], [f"--resume={args.resume}"]):
-            raise InputError(f"--resume {args.resume} continues with the flags of before: pass no other")
-        if args.record or args.save or args.led or args.eval or args.profile:
-            raise InputError("--record, --save, --eval and --profile are for a single stage: stages/s05_flash.py")
-        args.mode = args.what.pop(0) if args.what and args.what[0] in MODES else "ladder"
-        args.given, args.argv = [name for name, value in vars(args).items() if value is not None], argv
+        args.stages = stages_named(args.what) or ladder.of_mode(args.mode) or ladder.names()
+        check_names(args)
+        args.given = {name for name, value in vars(args).items() if value is not None}
         resolve(args)
         args.interleaved = args.device.type == "cpu"
-        defaults = dict(steps=24, rounds=1 if args.interleaved else 5)
-        if args.mode == "loss":
-            defaults = LOSS["cpu" if args.interleaved else "gpu"] | dict(rounds=args.seeds)
-        vars(args).update({name: value for name, value in defaults.items() if name not in args.given})
-        if args.steps <= WARMUP:
-            raise InputError(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-        for name in (args.out, args.resume, args.render):
-            if name is not None and not re.fullmatch(r"[\w][\w.+-]*", name):
-                raise InputError(f"{name!r} is no name for a file in results/: pass letters, digits, '.', '-' and '_'")
-        if args.memory_budget is not None and not args.memory_budget > 0:
-            raise InputError(f"--memory-budget {args.memory_budget} holds nothing: pass more")
-        if args.readme and args.mode != "ladder":
-            raise InputError(f"README.md shows the ladder: leave --readme or {args.mode} out")
-        args.stages = sorted({stage_named(word) for word in args.what}) or MODES[args.mode]
+        fill_in_defaults(args)
+        check_mode(args)
     except InputError as error:
         parser.error(str(error))
     return args
 
 
-def stage_named(word):
-    """The stage that s05, 5, 05 or s05_flash names. Raises InputError."""
-    for stage in STAGES:
-        if word == stage or re.fullmatch(rf"s?{int(stage[1:3])}|s?{stage[1:3]}", word):
-            return stage
-    raise InputError(f"{word} is no stage: pass s01 to {STAGES[-1][:3]}, or one of {', '.join(MODES)}")
+def parse_resume(argv):
+    """The name and the --timeout (seconds, or None) of a command line with --resume, which takes no other flag."""
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("--resume", required=True)
+    parser.add_argument("--timeout", type=positive)
+    args, others = parser.parse_known_args(argv)
+    if others:
+        parser.error(f"--resume {args.resume} continues with the flags of before: pass no other than --timeout")
+    if not re.fullmatch(FILE_NAME, args.resume):
+        parser.error(wrong_name(args.resume))
+    return args.resume, args.timeout
 
 
-# a row of the table, or a probe: a script, with the flags it gets beyond those that all share; ranks: processes under
-# torchrun, 0 without it; env: what it adds to the environment
-Row = namedtuple("Row", "name script change flags ranks env", defaults=("", (), 0, {}))
+def stages_named(words):
+    """The names of the stages that s05, 5, 05 or s05_flash stand for, in ladder order. Raises InputError."""
+    wanted = set()
+    for word in words:
+        for stage in ladder.STAGES:
+            number = int(stage.short[1:])
+            if word in (stage.name, stage.short, f"s{number}", f"{number:02d}", f"{number}"):
+                wanted.add(stage.name)
+                break
+        else:
+            last = ladder.STAGES[-1].short
+            raise InputError(f"{word} is no stage: pass s01 to {last}, or one of {', '.join(MODES)}")
+    return [name for name in ladder.names() if name in wanted]
+
+
+def wrong_name(name):
+    """What is said of a name that --out, --resume or --render can't take."""
+    return f"{name!r} is no name for a file in results/: pass letters, digits, '.', '-' and '_'"
+
+
+def check_names(args):
+    """Raise InputError where a flag is not for the bench, or names no file in results/."""
+    if args.record or args.save or args.worker or args.eval or args.profile:
+        raise InputError("--record, --save, --eval and --profile are for a single stage: stages/s05_flash.py")
+    for name in (args.out, args.render):
+        if name is not None and not re.fullmatch(FILE_NAME, name):
+            raise InputError(wrong_name(name))
+    if args.readme and args.mode != "ladder":
+        raise InputError(f"README.md shows the ladder: leave --readme or {args.mode} out")
+
+
+def fill_in_defaults(args):
+    """Fill in what a bench has other defaults for than a stage.
+
+    In the mode `loss` on a GPU the steps stay None, since their number depends on the corpus: see steps_of_loss().
+    """
+    defaults = {"steps": 24, "rounds": 1 if args.interleaved else 5}
+    if args.mode == "loss":
+        if "rounds" in args.given:
+            raise InputError("loss trains each stage once for each seed: pass --seeds instead of --rounds")
+        defaults = {"steps": None, "rounds": args.seeds, "accum": 1}
+        if args.interleaved:  # on a CPU, the shortest run that showed differences in minutes
+            defaults |= {"steps": 200, "batch_size": 2, "seq_len": 256}
+    for name, value in defaults.items():
+        if name not in args.given:
+            setattr(args, name, value)
+
+
+def check_mode(args):
+    """Raise InputError where the flags can't answer the mode's question."""
+    if args.steps is not None and args.steps <= WARMUP:
+        raise InputError(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+    if args.memory_budget is not None and not args.memory_budget > 0:
+        raise InputError(f"--memory-budget {args.memory_budget} holds nothing: pass more")
+    if args.mode == "amp":
+        if len(args.stages) > 1 or not ladder.is_used("amp_dtype", args.stages[0]):
+            first = ladder.first_with("amp_dtype").short
+            raise InputError(f"amp compares dtypes in one stage from {first} on: pass one, such as s10")
+        if "amp_dtype" in args.given:
+            raise InputError("amp runs every dtype: leave --amp-dtype out")
+    if args.mode == "scale" and args.stages != ladder.of_mode("scale"):
+        raise InputError("scale is about s12, the one stage that knows several processes")
+    if args.mode == "loss" and args.accum > 1:
+        raise InputError("loss compares stages after the same tokens, which --accum multiplies: leave it out")
 
 
 def rows_of(args):
-    """(rows, probes) of a bench, each a Row. Raises InputError for a mode that a stage can't answer."""
-    peak, scripts = Row(report.PEAK, PROBE), [f"stages/{stage}.py" for stage in args.stages]
+    """(rows, probes) of a bench, two lists of Rows. Raises InputError for a number of ranks that this machine lacks."""
     if args.mode == "amp":
-        if len(args.stages) > 1 or int(args.stages[0][1:3]) < 3:
-            raise InputError("amp compares dtypes in one stage from s03 on: pass one, such as s10")
-        if "amp_dtype" in args.given:
-            raise InputError("amp runs every dtype: leave --amp-dtype out")
+        script = script_of(args.stages[0])
         dtypes = ("float32", "float16", "bfloat16")
-        return [Row(dtype, scripts[0], "", ["--amp-dtype", dtype]) for dtype in dtypes], [peak]
+        return [Row(dtype, script, flags=("--amp-dtype", dtype)) for dtype in dtypes], [Row(PEAK, script_of(PROBE))]
     if args.mode == "scale":
-        if args.stages != ["s12_ddp"]:
-            raise InputError("scale is about s12, the one stage that knows several processes")
-        there = machine.cores() if args.interleaved else getattr(torch, args.device.type).device_count()
-        most = args.ranks or (min(2, there) if args.interleaved else there)
-        if most > there:
-            raise InputError(f"--ranks {most}: this machine has {there} {'cores' if args.interleaved else 'devices'}")
-        if args.accum % most:
-            args.accum = most * max(1, round(args.accum / most))
-        env = {"OMP_NUM_THREADS": str(max(1, there // most))} if args.interleaved else {}
-        sizes = sorted({2**i for i in range(most.bit_length())} | {most})  # 1, 2, 4, ... and all
-        rows = [Row(f"{n} rank{'s' * (n > 1)}", scripts[0], ranks=n, env=env) for n in sizes]
-        return rows, [row._replace(name=f"all-reduce {row.name}", script=PROBE) for row in rows if row.ranks > 1]
-    if args.mode == "loss" and args.accum > 1:
-        raise InputError("loss compares stages after the same tokens, which --accum multiplies: leave it out")
-    titles = [source(stage)[0].partition("\n")[0].partition(": ")[2].rstrip(".") for stage in args.stages]
-    return [Row(*row) for row in zip(args.stages, scripts, titles, strict=True)], [peak] * (args.mode == "ladder")
+        return rows_of_scale(args)
+    rows = [Row(name, script_of(name), ladder.change(name)) for name in args.stages]
+    if args.mode == "ladder":
+        return rows, [Row(PEAK, script_of(PROBE))]
+    return rows, []
 
 
-def stage_flags(args):
+def script_of(name):
+    """The path of a script in stages/."""
+    return ROOT / "stages" / f"{name}.py"
+
+
+def rows_of_scale(args):
+    """(rows, probes) of the mode `scale`: s12 on 1, 2, 4, ... processes and on all, and an all-reduce for each.
+
+    The same number of micro-batches, --accum, is divided over the processes of each row, so it must suit them all.
+    """
+    if args.interleaved:
+        devices, kind = machine.cores(), "cores"
+        most = args.ranks or min(2, devices)
+    else:
+        devices, kind = torch.get_device_module(args.device).device_count(), "devices"
+        most = args.ranks or devices
+    if most > devices:
+        raise InputError(f"--ranks {most}: this machine has {devices} {kind}")
+    sizes = world_sizes(most)
+    multiple = math.lcm(*sizes)
+    if args.accum % multiple:
+        if "accum" in args.given:
+            raise InputError(f"--accum {args.accum} does not divide over {sizes} ranks: pass a multiple of {multiple}")
+        args.accum = multiple * max(1, round(args.accum / multiple))
+    env = {}
+    if args.interleaved:
+        env["OMP_NUM_THREADS"] = str(max(1, devices // most))  # as many for a single rank, which is compared with
+    rows, probes = [], []
+    for size in sizes:
+        name = "1 rank" if size == 1 else f"{size} ranks"
+        rows.append(Row(name, script_of(args.stages[0]), ranks=size, env=env))
+        if size > 1:
+            probes.append(Row(f"all-reduce {name}", script_of(PROBE), ranks=size, env=env))
+    return rows, probes
+
+
+def world_sizes(most):
+    """1, 2, 4, ... and the most."""
+    sizes = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]
+
+
+def shared_flags(args):
     """The flags that every process gets: those given, and the defaults made explicit."""
-    device = args.device.type if args.mode == "scale" else str(args.device)  # each rank takes a device of its own
+    device = str(args.device)
+    if args.mode == "scale":
+        device = args.device.type  # each rank takes a device of its own
     flags = ["--device", device, "--steps", str(args.steps)]
     for name in ("batch_size", "seq_len", "size", "seed", "accum"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    flags += ["--data", str(Path(args.data).resolve())] if args.data else []
-    flags += ["--amp-dtype", str(args.amp_dtype).removeprefix("torch.")] if "amp_dtype" in args.given else []
-    return flags + (["--compile" if args.compile else "--no-compile"] if "compile" in args.given else [])
+    if args.data:
+        flags += ["--data", str(Path(args.data).resolve())]
+    if "amp_dtype" in args.given:
+        flags += ["--amp-dtype", str(args.amp_dtype).removeprefix("torch.")]
+    if "compile" in args.given:
+        flags.append("--compile" if args.compile else "--no-compile")
+    return flags
 
 
-def say(line, brief=False):
-    """Report on stderr where the bench is; a brief line replaces the last where that is a terminal."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed terminal costs no record
-        if sys.stderr.isatty():
-            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps can't be overwritten
-            print(f"\r\033[K{line}", end="" if brief else "\n", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+def steps_of_loss(args, tokens):
+    """How many steps a run of the mode `loss` takes by default: 600, and at most two passes over the corpus."""
+    return max(WARMUP + 1, min(600, PASSES * len(tokens) // (args.batch_size * args.seq_len)))
 
 
-class Process:
-    """A row at work. It takes a step for each ask() and ends by itself when this process dies."""
-
-    def __init__(self, row, args, write, budget=None):
-        """write(entry): keeps a line of its record. budget: bytes of memory that it may hold, or None."""
-        self.row, self.timeout, self.write, self.budget = row, args.timeout, write, budget
-        self.failure, self.speed, self.held = None, 0, 0
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"] if row.ranks else []
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / row.script), *stage_flags(args), *row.flags, "--led"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its children in order
-            env=os.environ | {"PYTHONSAFEPATH": ""} | row.env,  # a stage finds the harness beside itself
-        )
-        self.lines = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            if line.startswith(b'{"kind":') and line.endswith(b"}\n"):  # else a library printed it, or it was cut off
-                self.lines.put(json.loads(line))
-        self.lines.put(None)
-
-    def ask(self):
-        """Ask for one step, and do not wait for it."""
-        self.deadline = time.monotonic() + self.timeout
-        with contextlib.suppress(OSError):  # the process is gone: poll() finds out why
-            self.process.stdin.write(b"\n")
-            self.process.stdin.flush()
-
-    def close(self):
-        """Ask for the summary."""
-        self.deadline = time.monotonic() + self.timeout  # it may take the held-out loss first
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-
-    def poll(self):
-        """Wait until the step has ended, or the process has. Whether it was the step; if not, see failure."""
-        while self.failure is None:
-            try:
-                entry = self.lines.get(timeout=0.05)
-            except queue.Empty:
-                if time.monotonic() > self.deadline:
-                    self.failure = f"no answer in {self.timeout:.0f} s: stopped; raise --timeout if it is only slow"
-                elif self.budget and machine.resident_memory(self.process.pid) > self.budget:
-                    self.failure = f"out of memory: more than the budget of {self.budget / 1e9:.1f} GB"
-                continue
-            if entry is None or entry["kind"] == "error":
-                self.failure = entry["error"] if entry else self._why_it_ended()
-                return False
-            self.write(entry)
-            if entry["kind"] == "step":
-                self.held = max(self.held, (entry.get("memory") or 0) * max(1, self.row.ranks))
-                self.speed = entry.get("tokens", 0) / entry.get("dt", 1)
-                return True
-        return False
-
-    def _why_it_ended(self):
-        """What a process died of that has closed its output, or None where it ended as it should."""
-        try:
-            code = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            return "closed its output, and did not end"
-        self.errors.seek(0)
-        last = "".join(self.errors.read().decode(errors="replace").strip().splitlines()[-1:])[:200]
-        if code == -9:  # SIGKILL
-            return "killed by the system, most likely out of memory: try a smaller --batch-size"
-        if code == 2 and "error: " in last:  # refused by its own checks
-            return last.partition("error: ")[2]
-        ended = "ended before its last step" * (not self.process.stdin.closed)
-        return f"exit status {code}: {last}".rstrip(": ") if code else ended or None
-
-    def stop(self):
-        """End the process and all that it started, at once where it does not end by itself."""
-        self.signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # torchrun's workers are in sessions of their own: it alone reaches them, and gives them 30 s
-            self.process.wait(PATIENCE + 35 * bool(self.row.ranks))
-        self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
-        self.process.wait()
-        if self.failure:
-            self.write(dict(kind="error", error=self.failure))
-        self.reader.join(PATIENCE)
-        for pipe in (self.process.stdin, self.errors, *[self.process.stdout] * (not self.reader.is_alive())):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-    def signal(self, number):
-        """Send a signal to the process and to all that it started."""
-        with contextlib.suppress(OSError):  # it leads a group of its own, but on Windows
-            os.killpg(self.process.pid, number) if hasattr(os, "killpg") else self.process.send_signal(number)
+def memory_budget(args):
+    """The bytes that a run of the mode `limit` may hold, None on a GPU, whose memory is itself the limit."""
+    if args.mode != "limit" or not args.interleaved:
+        return None
+    if args.memory_budget is not None:
+        return 1e9 * args.memory_budget
+    free = machine.free_memory()
+    return free / 2 if free else None
 
 
-class Session:
-    """Fresh processes of some rows, led through warm-up and counted steps, one step each in turn."""
-
-    def __init__(self, args, path, number, budget=None, ahead=0):
-        """number: by which its records name it; ahead: how many sessions of as many steps come after it."""
-        self.args, self.path, self.number, self.budget, self.ahead = args, path, number, budget, ahead
-        self.live, self.failed = [], set()
-
-    def start(self, row):
-        """A Process of a row, whose record goes to the results file."""
-
-        def write(entry):
-            line = dict(kind=entry["kind"], session=self.number, name=row.name) | entry
-            with open(self.path, "a", encoding="utf-8") as f:
-                f.write(json.dumps(line) + "\n")
-
-        self.live.append(Process(row, self.args, write, self.budget))
-        return self.live[-1]
-
-    def room(self):
-        """How many processes to start next: one at first, then two, each with 1.5 times as much as the last."""
-        free, held = machine.free_memory(), 1.5 * next((of.held for of in reversed(self.live) if of.held), 0)
-        return min(2 if self.live else 1, int(free // held) if free is not None and held else 2)
-
-    def lead(self, rows, steps):
-        """Take as many of the rows as memory holds through warm-up and so many counted steps; the names that failed."""
-        rest = list(rows)
-        try:
-            while rest and (n := self.room()):
-                some = [self.start(row) for row in rest[:n]]  # two at once, since compilation keeps one core busy
-                del rest[:n]
-                names = ", ".join(process.row.name for process in some)
-                place = f"{len(rows) - len(rest)}/{len(rows)}" + f", then {self.ahead} more" * (self.ahead > 0)
-                say(f"[{place}] {names}: start and warm-up", brief=True)
-                for _ in range(WARMUP):
-                    self.step([process for process in some if not process.failure])
-            began = time.monotonic()
-            for step in range(1, steps + 1):
-                # there and back, so that a drift of the machine's speed hits the first and the last alike
-                for process in self.live[:] if step % 2 else self.live[::-1]:
-                    time.sleep(0.02 * (len(self.live) > 1))  # the last one's threads may still spin, waiting for work
-                    self.step([process])
-                left = (time.monotonic() - began) / step * (steps - step + steps * self.ahead)
-                speeds = [f"{report.short(p.row.name)} {p.speed:,.0f}" for p in self.live if p.speed]
-                say(f"step {step}/{steps}, {left:.0f} s left | tok/sec {', '.join(speeds)}", brief=True)
-            self.step(self.live[:], Process.close)  # all together, since each takes its time to leave
-        finally:
-            for process in self.live:
-                process.signal(signal.SIGTERM)  # likewise
-            for process in self.live:
-                process.stop()
-        return self.failed
-
-    def step(self, processes, ask=Process.ask):
-        """Ask processes for a step at once, wait for all of them, and drop those that failed."""
-        for process in processes:
-            ask(process)
-        for process in processes:
-            process.poll()
-        for process in filter(lambda process: process.failure, processes):
-            say(f"{process.row.name} failed: {process.failure}")
-            self.failed.add(process.row.name)
-            self.live.remove(process)
-            process.stop()
-
-
-def run(args, path, rows, probes):
-    """Lead sessions until every row has its counted steps; those that are in the results file count."""
-    failed, before, pair = set(), None, len(rows) // 2
-    everyone = [*rows[: pair + 1], rows[pair]._replace(name=rows[pair].name + report.AGAIN), *rows[pair + 1 :]]
-    while True:
-        results = report.Results(path)
-        alive = [row for row in everyone if row.name not in failed]
-        need = {row.name: max(0, results.wanted - len(results.steps(row.name))) for row in alive}
-        need |= {n: args.steps - WARMUP for n in need if before is None and "error" in results.end(n)}
-        rest = [row for row in alive if need[row.name]]
-        if need == before:
-            say("no memory for another process beside the first ones: try a smaller --batch-size")
-        if not rest or need == before:
-            return
-        before = need
-        # a row is compared with the first one and the one above: both are in its session, and so are the probes
-        above = [row for row in alive[: alive.index(rest[0])] if row in rows]
-        first, *others = [*above[:1], *above[1:][-1:], *rest]
-        probing = [row for row in probes if row.name not in failed]
-        steps = min(args.steps - WARMUP, max(need.values()))
-        session = 1 + max((number for number, _ in results.runs), default=-1)
-        if args.interleaved:  # the first one warms up alone, and shows what one holds
-            groups = [[first, *probing, *others]]
-        else:  # the probes warm the card up; there and back, so that a drift hits the first and the last alike
-            groups = [[row] for row in probing + [first, *others][:: 1 if session % 2 == 0 else -1]]
-        for i, group in enumerate(groups):
-            failed |= Session(args, path, session, ahead=len(groups) - i - 1).lead(group, steps)
-
-
-def compare_losses(args, path, rows, probes):
-    """Train every row once for each seed, in a fresh process; those that came to their end are not run again."""
-    ended = {key for key, run in report.Results(path).runs.items() if "eval" in run.end}
-    todo = [(i, row) for i in range(args.seeds) for row in rows if (i, row.name) not in ended]
-    for n, (i, row) in enumerate(todo, 1):
-        row = row._replace(flags=["--seed", str(args.seed + i), "--eval"])
-        Session(args, path, i, ahead=len(todo) - n).lead([row], args.steps - WARMUP)
-
-
-def find_limit(args, path, rows, probes):
-    """Double the batch of each row until it no longer fits, and bisect: a fresh process for each batch."""
-    half = (machine.free_memory() or 0) / 2e9
-    budget = 1e9 * (args.memory_budget or half) if args.interleaved else None
-
-    def fits(row, batch, steps=0):
-        tried = row._replace(name=f"{row.name} B{batch}", flags=["--batch-size", str(batch)])
-        key = (int(steps > 0), tried.name)
-        runs = report.Results(path).runs
-        if key not in runs or not runs[key].end:
-            Session(args, path, key[0], budget).lead([tried], steps)
-        error = report.Results(path).runs[key].end.get("error")
-        say(f"{tried.name}: {error or 'fits'}")
-        return not error
-
-    for row in rows:
-        low, high = 0, 1
-        while fits(row, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(row, middle) else (low, middle)
-        while low and not fits(row, low, steps=3):
-            low -= 1  # a longer run holds a little more
-
-
-def first_line(args, rows):
+def first_line(args, rows, tokens):
     """The bench's own line in the records: all that must be the same where it continues."""
-    tokens = data.load_tokens(args.data)  # downloaded and tokenized once, for all processes
+    return {
+        "kind": "bench",
+        "mode": args.mode,
+        "change": {row.name: row.change for row in rows},
+        "interleaved": args.interleaved,
+        "warmup": WARMUP,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "flags": shared_flags(args),
+        "corpus": tokens.corpus,
+        "tokenizer": tokens.tokenizer,
+        "corpus_tokens": len(tokens),
+        "ids": hashlib.sha256(tokens).hexdigest(),
+        "sources": sources(args.stages),
+        "environment": machine.environment(args.device),
+        "memory_budget": memory_budget(args),
+        "command": shlex.join(["python", "bench.py", *args.argv]),
+    }
+
+
+def sources(stages):
+    """{file or stage: sha256} of all code that a run depends on. Only page.py does nothing before the last step."""
+    paths = [ROOT / "model.py", ROOT / "data.py"]
+    for path in sorted((ROOT / "stages" / "harness").glob("*.py")):
+        if path.name != "page.py":
+            paths.append(path)
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return hashes | {stage: ladder.code_sha256(stage) for stage in stages}
+
+
+class Bench:
+    """A bench that runs: its flags, its rows and probes (lists of Rows), and the path of its records."""
+
+    def __init__(self, args, path, rows, probes):
+        self.args = args
+        self.path = path
+        self.rows = rows
+        self.probes = probes
+        self.counted_steps = args.steps - WARMUP
+
+    def results(self):
+        """What the records hold by now."""
+        return Results(self.path)
+
+    def lead(self, number, rows, steps, sessions_after=0, budget=None):
+        """Lead one session of rows through so many counted steps; the names of those that failed."""
+        flags = shared_flags(self.args)
+        session = Session(self.path, number, flags, self.args.timeout, budget, sessions_after)
+        return session.lead(rows, steps)
+
+    def run(self):
+        """Measure what is not in the records yet."""
+        if self.args.mode == "limit":
+            self.find_limits()
+        elif self.args.mode == "loss":
+            self.compare_losses()
+        else:
+            self.compare_speeds()
+
+    def compare_speeds(self):
+        """Lead sessions until every row has its counted steps; those that are in the records count.
+
+        The A/A control, a second run of the row in the middle, is a row among the others.
+        """
+        middle = len(self.rows) // 2
+        control = replace(self.rows[middle], name=self.rows[middle].name + CONTROL)
+        everyone = list(self.rows)
+        everyone.insert(middle + 1, control)
+        failed = set()
+        needed_before = None
+        while True:
+            results = self.results()
+            able = [row for row in everyone if row.name not in failed]
+            needed = {row.name: self.steps_needed(results, row.name) for row in able}
+            if needed_before is None:  # what failed at its very end, before a --resume, is measured again
+                for row in able:
+                    if results.error(row.name):
+                        needed[row.name] = self.counted_steps
+            waiting = [row for row in able if needed[row.name] > 0]
+            if not waiting:
+                return
+            if needed == needed_before:
+                say("no memory for another process beside the first ones: try a smaller --batch-size")
+                return
+            needed_before = needed
+            steps = min(self.counted_steps, max(needed.values()))
+            failed |= self.lead_round(results, self.with_neighbors(able, waiting), failed, steps)
+
+    def steps_needed(self, results, name):
+        """How many counted steps a row lacks."""
+        return max(0, results.counted_wanted - len(results.counted_steps(name)))
+
+    def with_neighbors(self, able, waiting):
+        """The rows that wait, after the first row and the row above them, with which the first of them is compared."""
+        above = [row for row in able[: able.index(waiting[0])] if row in self.rows]
+        neighbors = []
+        if above:
+            neighbors.append(above[0])
+        if len(above) > 1:
+            neighbors.append(above[-1])
+        return neighbors + waiting
+
+    def lead_round(self, results, rows, failed, steps):
+        """Lead the rows and the probes once, in one session or one by one; the names of those that failed."""
+        number = 1 + max((session for session, _ in results.runs), default=-1)
+        probes = [probe for probe in self.probes if probe.name not in failed]
+        if self.args.interleaved:  # the first one warms up alone, and shows what one holds
+            return self.lead(number, rows[:1] + probes + rows[1:], steps)
+        order = list(rows)
+        if number % 2:
+            order.reverse()  # there and back, so that a drift hits the first and the last alike
+        order = probes + order  # the probes warm the card up
+        now_failed = set()
+        for i, row in enumerate(order):
+            now_failed |= self.lead(number, [row], steps, sessions_after=len(order) - i - 1)
+        return now_failed
+
+    def compare_losses(self):
+        """Train every row once for each seed, in a fresh process; runs that have a held-out loss are not repeated."""
+        runs = self.results().runs
+        waiting = []
+        for seed in range(self.args.seeds):
+            for row in self.rows:
+                run = runs.get((seed, row.name))
+                if run is None or run.error or run.summary is None:
+                    waiting.append((seed, row))
+        for i, (seed, row) in enumerate(waiting):
+            row = replace(row, flags=("--seed", str(self.args.seed + seed), "--eval"))
+            self.lead(seed, [row], self.counted_steps, sessions_after=len(waiting) - i - 1)
+
+    def find_limits(self):
+        """Double the batch of each row until it no longer fits, and bisect: a fresh process for each batch."""
+        for row in self.rows:
+            fits, too_large = 0, 1
+            while self.fits(row, too_large):
+                fits, too_large = too_large, 2 * too_large
+            while too_large - fits > 1:
+                middle = (fits + too_large) // 2
+                if self.fits(row, middle):
+                    fits = middle
+                else:
+                    too_large = middle
+            longer = min(LIMIT_STEPS, self.counted_steps)
+            while fits and not self.fits(row, fits, steps=longer):
+                fits -= 1  # a longer run holds a little more
+
+    def fits(self, row, batch_size, steps=0):
+        """Whether a row runs with this batch size, by the records or by a run of the warm-up and so many steps."""
+        tried = replace(row, name=f"{row.name} B{batch_size}", flags=("--batch-size", str(batch_size)))
+        session = 1 if steps else 0
+        run = self.results().runs.get((session, tried.name))
+        if run is None or not run.ended:
+            self.lead(session, [tried], steps, budget=self.results().bench["memory_budget"])
+            run = self.results().runs[session, tried.name]
+        say(f"{tried.name}: {run.error['error'] if run.error else 'fits'}")
+        return run.error is None
+
+
+def records_path(name):
+    """Where a bench of this name keeps its records."""
+    return ROOT / "results" / f"{name}.jsonl"
+
+
+def locked(path, mode):
+    """The records' file, opened and held against a second bench until this process ends. Raises InputError."""
+    file = open(path, mode)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise InputError(f"results/{path.name} is being written by another bench: wait for it, or stop it") from None
+    return file
+
+
+def start_new(args):
+    """(Bench, its locked file) with its own line in new records. Raises InputError where the name is taken."""
+    path = records_path(args.out or f"{datetime.now():%Y-%m-%d-%H%M%S}-{args.mode}")
+    refuse_taken(path)
+    tokens = corpus_of(args)
+    if args.steps is None:
+        args.steps = steps_of_loss(args, tokens)
+    rows, probes = rows_of(args)
+    line = json.dumps(first_line(args, rows, tokens)) + "\n"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        lock = locked(path, "xb")
+    except FileExistsError:  # by a bench that was started at the same time
+        refuse_taken(path)
+        raise
+    try:
+        lock.write(line.encode())
+        lock.flush()
+    except OSError:
+        path.unlink()
+        raise
+    return Bench(args, path, rows, probes), lock
+
+
+def refuse_taken(path):
+    """Raise InputError where the records or the page of this name are there."""
+    for taken in (path, path.with_suffix(".md")):
+        if taken.exists():
+            other = f"--resume {path.stem} or --render {path.stem}"
+            raise InputError(f"results/{taken.name} is there already: pass another --out, {other}")
+
+
+def corpus_of(args):
+    """The tokens to train on, downloaded and tokenized once, for all processes. Raises InputError if they are few."""
+    tokens = data.load_tokens(args.data)
     data.TokenLoader(tokens, args.batch_size, args.seq_len)
     if data.offline:
         os.environ["LADDER_OFFLINE"] = "1"
-    sources = [ROOT / "model.py", ROOT / "data.py", *(ROOT / "stages" / "harness").glob("[!r]*.py")]
-    sources = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
-    return dict(
-        kind="bench",
-        mode=args.mode,
-        change={row.name: row.change for row in rows},
-        interleaved=args.interleaved,
-        **dict(warmup=WARMUP, steps=args.steps, rounds=args.rounds),
-        flags=stage_flags(args),
-        **dict(corpus=tokens.corpus, tokenizer=tokens.tokenizer, ids=hashlib.sha256(tokens).hexdigest()),
-        sources=sources | {stage: code_sha256(stage) for stage in args.stages},
-        environment=machine.environment(args.device),
-        command=shlex.join(["python", "bench.py", *args.argv]),
-    )
+    return tokens
 
 
-def resumed(path):
-    """(args, rows, probes) of a bench that was interrupted. Raises InputError where anything that runs has changed."""
-    before = report.Results(path).bench
+def continue_old(name, timeout):
+    """(Bench, its locked file) of one that was interrupted. Raises InputError where anything that runs has changed."""
+    path = existing(name)
+    lock = locked(path, "r+b")
+    before = Results(path).bench
     args = parse(shlex.split(before["command"])[2:])
+    if timeout is not None:
+        args.timeout = timeout
+    tokens = corpus_of(args)
+    if args.steps is None:
+        args.steps = steps_of_loss(args, tokens)
     rows, probes = rows_of(args)
-    old, new = ({**line, **line["sources"], **line["environment"]} for line in (before, first_line(args, rows)))
+    now = first_line(args, rows, tokens)
+    if args.memory_budget is None:
+        now["memory_budget"] = before.get("memory_budget")  # half of what was free then
+    refuse_changes(name, before, now)
+    drop_unfinished_line(path)
+    return Bench(args, path, rows, probes), lock
+
+
+def refuse_changes(name, before, now):
+    """Raise InputError that names the first difference between the bench's line of before and that of now."""
+    old = {**before, **before.get("sources", {}), **before["environment"]}
+    new = {**now, **now["sources"], **now["environment"]}
     for key in sorted(new.keys() - {"sources", "environment"}):
         if old.get(key) != new[key]:
-            raise InputError(f"--resume {path.stem}: {key} was {old.get(key)} and is {new[key]}; start a new bench")
+            raise InputError(f"--resume {name}: {key} was {old.get(key)} and is {new[key]}; start a new bench")
+
+
+def drop_unfinished_line(path):
+    """Cut off what a kill left of the records' last line, in place, since the file is locked."""
     text = path.read_bytes()
     if not text.endswith(b"\n"):
-        write_whole(path, text[: text.rfind(b"\n") + 1])  # without the line that was cut off
-    return args, rows, probes
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
+def existing(name):
+    """The path of a bench's records. Raises InputError where there are none of this name."""
+    path = records_path(name)
+    if not path.exists():
+        raise InputError(f"results/{path.name} is not there: pass the NAME of a bench that ran")
+    return path
 
 
 def show(path, readme):
-    """Write the page and README's part, print the page, and return how the bench ended: the exit status."""
-    page = report.page(results := report.Results(path))
-    write_whole(path.with_suffix(".md"), page.encode())
+    """Write the page and README's part, print the page, and return the exit status: 0 where every row is complete."""
+    results = Results(path)
+    drawn = page.page(results)
+    write_whole(path.with_suffix(".md"), drawn.encode())
     if readme:
-        text = (ROOT / "README.md").read_bytes().decode()
-        write_whole(ROOT / "README.md", report.between_markers(text, report.narrow(results, path.stem)).encode())
+        part = page.readme_part(results, path.stem)
+        write_whole(ROOT / "README.md", page.between_markers(read_readme(), part).encode())
     say(f"written to results/{path.stem}.md, the records to results/{path.name}")
-    print(page, flush=True)
-    return 0 if results.complete() else 1
-
-
-def bench(args):
-    """Run, continue or draw what was asked; the exit status."""
-    known = args.render or args.resume
-    if args.readme:  # markers that are missing are reported before anything runs
-        report.between_markers((ROOT / "README.md").read_bytes().decode(), "")
-    path = RESULTS / f"{known or args.out or f'{datetime.now():%Y-%m-%d-%H%M%S}-{args.mode}'}.jsonl"
-    there = next((place for place in (path, path.with_suffix(".md")) if place.exists()), None)
-    if known and there != path:
-        raise InputError(f"results/{path.name} is not there: pass the NAME of a bench that ran")
-    if there and not known:
-        other = f"--resume {path.stem} or --render {path.stem}"
-        raise InputError(f"results/{there.name} is there already: pass another --out, {other}")
-    if args.render:
-        return show(path, args.readme)
-    if args.resume:
-        args, rows, probes = resumed(path)
-    else:
-        rows, probes = rows_of(args)
-        write_whole(path, (json.dumps(first_line(args, rows)) + "\n").encode())
-    end_as_by_ctrl_c()
     try:
-        dict(limit=find_limit, loss=compare_losses).get(args.mode, run)(args, path, rows, probes)
-    except KeyboardInterrupt:
-        say(f"interrupted; continue with: python bench.py --resume {path.stem}")
-        show(path, readme=False)
-        return 130
-    return show(path, args.readme)  # as it was asked for before an interrupt
+        print(drawn, flush=True)
+    except OSError as error:  # the page is safe in its file
+        say(f"the page can't be printed: {error.strerror}")
+        silence(sys.stdout)
+    return 0 if results.is_complete() else 1
+
+
+def read_readme():
+    """README.md's text with its line ends as they are. Raises InputError where it is not UTF-8."""
+    try:
+        return (ROOT / "README.md").read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"README.md is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+
+
+def bench(argv):
+    """Run, continue or draw what was asked; the exit status."""
+    if any(word == "--resume" or word.startswith("--resume=") for word in argv):
+        running, lock = continue_old(*parse_resume(argv))
+    else:
+        args = parse(argv)
+        if args.readme:  # markers that are missing are reported before anything runs
+            page.between_markers(read_readme(), "")
+        if args.render:
+            return show(existing(args.render), args.readme)
+        running, lock = start_new(args)
+    end_as_by_ctrl_c()
+    with lock:
+        try:
+            running.run()
+        except KeyboardInterrupt:
+            say(f"interrupted; continue with: python bench.py --resume {running.path.stem}")
+            show(running.path, readme=False)
+            return 130
+        except OSError:  # a full disk, or a limit of this shell
+            say(f"stopped; when this is mended, continue with: python bench.py --resume {running.path.stem}")
+            raise
+        return show(running.path, running.args.readme)  # as it was asked for before an interrupt
 
 
 def main():
-    args = parse(sys.argv[1:])
+    """The command line. What a user got wrong is one line and exit status 2, Ctrl-C one line and 130."""
     try:
-        return bench(args)
-    except (InputError, OSError) as error:
-        where = "" if isinstance(error, InputError) else f"{error.filename or 'the disk'}: "
-        print(f"bench.py: error: {where}{getattr(error, 'strerror', None) or error}", file=sys.stderr)
-        return 2
+        return bench(sys.argv[1:])
+    except (InputError, ResultsError) as error:
+        message = str(error)
+    except OSError as error:
+        message = error.strerror or str(error)
+        if error.filename:
+            message = f"{error.filename}: {message}"
     except KeyboardInterrupt:  # before the first process, or after the last
         print("bench.py: interrupted", file=sys.stderr)
         return 130
+    print(f"bench.py: error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

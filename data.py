@@ -1,4 +1,8 @@
-"""Text to tokens to batches. Downloads once, caches, and without a network uses text that comes with Python."""
+"""Text to tokens to batches.
+
+Tiny Shakespeare and GPT-2's vocabulary are downloaded once, and each text is tokenized once: both are cached.
+Without a network the text is one that comes with Python, and the tokens are its bytes.
+"""
 
 import contextlib
 import functools
@@ -14,18 +18,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges, <|endoftext|>
+VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-# GPT-2's first 256 ids are the bytes, printable ones first. Its file writes the others as the characters from 256 on.
-PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-OTHERS = [b for b in range(256) if b not in PRINTABLE]
-BYTE_OF = {chr(b): bytes([b]) for b in PRINTABLE} | {chr(256 + i): bytes([b]) for i, b in enumerate(OTHERS)}
+# How GPT-2 cuts a text into pieces before it merges bytes: contractions, words, numbers, punctuation, space.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-offline = bool(os.environ.get("LADDER_OFFLINE"))  # set by the user, or by the first download that fails
+# Begins the name of a folder in which write_whole is at work. A process that is killed leaves its folder.
+UNFINISHED = ".unfinished-"
+
+# Whether downloads are forbidden: LADDER_OFFLINE is set to anything but "" and "0", or a download has failed.
+offline = os.environ.get("LADDER_OFFLINE", "") not in ("", "0")
 
 
 class InputError(ValueError):
@@ -33,194 +39,356 @@ class InputError(ValueError):
 
 
 class Tokens(np.ndarray):
-    """A 1-D uint16 array of token ids with the names of its `corpus` and its `tokenizer`, which slices keep."""
+    """A 1-D uint16 array of token ids that names its `corpus` and its `tokenizer`. Slices keep the names."""
 
     def __array_finalize__(self, source):
         self.corpus = getattr(source, "corpus", "unknown")
         self.tokenizer = getattr(source, "tokenizer", "unknown")
 
 
+def printable(value):
+    r"""Return the text of a value with every character spelled out that can't be printed on one line.
+
+    These are line breaks (\n), control characters (\x1b) and the bytes of a file's name that are not UTF-8 (\udcff):
+    a name can't forge a line, steer a terminal, or fail to be written.
+    """
+    characters = []
+    for character in str(value):
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(ascii(character).strip("'"))
+    return "".join(characters)
+
+
 def cache_dir():
-    """The folder (a Path) of this user's downloads and token files. It may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")  # the second is set on Windows
-    return Path(base or Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache"), "gpt2-speed-ladder")
+    """Return the folder (a Path) of this user's downloads and token files. It may not exist yet."""
+    custom = os.environ.get("XDG_CACHE_HOME")
+    if custom:
+        caches = Path(custom)
+    elif sys.platform == "darwin":
+        caches = _home() / "Library" / "Caches"
+    else:
+        caches = _home() / ".cache"
+    return caches / "gpt2-speed-ladder"
 
 
-UNFINISHED = ".unfinished-"
+def _home():
+    """Return the user's home folder, or that for temporary files if there is none, as in some containers."""
+    try:
+        return Path.home()
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        return Path(tempfile.gettempdir())
 
 
 def write_whole(path, *chunks):
-    """Write bytes-like chunks one after another: path holds all of them or stays as it was. Raises OSError."""
+    """Write bytes-like chunks, one after another, into a file that appears whole or stays as it was.
+
+    Missing folders are made. Raises OSError, for example when the disk is full.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # beside path, as a rename can't cross disks; what a kill leaves of it is known by its name
+    # Written in a folder beside the file's place, because a rename can't go from one disk to another.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
-        temporary = Path(folder, path.name)
-        with open(temporary, "wb") as f:
-            f.writelines(chunks)
-        os.replace(temporary, path)
+        unfinished = Path(folder, path.name)
+        with open(unfinished, "wb") as file:
+            file.writelines(chunks)
+        os.replace(unfinished, path)
 
 
 def download(url, sha256, path, timeout=10.0, limit=120.0):
-    """Fetch url into path and return its bytes. path appears complete and checked, or not at all.
+    """Return the bytes at a URL and keep them in a file, which stays as it was unless all of them arrive.
 
-    sha256: hex digest of the content; timeout: seconds without an answer; limit: seconds in all.
-    Raises OSError when the network fails or the content has another digest, HTTPException when the server misbehaves.
+    sha256: the hex digest that the bytes must have. timeout: seconds to wait for the server's next bytes.
+    limit: seconds for the whole download. Raises OSError when the network fails or the digest is another,
+    HTTPException when the server misbehaves, and ValueError when the environment names no valid proxy.
     """
     deadline = time.monotonic() + limit
     content = bytearray()
     with urllib.request.urlopen(url, timeout=timeout) as response:
-        while chunk := response.read1(1 << 16):
+        while chunk := response.read1(65536):
             content += chunk
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{url} took more than {limit:.0f} s")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise OSError(f"{url} sent {len(content):,} bytes with a sha256 other than {sha256[:12]}")
-    with contextlib.suppress(OSError):  # a cache that can't be written costs another download next time, no more
+    with contextlib.suppress(OSError):  # without a cache the next run downloads again, no more
         write_whole(path, content)
     return bytes(content)
 
 
-def _fetch(url, sha256, *places):
-    """The bytes with this sha256 from the first place that holds them, or from url into the last place, or None."""
+def _fetch(url, sha256, paths):
+    """Return the bytes with this sha256 from the first of the paths that holds them, or else from the URL.
+
+    A download is kept in the last path. After one that fails, which is reported on stderr, no other is tried.
+    Returns None if the bytes can't be had.
+    """
     global offline
-    for place in places:
-        with contextlib.suppress(OSError):  # another user's folder may be closed to us
-            if place.is_file() and hashlib.sha256(content := place.read_bytes()).hexdigest() == sha256:
-                return content
-    if not offline:
-        try:
-            return download(url, sha256, places[-1])
-        except (OSError, http.client.HTTPException) as error:
-            offline = True  # a second try would wait for its timeout too
-            print(f"no download ({error!a}): continuing with what is on this machine", file=sys.stderr)
-    return None
+    for path in paths:
+        content = _read_checked(path, sha256)
+        if content is not None:
+            return content
+    if offline:
+        return None
+    try:
+        return download(url, sha256, paths[-1])
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        offline = True  # the next one would wait for its timeout too
+        print(f"no download ({error!a}): continuing with what is on this machine", file=sys.stderr)
+        return None
+
+
+def _read_checked(path, sha256):
+    """Return the bytes of a file, or None if it can't be read or its content has another sha256."""
+    try:
+        content = path.read_bytes()
+    except OSError:  # it is missing, or another user's folder is closed to us
+        return None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        return None
+    return content
+
+
+def _bytes_by_character():
+    """Return {character: byte} in the order of the ids 0 to 255, as GPT-2's vocabulary file writes the bytes.
+
+    The printable bytes come first and are written as themselves, the others as the characters from 256 on.
+    """
+    printable_bytes = []
+    other_bytes = []
+    for byte in range(256):
+        character = chr(byte)
+        if character.isprintable() and character != " ":
+            printable_bytes.append(byte)
+        else:
+            other_bytes.append(byte)
+
+    table = {}
+    for byte in printable_bytes:
+        table[chr(byte)] = bytes([byte])
+    for index, byte in enumerate(other_bytes):
+        table[chr(256 + index)] = bytes([byte])
+    return table
+
+
+def _encoding(name, pattern, vocabulary, special_tokens):
+    """Return a tiktoken Encoding in which token i stands for the i-th bytes of the vocabulary.
+
+    Raises InputError without tiktoken.
+    """
+    try:
+        import tiktoken  # not at the top, since a run whose tokens are cached does without it
+    except ImportError as error:
+        remedy = "run make setup, or pip install tiktoken"
+        raise InputError(f"can't import tiktoken ({error}): {remedy}") from None
+    ranks = {token: index for index, token in enumerate(vocabulary)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def byte_tokenizer():
-    """A tiktoken Encoding "gpt2-bytes": GPT-2's ids of the 256 bytes, no merges. Raises InputError without tiktoken."""
-    try:
-        import tiktoken  # here, because a run whose tokens are cached does not need it
-    except ImportError as error:
-        raise InputError(f"can't import tiktoken ({error}): run make setup, or pip install tiktoken") from None
-    ranks = {byte: i for i, byte in enumerate(BYTE_OF.values())}
-    return tiktoken.Encoding("gpt2-bytes", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens={})
+    """Return the tiktoken Encoding "gpt2-bytes", which has GPT-2's ids of the 256 bytes and merges none.
+
+    Raises InputError without tiktoken.
+    """
+    return _encoding("gpt2-bytes", r"\s+|\S+", _bytes_by_character().values(), {})
 
 
 @functools.cache
 def tokenizer():
-    """The tiktoken Encoding in use: "gpt2" or, where its vocabulary can't be had, byte_tokenizer()'s.
+    """Return the tiktoken Encoding in use: "gpt2", or "gpt2-bytes" where GPT-2's vocabulary can't be had.
 
-    Equal to tiktoken.get_encoding("gpt2"), whose own download has no timeout. Raises InputError without tiktoken.
+    "gpt2" equals tiktoken.get_encoding("gpt2"), whose own download has no timeout.
+    Raises InputError without tiktoken.
     """
-    fallback = byte_tokenizer()  # first, to report a missing tiktoken before any download
-    folders = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.environ.get("DATA_GYM_CACHE_DIR")]
-    folders += [Path(tempfile.gettempdir(), "data-gym-cache"), cache_dir() / "tiktoken"]
-    name = hashlib.sha1(VOCAB_URL.encode()).hexdigest()  # as tiktoken names the file in its cache
-    vocab = _fetch(VOCAB_URL, VOCAB_SHA256, *(Path(folder, name) for folder in folders if folder))
-    if vocab is None:
+    fallback = byte_tokenizer()  # made first, so that a missing tiktoken is reported before any download
+    content = _fetch(VOCAB_URL, VOCAB_SHA256, _vocabulary_paths())
+    if content is None:
         return fallback
-    import tiktoken
+    bytes_by_character = _bytes_by_character()
+    vocabulary = list(bytes_by_character.values())
+    for merge in content.decode().splitlines()[1:]:  # the first line is the format's version
+        left_and_right = merge.replace(" ", "")
+        vocabulary.append(b"".join(bytes_by_character[character] for character in left_and_right))
+    return _encoding("gpt2", GPT2_PATTERN, vocabulary, {"<|endoftext|>": VOCAB - 1})
 
-    merges = [b"".join(BYTE_OF[c] for c in line if c != " ") for line in vocab.decode().splitlines()[1:]]
-    ranks = {token: i for i, token in enumerate([*BYTE_OF.values(), *merges])}
-    regex = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    return tiktoken.Encoding("gpt2", pat_str=regex, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": VOCAB - 1})
+
+def _vocabulary_paths():
+    """Return the paths at which GPT-2's vocabulary may be: in tiktoken's own caches, and last in ours."""
+    file_name = hashlib.sha1(VOCAB_URL.encode()).hexdigest()  # as tiktoken names it
+    folders = []
+    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        if os.environ.get(variable):
+            folders.append(Path(os.environ[variable]))
+    folders.append(Path(tempfile.gettempdir(), "data-gym-cache"))
+    folders.append(cache_dir() / "tiktoken")
+    return [folder / file_name for folder in folders]
 
 
 def load_tokens(source=None, split="train"):
-    """The Tokens of a corpus: a 1-D uint16 array.
+    """Return the Tokens of a corpus: a 1-D uint16 array.
 
-    source: None for Tiny Shakespeare, downloaded and cached (with no network Python's language reference, reported on
-    stderr); a .txt in UTF-8, tokenized and cached by content; a .bin of uint16 ids of GPT-2's tokenizer, mapped
-    from disk. split: "train" for the first nine tenths, "val" for the last, on which no stage trains, or "all".
-    Raises InputError for a bad file (missing, a pipe, empty, not UTF-8, ids past the vocabulary) or without tiktoken.
+    source: None for Tiny Shakespeare, downloaded and cached (without a network, Python's language reference);
+    a .txt in UTF-8, tokenized and cached by its content; or a .bin of uint16 ids of GPT-2's tokenizer, mapped
+    from disk.
+    split: "train" for the first nine tenths, "val" for the last, on which no stage trains, or "all".
+    Raises InputError without tiktoken, and for a file that is missing, a pipe, empty, not UTF-8, or has ids
+    past the vocabulary.
     """
-    ids, corpus, name = _tokenize(*_default_text()) if source is None else _load_file(Path(source))
-    cut = len(ids) * 9 // 10
-    tokens = {"train": ids[:cut], "val": ids[cut:], "all": ids}[split].view(Tokens)
-    tokens.corpus, tokens.tokenizer = corpus, name
-    return tokens
+    if source is None:
+        text, corpus = _default_text()
+        tokens = _tokenize(text, corpus)
+    else:
+        tokens = _load_file(Path(source))
+    cut = len(tokens) * 9 // 10
+    if split == "train":
+        return tokens[:cut]
+    if split == "val":
+        return tokens[cut:]
+    if split == "all":
+        return tokens
+    raise ValueError(f'split must be "train", "val" or "all", got {split!r}')
 
 
 def _default_text():
-    if text := _fetch(SHAKESPEARE_URL, SHAKESPEARE_SHA256, cache_dir() / "tinyshakespeare.txt"):
+    """Return a text (UTF-8 bytes) and its name.
+
+    They are Tiny Shakespeare's or, where that can't be had, those of the language reference in this Python.
+    Raises InputError if there is neither.
+    """
+    text = _fetch(SHAKESPEARE_URL, SHAKESPEARE_SHA256, [cache_dir() / "tinyshakespeare.txt"])
+    if text is not None:
         return text, "Tiny Shakespeare"
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise InputError("no network, and this Python has no pydoc_data: pass a text with --data FILE.txt") from None
-    text = "\n".join(topics[key] for key in sorted(topics))
-    return text.encode(), "Python {}.{} language reference".format(*sys.version_info)
+        problem = "no network, and this Python has no pydoc_data"
+        raise InputError(f"{problem}: pass a text with --data FILE.txt") from None
+    text = "\n".join(topics[topic] for topic in sorted(topics))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return text.encode(), f"Python {version} language reference"
 
 
 def _load_file(path):
+    """Return the Tokens of a user's .txt or .bin. Raises InputError."""
     try:
-        path.stat()
-        if path.suffix not in (".txt", ".bin") or not path.is_file():  # opening a pipe would wait for its writer
+        path.stat()  # so that a missing file is called missing
+        # A pipe is refused, because to open it would be to wait for its writer.
+        if path.suffix not in (".txt", ".bin") or not path.is_file():
             raise ValueError("not a regular .txt or .bin file")
         if path.suffix == ".bin":
-            ids = np.memmap(path, dtype=np.uint16, mode="r")  # ValueError for a file that is empty, or odd in length
-            if ids.max() >= VOCAB:
-                raise ValueError(f"id {ids.max()} is past GPT-2's last, {VOCAB - 1}")
-            return ids, path.name, "gpt2"
-        text = path.read_bytes()
-        if not text.decode():
-            raise ValueError("empty")
+            ids = _map_ids(path)
+        else:
+            text = _read_text(path)
     except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise InputError(f"data file {path}: {problem}; pass a .txt in UTF-8 or a .bin of GPT-2's uint16 ids") from None
-    is_shakespeare = hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA256
-    return _tokenize(text, "Tiny Shakespeare" if is_shakespeare else path.name)
+        problem = error.strerror if isinstance(error, OSError) else error
+        remedy = "pass a .txt in UTF-8 or a .bin of GPT-2's uint16 ids"
+        raise InputError(f"data file {printable(path)}: {problem}; {remedy}") from None
+
+    corpus = printable(path.name)  # it goes to terminals, records and pages
+    if path.suffix == ".bin":
+        return _named(ids, corpus, "gpt2")
+    if hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA256:
+        corpus = "Tiny Shakespeare"
+    return _tokenize(text, corpus)
+
+
+def _map_ids(path):
+    """Return the ids of a .bin, memory-mapped.
+
+    Raises ValueError if the file is empty or odd in length, or has an id past GPT-2's last.
+    """
+    ids = np.memmap(path, dtype=np.uint16, mode="r")
+    largest = ids.max()
+    if largest >= VOCAB:
+        raise ValueError(f"id {largest} is past GPT-2's last, {VOCAB - 1}")
+    return ids
+
+
+def _read_text(path):
+    """Return the bytes of a .txt. Raises ValueError if it is empty or not UTF-8."""
+    text = path.read_bytes()
+    if not text:
+        raise ValueError("empty")
+    text.decode()  # raises UnicodeDecodeError, a ValueError that names the position
+    return text
 
 
 def _tokenize(text, corpus):
-    """The ids of UTF-8 bytes, from the cache if they are in it, the name of the corpus and that of the tokenizer."""
-    stem = cache_dir() / f"tokens-{hashlib.sha256(text).hexdigest()[:16]}"
-    ids, name = _cached_ids(f"{stem}.gpt2"), "gpt2"
+    """Return the Tokens of a text (UTF-8 bytes): those in the cache or, the first time, the tokenizer's."""
+    name = f"tokens-{hashlib.sha256(text).hexdigest()[:16]}"
+    ids = _cached_ids(cache_dir() / f"{name}.gpt2")
+    if ids is not None:
+        return _named(ids, corpus, "gpt2")  # neither tiktoken nor the vocabulary was needed
+
+    encoding = tokenizer()
+    path = cache_dir() / f"{name}.{encoding.name}"
+    ids = _cached_ids(path)
     if ids is None:
-        name = tokenizer().name
-        ids = _cached_ids(f"{stem}.{name}")
-    if ids is None:
-        ids = np.array(tokenizer().encode_ordinary(text.decode()), dtype=np.uint16)
-        with contextlib.suppress(OSError):
-            write_whole(f"{stem}.{name}", hashlib.sha256(ids).digest(), ids)
-    return ids, corpus, name
+        ids = np.array(encoding.encode_ordinary(text.decode()), dtype=np.uint16)
+        with contextlib.suppress(OSError):  # without a cache the next run tokenizes again, no more
+            write_whole(path, hashlib.sha256(ids).digest(), ids)
+    return _named(ids, corpus, encoding.name)
 
 
 def _cached_ids(path):
-    """Ids, memory-mapped, from a file of their sha256 (32 bytes) and themselves; None if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it is empty
-        content = np.memmap(path, mode="r")
-        if hashlib.sha256(content[32:]).digest() == content[:32].tobytes():
-            return content[32:].view(np.uint16)
-    return None
+    """Return the ids of a token file, memory-mapped, or None if it is missing, damaged or can't be read.
+
+    A token file is the sha256 of the ids (32 bytes), then the ids (uint16).
+    """
+    try:
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError):  # ValueError: the file is empty
+        return None
+    digest = content[:32].tobytes()
+    ids = content[32:]
+    if hashlib.sha256(ids).digest() != digest:
+        return None
+    return ids.view(np.uint16)
+
+
+def _named(ids, corpus, tokenizer_name):
+    """Return ids as Tokens that know their corpus and their tokenizer."""
+    tokens = ids.view(Tokens)
+    tokens.corpus = corpus
+    tokens.tokenizer = tokenizer_name
+    return tokens
 
 
 class TokenLoader:
     """Batches in the order of the corpus, which is a ring: after its last token comes its first.
 
-    At every step the ranks take neighboring slices of batch_size * seq_len tokens, so that world_size ranks together
-    read what one would in world_size steps. Raises InputError if the corpus is too short for one batch on every rank.
+    In every step each rank takes the next batch_size * seq_len tokens after those of the rank before it, so
+    that world_size ranks read in one step what a single process reads in world_size steps.
+    Raises InputError if the corpus is too short for one batch on every rank.
     """
 
     def __init__(self, tokens, batch_size, seq_len, rank=0, world_size=1):
-        self.tokens, self.shape = tokens, (batch_size, seq_len)
-        self.rank, self.world_size = rank, world_size
-        self.size = batch_size * seq_len
-        self.position = rank * self.size
-        need = world_size * self.size + 1
-        if len(tokens) < need:
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.seq_len = seq_len
+        self.world_size = world_size
+        self.tokens_per_batch = batch_size * seq_len
+        self.position = rank * self.tokens_per_batch
+        needed = world_size * self.tokens_per_batch + 1  # one more, for the last target
+        if len(tokens) < needed:
             raise InputError(
-                f"{tokens.corpus} has {len(tokens):,} tokens to train on, and {world_size} x {batch_size} sequences of "
-                f"{seq_len} need {need:,}: pass a longer text, or a smaller --batch-size or --seq-len"
+                f"{tokens.corpus} has {len(tokens):,} tokens to train on, and "
+                f"{world_size} x {batch_size} sequences of {seq_len} need {needed:,}: "
+                "pass a longer text, or a smaller --batch-size or --seq-len"
             )
 
     def next_batch(self):
-        """x and y, int64 (batch_size, seq_len), y one token ahead of x; in pinned memory where CUDA is in use."""
-        window = np.arange(self.position, self.position + self.size + 1)
-        ids = torch.from_numpy(self.tokens.take(window, mode="wrap").astype(np.int64))
-        self.position = (self.position + self.world_size * self.size) % len(self.tokens)
-        if torch.cuda.is_initialized():  # not is_available(): pinning opens a CUDA context, even for a CPU run
-            ids = ids.pin_memory()  # so that the copy to the GPU need not wait for the CPU
-        return ids[:-1].view(self.shape), ids[1:].view(self.shape)
+        """Return x and y, int64 tensors (batch_size, seq_len), where y holds the token after each one of x.
+
+        They lie in pinned memory where CUDA is in use, so that the copy to the GPU need not wait for the CPU.
+        """
+        positions = self.position + np.arange(self.tokens_per_batch + 1)
+        ids = self.tokens[positions % len(self.tokens)]
+        ids = torch.from_numpy(ids.astype(np.int64))
+        self.position += self.world_size * self.tokens_per_batch
+        # not is_available(): pinning opens a CUDA context, for which a CPU run has no use
+        if torch.cuda.is_initialized():
+            ids = ids.pin_memory()
+        x = ids[:-1].view(self.batch_size, self.seq_len)
+        y = ids[1:].view(self.batch_size, self.seq_len)
+        return x, y

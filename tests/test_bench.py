@@ -1,330 +1,918 @@
-"""The bench: its command line, and what it keeps and reports when it, its stages or its machine fail."""
+"""The bench: its command line, what it measures, and what it keeps when it, a stage or the machine fails."""
 
-import harness
-from harness import WARMUP, machine, report
+from harness import ladder, leader, machine, page, results
+from harness.leader import Session, Worker, say
+from harness.results import CONTROL, PEAK, WARMUP, Results
 
 import contextlib
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from conftest import FLOAT32, ROOT, process
-from fixtures.records import header
+from fixtures.fake_stage import all_have_ended
 
 import bench
+import data
 
-STAGES = S01, S02, S03 = ["s01_baseline", "s02_tf32", "s03_bf16"]
-PAIR, PEAK, STEPS = S02 + report.AGAIN, report.PEAK, WARMUP + 4
-EVERYONE = [S01, PEAK, S02, PAIR, S03]  # in the order of their start
+S01, S02, S03 = "s01_baseline", "s02_tf32", "s03_bf16"
+AGAIN = S02 + CONTROL
+EVERYONE = [S01, PEAK, S02, AGAIN, S03]  # in the order in which they start
+COUNTED = 2
+STEPS = WARMUP + COUNTED
+CORPUS_IDS = 10_000
+TRAINED_IDS = 9000  # the last tenth is held out
+# what the bench reports
+WHILE_STARTING, AT_THE_FIRST_STEP, AT_THE_LAST_STEP = "[3/5]", "step 1/2", "step 2/2"
 
 
-class Fakes:
-    """A copy of the repository whose stages are fakes, and its bench, run in this process, which has loaded torch."""
+@dataclass
+class Ended:
+    """A bench that has ended: its exit status and what it printed."""
 
-    def __init__(self, folder, patch, capsys):
-        self.folder, self.patch, self.capsys = folder, patch, capsys
-        self.records, self.page = folder / "results/x.jsonl", folder / "results/x.md"
-        other = (".*", "__*__", "s[0-9]*", "*.md", "*.jsonl", "tests", "exercises", "profile")
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*other))
-        for name in (*STAGES, "harness/probe"):
-            shutil.copy(ROOT / "tests/fixtures/fake_stage.py", folder / f"stages/{name}.py")
-        (folder / "ids.bin").write_bytes(bytes(20_000))
-        self.flags = ["--device", "cpu", "--data", str(folder / "ids.bin"), "--batch-size", "4", "--steps", str(STEPS)]
-        self.stops = {}  # {part of a line of progress: what to call when it is said, once}
+    status: int
+    out: str
+    err: str
 
-        def say(line, brief=False, of=bench.say):
-            of(line, brief)
-            for part in [part for part in self.stops if part in line]:
-                self.stops.pop(part)()
 
-        patch.setattr(bench, "say", say)
-        patch.setattr(harness, "ROOT", folder)
-        patch.setattr(bench, "ROOT", folder)
-        patch.setattr(bench, "RESULTS", folder / "results")
-        patch.setattr(bench, "STAGES", STAGES)
-        patch.setitem(bench.MODES, "ladder", STAGES)
-        patch.setattr(bench, "Row", type("Row", (bench.Row,), {"env": property(lambda row: {"ROW": row.name})}))
-        patch.setattr(machine, "free_memory", lambda: None)  # how much is free here does not matter
-        patch.setenv("OMP_NUM_THREADS", "1")  # as many as this process has, so that the environments are the same
-        self.plan()
+class Repository:
+    """A copy of this repository in which s01, s02, s03 and the probe are fakes.
 
-    def plan(self, **fakes):
-        """What each fake does, by its row's name, which is in its environment; without a name it does nothing amiss."""
-        self.patch.setenv("FAKES", json.dumps(dict(header=header("", code=harness.code_sha256(S01)), **fakes)))
+    Its bench runs in this process. timeouts: those that its workers got.
+    """
+
+    def __init__(self, folder, monkeypatch, capsys):
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+        self.records = folder / "results" / "x.jsonl"
+        self.page = folder / "results" / "x.md"
+        self.readme = folder / "README.md"
+        self.corpus = folder / "ids.bin"
+        self.flags = ["--device", "cpu", "--data", str(self.corpus)]
+        self.flags += ["--batch-size", "4", "--steps", str(STEPS)]
+        self.acts = {}
+        self.timeouts = []
+
+    def plan(self, plans):
+        """What the fakes do, by the names of their rows; those without a plan do nothing amiss."""
+        self.monkeypatch.setenv("FAKE_PLANS", json.dumps(plans))
+
+    def when(self, part, act):
+        """Call act() once, as soon as the bench reports a line with this part."""
+        self.acts[part] = act
+
+    def say(self, line, brief=False):
+        """Takes the place of leader.say()."""
+        say(line, brief)
+        for part in list(self.acts):
+            if part in line:
+                act = self.acts.pop(part)
+                act()
 
     def command(self, *words):
-        self.patch.setattr(sys, "argv", ["bench.py", *words])
+        """`python bench.py WORDS`."""
+        self.monkeypatch.setattr(sys, "argv", ["bench.py", *words])
         self.capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            sys.exit(bench.main())
-        return SimpleNamespace(status=end.value.code, **self.capsys.readouterr()._asdict())
+        try:
+            status = bench.main()
+        except SystemExit as end:
+            status = end.code
+        printed = self.capsys.readouterr()
+        return Ended(status, printed.out, printed.err)
 
     def run(self, *words):
-        return self.command(*words, *self.flags, "--out", "x")
+        """A bench named x, of the three fakes where the words name nothing else."""
+        what = words or (S01, S02, S03)
+        return self.command(*self.flags, "--out", "x", *what)
 
     def results(self):
-        return report.Results(self.records)
+        return Results(self.records)
 
-    def taken(self):
-        """{row: how many steps each of its runs took}."""
-        runs = self.results().runs.items()
-        return {name: [len(run.steps) for (_, n), run in runs if n == name] for (_, name), _ in runs}
+    def steps_taken(self):
+        """{row: [steps that each of its processes took]}."""
+        taken = {}
+        for (_, name), run in self.results().runs.items():
+            taken.setdefault(name, []).append(len(run.steps))
+        return taken
 
-    def living(self):
-        mark, living = os.environ["XDG_CACHE_HOME"].encode(), []  # each test has its own
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                living += [place] * (mark in (place / "environ").read_bytes())
-        return living
+    def counted_steps(self):
+        """{row: counted steps of all its processes}."""
+        return {name: len(self.results().counted_steps(name)) for name in EVERYONE}
+
+    def order(self):
+        """(session, row) of each counted step, in the order in which they were taken."""
+        order = []
+        for line in results.read(self.records):
+            if line["kind"] == "step" and line["step"] >= WARMUP:
+                order.append((line["session"], line["name"]))
+        return order
+
+
+def not_heard(signal_number, frame):
+    raise AssertionError(f"the bench did not hear signal {signal_number}")
+
+
+def copy_repository(folder):
+    """Copy what a bench needs, with fakes in place of s01, s02, s03 and the probe, and a corpus of zeros."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.md")
+    shutil.copytree(ROOT / "stages", folder / "stages", ignore=ignored)
+    for name in ("bench.py", "data.py", "model.py"):
+        shutil.copy(ROOT / name, folder)
+    fake = ROOT / "tests" / "fixtures" / "fake_stage.py"
+    for script in (S01, S02, S03, "harness/probe"):
+        shutil.copy(fake, folder / "stages" / f"{script}.py")
+    (folder / "results").mkdir()
+    (folder / "README.md").write_text(f"{page.BEGIN}\n{page.END}\n")
+    (folder / "ids.bin").write_bytes(bytes(2 * CORPUS_IDS))
 
 
 @pytest.fixture
-def fakes(tmp_path, monkeypatch, capsys):
-    """Fakes in a folder with a blank in its name, of which no process is left afterwards."""
-    # a signal that the bench misses is printed, and ends no test
-    handlers = {n: signal.signal(n, print) for n in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}}
-    yield (fakes := Fakes(tmp_path / "a copy", monkeypatch, capsys))
+def no_process_is_left(tmp_path, monkeypatch):
+    """A test leaves none of the fakes that it started, nor their children."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setenv("FAKE_LOCK", str(lock))
+    yield
+    assert all_have_ended(lock)
+
+
+@pytest.fixture
+def signals_are_heard():
+    """A signal that the bench does not handle fails the test, and does not end it."""
+
+    def not_heard(signal_number, frame):
+        raise AssertionError(f"the bench did not hear signal {signal_number}")
+
+    handlers = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        handlers[number] = signal.signal(number, not_heard)
+    yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    deadline = time.monotonic() + 5
-    while living := fakes.living():
-        assert time.monotonic() < deadline, living
-        time.sleep(0.02)
 
 
-WRONG = {word: f"{word.split()[-1]} is no stage" for word in ("s13", "0", "s5x", "s02 amp")}
-WRONG |= {"--out ../x": "'../x'", "--out=": "''", "--resume a/b": "'a/b'", "--render .x": "'.x'"}
-WRONG |= {f"--{flag} {n}": flag for flag in ("rounds", "steps", "timeout", "memory-budget", "ranks") for n in (0, "x")}
-WRONG |= {"--steps 4": "first 4 steps are warm-up", "--seq-len 2000": "--seq-len 2000", "--data gone.txt": "gone.txt"}
-WRONG |= {"--record x.jsonl": "--record", "--save x": "--save", "--readme": "README.md", "amp --readme": "--readme"}
-WRONG |= dict.fromkeys(("--led", "--eval", "--profile"), "single stage") | {"loss --accum 2": "leave it out"}
-WRONG |= {"limit --memory-budget nan": "--memory-budget nan"}
-WRONG |= {"amp --amp-dtype float16": "leave --amp-dtype out", "amp s02": "from s03 on", "amp s02 s03": "pass one"}
-WRONG |= {"scale s02": "s12", "scale --ranks 9999": "--ranks 9999", "--resume=old s01": "pass no other"}
-WRONG |= {f"--{flag} gone": "results/gone.jsonl is not there" for flag in ("resume", "render")}
-WRONG |= {"--out old": "old.jsonl is there already: pass another --out, --resume old", "--out page": "page.md is there"}
+@pytest.fixture
+def repo(tmp_path, monkeypatch, capsys, no_process_is_left, signals_are_heard):
+    """A Repository, in a folder with a blank in its name."""
+    folder = tmp_path / "a copy"
+    copy_repository(folder)
+    repo = Repository(folder, monkeypatch, capsys)
+
+    class NamedWorker(Worker):
+        """A worker whose fake knows of which row it is."""
+
+        def __init__(self, row, flags, timeout, *others):
+            repo.timeouts.append(timeout)
+            super().__init__(replace(row, env={"FAKE_ROW": row.name, **row.env}), flags, timeout, *others)
+
+    monkeypatch.setattr(bench, "ROOT", folder)
+    monkeypatch.setattr(ladder, "FOLDER", folder / "stages")
+    monkeypatch.setattr(leader, "Worker", NamedWorker)
+    monkeypatch.setattr(leader, "say", repo.say)
+    monkeypatch.setattr(leader, "PAUSE", 0)
+    monkeypatch.setattr(machine, "free_memory", lambda: None)  # how much is free here does not matter
+    return repo
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_wrong_command_line_is_one_line_and_exit_status_2(fakes, words):
-    mine = [fakes.folder / name for name in ("README.md", "results/old.jsonl", "results/page.md")]
-    for path in mine:
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU, as far as the bench looks at it."""
+    environment = machine.environment(torch.device("cpu")) | {"device": "cuda", "device_name": "A GPU"}
+    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(machine, "total_memory", lambda device: 80e9)
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(machine, "compile_problem", lambda device: None)
+    monkeypatch.setattr(machine, "environment", lambda device: environment)
+
+
+def start_nothing(running):
+    """Takes the place of Bench.run() where a bench is not to get so far."""
+    raise AssertionError("the bench starts its first process")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("s13", "s13 is no stage"),
+        ("0", "0 is no stage"),
+        ("s5x", "s5x is no stage"),
+        ("s02 amp", "amp is no stage"),
+        ("--out ../x", "'../x' is no name"),
+        ("--out=", "'' is no name"),
+        ("--render .x", "'.x' is no name"),
+        ("--rounds 0", "--rounds"),
+        ("--rounds x", "--rounds"),
+        ("--steps 0", "--steps"),
+        ("--steps x", "--steps"),
+        ("--steps 4", "--steps 4: the first 4 steps are warm-up"),
+        ("--timeout 0", "--timeout"),
+        ("--timeout x", "--timeout"),
+        ("--memory-budget 0", "--memory-budget 0"),
+        ("--memory-budget x", "--memory-budget"),
+        ("limit --memory-budget nan", "--memory-budget nan"),
+        ("--ranks 0", "--ranks"),
+        ("--ranks x", "--ranks"),
+        ("--seq-len 2000", "--seq-len 2000"),
+        ("--data gone.txt", "gone.txt"),
+        ("--record x.jsonl", "--record"),
+        ("--save x", "--save"),
+        ("--worker", "single stage"),
+        ("--eval", "single stage"),
+        ("--profile", "single stage"),
+        ("amp --readme", "leave --readme or amp out"),
+        ("amp --amp-dtype float16", "leave --amp-dtype out"),
+        ("amp s02", "from s03 on"),
+        ("amp s02 s03", "pass one"),
+        ("scale s02", "scale is about s12"),
+        ("scale --ranks 9999", "--ranks 9999: this machine has 4 cores"),
+        ("scale --ranks 3 --accum 4", "--accum 4 does not divide over [1, 2, 3] ranks: pass a multiple of 6"),
+        ("loss --accum 2", "--accum"),
+        ("loss --rounds 10", "pass --seeds instead of --rounds"),
+        ("loss --seeds 0", "--seeds"),
+        ("--render gone", "results/gone.jsonl is not there"),
+        ("--out old", "results/old.jsonl is there already: pass another --out, --resume old or --render old"),
+        ("--out page", "results/page.md is there already"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_status_2(repo, monkeypatch, words, message):
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(bench.Bench, "run", start_nothing)
+    old = [repo.folder / "results" / "old.jsonl", repo.folder / "results" / "page.md"]
+    for path in old:
         path.write_text("mine")
-    more = [] if "--resume" in words else fakes.flags[: 2 if "--data" in words else None]
-    ended = fakes.command(*more, *words.split())
-    assert ended.status == 2 and ended.err.count("\n") == 1 and WRONG[words] in ended.err and not ended.out
-    assert {path.read_text() for path in mine} == {"mine"} and len(list(fakes.page.parent.iterdir())) == 2
+    ended = repo.command("--data", str(repo.corpus), *words.split(), "--device", "cpu")
+    assert ended.status == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+    assert ended.out == ""
+    assert [path.read_text() for path in old] == ["mine", "mine"]
+    assert sorted((repo.folder / "results").iterdir()) == old
 
 
-def test_stages_have_several_names_and_run_in_ladder_order():
-    assert {bench.stage_named(word) for word in ("s05", "5", "05", "s5", "s05_flash")} == {"s05_flash"}
-    parsed = [bench.parse(["--device", "cpu", *word.split()]).stages for word in ("11 s01 s11", "amp", "limit 4", "")]
-    assert parsed == [["s01_baseline", "s11_accum"], ["s03_bf16"], ["s04_compile"], bench.STAGES]
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--resume a/b", "'a/b' is no name"),
+        ("--resume gone", "results/gone.jsonl is not there"),
+        ("--resume=old s01", "pass no other than --timeout"),
+        ("--resume old --steps 20", "pass no other than --timeout"),
+        ("--resume old --timeout 0", "--timeout"),
+        ("--resume", "--resume"),
+        ("--resume old", "old.jsonl: line 1 is damaged"),
+    ],
+)
+def test_a_wrong_resume_is_one_line_and_exit_status_2(repo, words, message):
+    old = repo.folder / "results" / "old.jsonl"
+    old.write_text("mine\n")
+    ended = repo.command(*words.split())
+    assert ended.status == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+    assert old.read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("devices, sizes", [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (6, [1, 2, 4, 6])])
-def test_scale_starts_powers_of_two_on_devices_of_a_type(monkeypatch, devices, sizes):
+def test_readme_without_markers_is_reported_before_anything_runs(repo):
+    repo.readme.write_text("mine")
+    ended = repo.run("s01", "--readme")
+    assert ended.status == 2
+    assert "README.md must hold" in ended.err
+    assert repo.readme.read_text() == "mine"
+    assert not repo.records.exists()
+
+
+def test_a_readme_that_is_not_utf_8_is_one_line(repo):
+    latin_1 = "ä".encode("latin-1")
+    repo.readme.write_bytes(latin_1)
+    ended = repo.run("s01", "--readme")
+    assert ended.status == 2
+    assert ended.err.startswith("bench.py: error: README.md is not UTF-8")
+    assert ended.err.count("\n") == 1
+    assert repo.readme.read_bytes() == latin_1
+    assert not repo.records.exists()
+
+
+def parse(*words):
+    return bench.parse(["--device", "cpu", *words])
+
+
+@pytest.mark.parametrize("word", ["s05", "5", "05", "s5", "s05_flash"])
+def test_a_stage_has_several_names(word):
+    assert parse(word).stages == ["s05_flash"]
+
+
+def test_stages_are_in_the_order_of_the_ladder_each_once():
+    assert parse("11", "s01", "s11").stages == ["s01_baseline", "s11_accum"]
+
+
+@pytest.mark.parametrize(
+    "mode, first, last, count",
+    [
+        ("", "s01_baseline", "s12_ddp", 12),
+        ("amp", "s03_bf16", "s03_bf16", 1),
+        ("limit", "s05_flash", "s11_accum", 2),
+        ("scale", "s12_ddp", "s12_ddp", 1),
+        ("loss", "s06_vocab", "s09_decay", 4),
+    ],
+)
+def test_a_mode_has_stages_of_its_own(mode, first, last, count):
+    stages = parse(*mode.split()).stages
+    assert (stages[0], stages[-1], len(stages)) == (first, last, count)
+
+
+def test_a_cpu_takes_one_round_in_which_all_take_turns():
+    args = parse()
+    assert (args.interleaved, args.rounds, args.steps) == (True, 1, 24)
+
+
+def test_a_gpu_takes_five_rounds_of_one_after_the_other(gpu):
+    args = parse()
+    assert (args.interleaved, args.rounds, args.steps) == (False, 5, 24)
+
+
+def test_loss_on_a_cpu_is_the_shortest_run_that_shows_a_difference():
+    args = parse("loss", "--seeds", "3")
+    assert (args.steps, args.batch_size, args.seq_len, args.accum) == (200, 2, 256, 1)
+    assert args.rounds == 3
+
+
+def test_flags_that_are_given_take_the_place_of_a_modes_defaults():
+    args = parse("loss", "--steps", "30", "--batch-size", "8", "--seq-len", "64")
+    assert (args.steps, args.batch_size, args.seq_len) == (30, 8, 64)
+
+
+@pytest.mark.parametrize(
+    "tokens, steps",
+    [
+        (301_966, 36),  # Tiny Shakespeare: 600 steps would be 32 passes
+        (10**9, 600),
+        (1000, WARMUP + 1),
+    ],
+)
+def test_loss_on_a_gpu_takes_600_steps_and_no_more_than_two_passes(gpu, tokens, steps):
+    args = parse("loss", "--batch-size", "16", "--seq-len", "1024")
+    assert args.steps is None
+    assert bench.steps_of_loss(args, range(tokens)) == steps
+
+
+def test_the_bench_itself_opens_no_context_on_the_gpu(gpu, monkeypatch):
+    """It would hold memory that `limit` looks for, and lock its own children out of an exclusive card."""
+
+    def refuse(*arguments):
+        raise AssertionError("this opens a context")
+
+    monkeypatch.setattr(machine, "is_wsl", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+    assert parse("s05").device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "devices, sizes, accum",
+    [
+        (1, [1], 4),
+        (2, [1, 2], 4),
+        (3, [1, 2, 3], 6),
+        (4, [1, 2, 4], 4),
+        (5, [1, 2, 4, 5], 20),
+        (6, [1, 2, 4, 6], 12),
+        (7, [1, 2, 4, 7], 28),
+        (8, [1, 2, 4, 8], 8),
+    ],
+)
+def test_scale_divides_the_same_micro_batches_over_all_its_ranks(gpu, monkeypatch, devices, sizes, accum):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    args = bench.parse(["scale", "--device", "cpu"])
-    args.device, args.interleaved = torch.device("cuda", 0), False
+    args = parse("scale")
     rows, probes = bench.rows_of(args)
-    assert [row.ranks for row in rows] == sizes and [row.ranks for row in probes] == sizes[1:]
-    assert bench.stage_flags(args)[:2] == ["--device", "cuda"] and args.accum % devices == 0
+    assert [row.ranks for row in rows] == sizes
+    assert [row.ranks for row in probes] == sizes[1:]
+    assert args.accum == accum
+    assert all(accum % size == 0 for size in sizes)
+    flags = bench.shared_flags(args)
+    assert flags[flags.index("--accum") + 1] == str(accum)
+    assert flags[flags.index("--device") + 1] == "cuda"  # each rank takes a card of its own
 
 
-@pytest.mark.parametrize("lacks", [[], [(os, "killpg"), (signal, "SIGKILL"), (signal, "SIGHUP")]], ids=["", "windows"])
-def test_bench_takes_a_step_of_each_row_in_turn_there_and_back(fakes, monkeypatch, lacks):
-    for module, name in lacks:
-        monkeypatch.delattr(module, name)
-    fakes.plan(s03_bf16=dict(dt=0.05))
-    ended = fakes.run()
-    assert ended.status == 0 and ended.out == report.page(fakes.results()) + "\n" == fakes.page.read_text() + "\n"
-    assert (
-        "| 2.00\u00a0±\u00a00.00 | 2.00\u00a0±\u00a00.00 |" in ended.out
-        and "4/4, 0 s left | tok/sec s01 10,000" in ended.err
-    )
-    steps = [line["name"] for line in report.read(fakes.records) if line["kind"] == "step" and line["step"] >= WARMUP]
-    assert steps == [*EVERYONE, *EVERYONE[::-1]] * 2
+def test_scale_on_a_cpu_gives_each_rank_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 6)
+    rows, probes = bench.rows_of(parse("scale", "--ranks", "3"))
+    assert [row.name for row in rows] == ["1 rank", "2 ranks", "3 ranks"]
+    assert [row.name for row in probes] == ["all-reduce 2 ranks", "all-reduce 3 ranks"]
+    assert {row.env["OMP_NUM_THREADS"] for row in rows + probes} == {"2"}
 
 
-HANG = "import time; time.sleep(600)"  # the child of a deaf one ignores SIGTERM, too
-DOES = dict(boom="raise RuntimeError('boom')", refuse="print('error: no, thanks', file=sys.stderr); sys.exit(2)")
-DOES |= dict(die="os.kill(os.getpid(), 9)", cut="print('{\"kind\": \"st', end='', flush=True); os.kill(os.getpid(), 9)")
-DOES |= dict(leave="sys.exit()", grow=f"held = b'x' * 400_000_000; {HANG}", silent=f"os.close(1); {HANG}")
-DOES["deaf"] = f"signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', '{HANG}']); {HANG}"
-BOOM, KILLED = "exit status 1: RuntimeError: boom", "killed by the system, most likely out of memory: try a smaller"
-FAULTS = [([name], "boom", at, BOOM) for name in (S01, PAIR, PEAK) for at in (0, 5, "end")]
-FAULTS += [([S02], "boom", 1, BOOM), (EVERYONE, "boom", 0, BOOM), ([S02], "refuse", 0, "no, thanks")]
-FAULTS += [([S02], "die", 5, KILLED), ([S02], "cut", 5, KILLED), ([S02], "silent", 5, "closed its output, and did not")]
-FAULTS += [([S02], "leave", 5, "ended before its last step")]
-FAULTS += [([S02], "deaf", 5, "no answer in 3 s: stopped; raise --timeout"), ([S02], "hold", 0, "out of memory at ")]
+def test_a_bench_on_a_cpu_takes_a_step_of_each_row_in_turn_there_and_back(repo):
+    ended = repo.run()
+    assert ended.status == 0
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
+    rows = [name for _, name in repo.order()]
+    assert rows == EVERYONE + EVERYONE[::-1]
 
 
-@pytest.mark.parametrize("names, does, at, error", FAULTS)
-def test_failing_run_costs_its_own_row_and_exit_status_1(fakes, monkeypatch, names, does, at, error):
-    hangs = does in ("deaf", "silent")
-    monkeypatch.setattr(bench, "PATIENCE", 1 if hangs else 5)
-    fakes.plan(**dict.fromkeys(names, dict(does=DOES.get(does), at=at, most=2 if does == "hold" else 4)))
-    ended, failed = fakes.run(*["--timeout", "3"] * hangs), len({*names} & {*STAGES})
-    assert ended.status == min(1, failed) and ended.out.count(error) == failed
-    assert fakes.taken() == dict.fromkeys(EVERYONE, [STEPS]) | dict.fromkeys(names, [STEPS if at == "end" else at])
-    assert all(fakes.results().end(name)["error"].startswith(error) for name in names)
-    fakes.plan()
-    if at == "end" and names != [PEAK]:  # a row that failed after its last step is a row that failed
-        assert fakes.command("--resume", "x").status == 0 and "error" not in fakes.results().end(names[0])
+def test_a_stage_is_compared_with_the_others_of_its_round(repo):
+    repo.plan({S03: {"dt": 0.05}})
+    repo.run()
+    assert repo.results().compare(S03, S01).value == pytest.approx(2)
+    assert repo.results().compare(S02, S01).value == pytest.approx(1)
 
 
-def test_process_out_of_reach_that_holds_the_pipe_stops_no_bench(fakes, monkeypatch):
-    """As a rank does whose torchrun was killed: it has a session of its own."""
-    monkeypatch.setattr(bench, "PATIENCE", 1)
-    orphan = f"import os, time\nwhile not os.path.exists({str(fakes.folder / 'end')!r}): time.sleep(0.01)"
-    start = f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True); sys.exit(1)"
-    fakes.plan(s02_tf32=dict(does=start, at=5))
-    assert fakes.run("--timeout", "2").status == 1 and len(fakes.living()) == 1
-    (fakes.folder / "end").touch()
+def test_the_page_is_printed_and_written(repo):
+    ended = repo.run()
+    assert ended.out == repo.page.read_text() + "\n"
+    assert ended.out == page.page(repo.results()) + "\n"
+    assert ended.err.endswith("written to results/x.md, the records to results/x.jsonl\n")
 
 
-def test_gpu_runs_one_at_a_time_there_and_back_and_resumes(fakes, monkeypatch):
-    gpu = dict(interleaved=False)
-    monkeypatch.setattr(bench, "parse", lambda argv, of=bench.parse: SimpleNamespace(**vars(of(argv)) | gpu))
-    fakes.plan(s03_bf16=dict(does=DOES["die"], at=5))
-    assert fakes.run("--rounds", "2").status == 1
-    order = dict.fromkeys((line["session"], line["name"]) for line in report.read(fakes.records)[1:])
-    assert [*order] == [(0, n) for n in (PEAK, S01, S02, PAIR, S03)] + [(1, n) for n in (PEAK, PAIR, S02, S01)]
-    assert fakes.taken() == dict.fromkeys(EVERYONE, [STEPS] * 2) | {S03: [5]}
-    fakes.plan()
-    assert fakes.command("--resume", "x").status == 0 and fakes.taken()[S03][0] == 5
+def test_render_draws_the_page_again_and_runs_nothing(repo):
+    ended = repo.run()
+    records = repo.records.read_bytes()
+    repo.page.unlink()
+    drawn = repo.command("--render", "x")
+    assert (drawn.status, drawn.out) == (0, ended.out)
+    assert repo.page.read_text() + "\n" == ended.out
+    assert repo.records.read_bytes() == records
 
 
-@pytest.mark.parametrize("name, closed", [(name, closed) for name in ("stdout", "stderr") for closed in (False, True)])
-def test_closed_stdout_or_stderr_loses_nothing(fakes, monkeypatch, name, closed):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as stream:
-        monkeypatch.setattr(sys, name, None if closed else stream)
-        fakes.run()
-    assert fakes.taken() == dict.fromkeys(EVERYONE, [STEPS]) and fakes.page.read_text() == report.page(fakes.results())
+def test_a_bench_without_a_name_is_named_by_its_time_and_mode(repo):
+    repo.command(*repo.flags, "limit", "s01", "--memory-budget", "0.000001")
+    (records,) = (repo.folder / "results").glob("*.jsonl")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}-limit.jsonl", records.name)
 
 
-@pytest.mark.parametrize("free, held, room", [(None, 2, 2), (7, 2, 2), (5, 2, 1), (2, 2, 0), (2, None, 1)])
-def test_there_is_room_for_half_as_much_again_as_the_last_one_holds(monkeypatch, free, held, room):
-    monkeypatch.setattr(machine, "free_memory", lambda: free)
-    live = [SimpleNamespace(held=of) for of in (9, held, 0)] * (held is not None)  # the last one is a probe
-    assert bench.Session.room(SimpleNamespace(live=live)) == room
+def test_every_flag_reaches_every_process(repo):
+    flags = "--seq-len 64 --size tiny --seed 7 --accum 6 --amp-dtype float16 --no-compile"
+    repo.run(S01, S02, S03, *flags.split())
+    for name in (S01, S02, AGAIN, S03):
+        settings = repo.results().header(name)["settings"]
+        assert settings["batch_size"] == 4
+        assert settings["seq_len"] == 64
+        assert settings["size"] == "tiny"
+        assert settings["seed"] == 7
+        assert settings["accum"] == 6
+        assert settings["amp_dtype"] == "float16"
+        assert settings["compile"] is False
+        assert settings["data"] == str(repo.corpus)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 5])
-def test_rows_share_a_session_with_the_one_above(fakes, monkeypatch, at_once):
+def test_amp_runs_one_stage_in_three_dtypes(repo):
+    assert repo.run("amp", "s03").status == 0
+    assert repo.results().rows == ["float32", "float16", "bfloat16"]
+    for name in repo.results().rows:
+        assert repo.results().header(name)["settings"]["amp_dtype"] == name
+
+
+def test_a_failure_costs_its_own_row_and_exit_status_1(repo):
+    repo.plan({S02: {"behavior": "crash", "at": 5}})
+    ended = repo.run()
+    assert ended.status == 1
+    assert ended.out.count("failed: exit status 1: RuntimeError: boom") == 1
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {S02: [5]}
+
+
+def test_where_all_rows_fail_there_is_a_page(repo):
+    repo.plan(dict.fromkeys(EVERYONE, {"behavior": "crash", "at": 0}))
+    ended = repo.run()
+    assert ended.status == 1
+    assert ended.out.count("failed: exit status 1: RuntimeError: boom") == 3
+
+
+@pytest.mark.parametrize("name", [AGAIN, PEAK])
+def test_a_control_or_a_probe_that_fails_costs_no_row(repo, name):
+    repo.plan({name: {"behavior": "crash", "at": 1}})
+    ended = repo.run()
+    assert ended.status == 0
+    assert "failed" not in ended.out
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {name: [1]}
+
+
+def test_a_stage_that_is_for_another_device_is_no_failure(repo):
+    repo.plan({S02: {"behavior": "be for another device", "at": 0}})
+    ended = repo.run()
+    assert ended.status == 0
+    assert "not for cpu" in ended.out
+
+
+def test_a_row_that_failed_after_its_last_step_is_measured_again(repo):
+    repo.plan({S02: {"behavior": "crash", "at": "end"}})
+    assert repo.run().status == 1
+    repo.plan({})
+    assert repo.command("--resume", "x").status == 0
+    assert repo.steps_taken()[S02] == [STEPS, STEPS]
+    assert repo.results().error(S02) is None
+
+
+def test_on_a_gpu_one_runs_after_the_other_there_and_back(repo, gpu):
+    assert repo.run(S01, S02, S03, "--rounds", "2").status == 0
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
+    runs = list(dict.fromkeys(repo.order()))
+    assert runs[:5] == [(0, PEAK), (0, S01), (0, S02), (0, AGAIN), (0, S03)]
+    assert runs[5:] == [(1, PEAK), (1, S03), (1, AGAIN), (1, S02), (1, S01)]
+
+
+def test_on_a_gpu_a_failure_is_not_tried_again_before_a_resume(repo, gpu):
+    repo.plan({S03: {"behavior": "crash", "at": 5}})
+    assert repo.run(S01, S02, S03, "--rounds", "2").status == 1
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS]) | {S03: [5]}
+    repo.plan({})
+    assert repo.command("--resume", "x").status == 0
+    assert repo.counted_steps()[S03] >= 2 * COUNTED
+
+
+@pytest.mark.parametrize("at_once", [4, 5])
+def test_rows_that_do_not_fit_at_once_share_a_session_with_the_row_above(repo, monkeypatch, at_once):
+    monkeypatch.setattr(Session, "room", lambda session: at_once - len(session.live))
+    assert repo.run().status == 0
+    for pair in [(S02, S01), (S03, S02), (S03, S01), (AGAIN, S02)]:
+        assert repo.results().compare(*pair) is not None
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_where_memory_holds_too_few_for_a_comparison_the_bench_says_so(repo, monkeypatch, at_once):
+    """s01, the peak, the row above and the row must fit."""
+
     def room(session):
         assert session.number < 9, "it never ends"
-        return min(2 if session.live else 1, at_once - len(session.live))
+        return at_once - len(session.live)
 
-    monkeypatch.setattr(bench.Session, "room", room)
-    ended, few = fakes.run(), at_once < 4  # s01, the peak, the row above and the row
-    assert ended.status == few and ("no memory for another process" in ended.err) == few
-    assert few or all(fakes.results().compare(*pair) for pair in [(S02, S01), (S03, S02), (S03, S01), (PAIR, S02)])
-
-
-@pytest.mark.parametrize("fault", ["full disk", "SIGINT", "SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize("when", ["[3/5]", "step 2/4", "step 4/4"])
-def test_stopped_bench_keeps_its_records_and_continues(fakes, fault, when):
-    def stop():
-        if fault == "full disk":
-            raise OSError(28, "No space left on device")
-        signal.raise_signal(getattr(signal, fault, signal.SIGINT))  # Windows has no SIGHUP
-
-    fakes.stops[when] = stop
-    ended, before = fakes.run(), fakes.records.read_bytes()
-    status, words = (2, "No space left on device\n") if fault == "full disk" else (130, "python bench.py --resume x\n")
-    assert ended.status == status and words in ended.err
-    assert ended.out == ("" if status == 2 else fakes.page.read_text() + "\n")
-    ended = fakes.command("--resume", "x")
-    assert ended.status == 0 and "not finished" not in ended.out and fakes.records.read_bytes().startswith(before)
-    assert {len(fakes.results().steps(name)) for name in EVERYONE} == {4}
+    monkeypatch.setattr(Session, "room", room)
+    ended = repo.run()
+    assert ended.status == 1
+    assert "no memory for another process" in ended.err
+    assert "try a smaller --batch-size" in ended.err
 
 
-def test_readme_gets_its_table_when_the_bench_is_complete(fakes):
-    (readme := fakes.folder / "README.md").write_text(before := f"{report.BEGIN}\n{report.END}\n")
-    fakes.stops["step 2/4"] = lambda: signal.raise_signal(signal.SIGINT)
-    assert fakes.run("--readme").status == 130 and readme.read_text() == before
-    assert fakes.command("--resume", "x").status == 0 and "(stages/s03_bf16.py)" in readme.read_text()
+def broken_pipe():
+    """A stream whose reader has gone. Closing it flushes it once more, as Python does when it ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
 
 
-def test_killed_bench_leaves_its_records_and_no_process(fakes):
-    fakes.plan(s02_tf32=dict(sleep=0.1))
-    with process([sys.executable, "bench.py", *fakes.flags, "--out", "x"], fakes.folder, os.environ) as child:
-        assert any(line.startswith("step 1/4") for line in child.stderr)
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_costs_nothing(repo, monkeypatch, name):
+    monkeypatch.setattr(sys, name, None)
+    assert repo.run().status == 0
+    assert repo.page.read_text() == page.page(repo.results())
+
+
+def test_a_report_that_nobody_reads_costs_nothing(repo, monkeypatch):
+    with broken_pipe() as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert repo.run().status == 0
+    assert repo.page.read_text() == page.page(repo.results())
+
+
+def test_a_page_that_nobody_reads_is_in_its_file(repo, monkeypatch):
+    with broken_pipe() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        ended = repo.run()
+    assert ended.status == 0
+    assert "written to results/x.md" in ended.err
+    assert ended.err.endswith("the page can't be printed: Broken pipe\n")
+    assert repo.page.read_text() == page.page(repo.results())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_page_that_a_full_disk_does_not_take_is_in_its_file(repo, monkeypatch):
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        ended = repo.run()
+    assert ended.status == 0
+    assert ended.err.endswith("the page can't be printed: No space left on device\n")
+    assert repo.page.read_text() == page.page(repo.results())
+
+
+def interrupt_by(name):
+    """What sends this process a signal."""
+    return lambda: signal.raise_signal(getattr(signal, name))
+
+
+@pytest.mark.parametrize(
+    "name, moment",
+    [
+        ("SIGINT", WHILE_STARTING),
+        ("SIGINT", AT_THE_FIRST_STEP),
+        ("SIGINT", AT_THE_LAST_STEP),
+        ("SIGTERM", WHILE_STARTING),
+        ("SIGHUP", AT_THE_FIRST_STEP),
+    ],
+)
+def test_an_interrupted_bench_keeps_its_records_and_continues(repo, name, moment):
+    repo.when(moment, interrupt_by(name))
+    ended = repo.run()
+    assert ended.status == 130
+    assert "continue with: python bench.py --resume x\n" in ended.err
+    assert ended.out == repo.page.read_text() + "\n"
+    before = repo.records.read_bytes()
+    ended = repo.command("--resume", "x")
+    assert ended.status == 0
+    assert "not finished" not in ended.out
+    assert repo.records.read_bytes().startswith(before)
+    assert repo.counted_steps() == dict.fromkeys(EVERYONE, COUNTED)
+
+
+def test_ctrl_c_before_the_first_process_is_one_line(repo, monkeypatch):
+    def load_tokens(source):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "load_tokens", load_tokens)
+    ended = repo.run()
+    assert (ended.status, ended.err) == (130, "bench.py: interrupted\n")
+    assert not repo.records.exists()
+
+
+def test_what_is_measured_is_not_measured_again(repo):
+    repo.run()
+    before = repo.records.read_bytes()
+    ended = repo.command("--resume", "x")
+    assert ended.status == 0
+    assert repo.records.read_bytes() == before
+
+
+@contextlib.contextmanager
+def files_no_larger_than(size):
+    """A disk that is full: no file grows beyond so many bytes."""
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("moment", [WHILE_STARTING, AT_THE_FIRST_STEP])
+def test_a_full_disk_cuts_a_line_off_and_the_bench_continues(repo, moment):
+    with contextlib.ExitStack() as disk:
+
+        def fill():
+            disk.enter_context(files_no_larger_than(repo.records.stat().st_size + 50))
+
+        repo.when(moment, fill)
+        ended = repo.run()
+    assert ended.status == 2
+    remedy = "stopped; when this is mended, continue with: python bench.py --resume x"
+    assert ended.err.endswith(f"{remedy}\nbench.py: error: File too large\n")
+    before, _, half_a_line = repo.records.read_bytes().rpartition(b"\n")
+    assert len(half_a_line) == 50
+    assert repo.command("--resume", "x").status == 0
+    assert repo.records.read_bytes().startswith(before + b"\n{")
+    assert repo.counted_steps() == dict.fromkeys(EVERYONE, COUNTED)
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_the_name_free(repo):
+    with files_no_larger_than(100):
+        assert repo.run().status == 2
+    assert repo.run().status == 0
+
+
+def test_a_killed_bench_leaves_its_records_and_no_process(repo):
+    repo.plan({S02: {"behavior": "wait for the end", "at": WARMUP + 1}})
+    command = [sys.executable, "bench.py", S01, S02, S03, *repo.flags, "--out", "x"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many threads as this process has, which resumes
+    with process(command, repo.folder, env) as child:
+        for line in child.stderr:
+            if line.startswith(AT_THE_FIRST_STEP):
+                break
         child.kill()
-    fakes.records.write_bytes((before := fakes.records.read_bytes()) + b'{"kind": "step", "sess')  # a line cut off
-    assert fakes.command("--render", "x").status == 1 and fakes.records.read_bytes().endswith(b'"sess')
-    assert fakes.command("--resume", "x").status == 0 and fakes.records.read_bytes().startswith(before)
-    assert all(len(fakes.results().steps(name)) >= 4 for name in EVERYONE)
+    repo.plan({})
+    before = repo.records.read_bytes()
+    repo.records.write_bytes(before + b'{"kind": "step", "sess')  # as a kill leaves it
+    assert repo.command("--render", "x").status == 1
+    assert repo.command("--resume", "x").status == 0
+    assert repo.records.read_bytes().startswith(before)
+    assert min(repo.counted_steps().values()) >= COUNTED
 
 
-@pytest.mark.parametrize("key", ["s02", "model", "data", "machine", "probe", "torch", "corpus", "ids", "flags"])
-def test_resume_refuses_what_changed_and_touches_nothing(fakes, key):
-    line = bench.first_line(args := bench.parse(fakes.flags), bench.rows_of(args)[0])
-    for place in (line, line["environment"]):
-        place |= {key: "another"} if key in place else {}
-    for path in fakes.folder.rglob(f"{key}*.py"):
-        path.write_text(path.read_text() + "pass\n")
-    fakes.records.write_text(content := json.dumps(line) + '\n{"kind": "st')
-    ended = fakes.command("--resume", "x")
-    assert ended.status == 2 and ended.err.count("\n") == 1 and f"x: {key}" in ended.err
-    assert fakes.records.read_text() == content and not fakes.page.exists()
+def test_a_bench_that_runs_can_not_be_resumed_beside_it(repo):
+    others = []
+    repo.when(AT_THE_FIRST_STEP, lambda: others.append(repo.command("--resume", "x")))
+    assert repo.run().status == 0
+    (other,) = others
+    assert other.status == 2
+    assert "results/x.jsonl is being written by another bench" in other.err
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
 
 
-LIMITS = [(dict(most=11), "11 | 10,000 | 0.02 | B 12: out of memory at batch size 12", [1, 2, 4, 8, 10, 11, 12, 16])]
-LIMITS += [(dict(most=0), "none | – | – | B 1: out of memory at batch size 1", [1])]
-LIMITS += [(dict(does=DOES["grow"], at=1), "none | – | – | B 1: out of memory: more than the budget of 0.2 GB |", [1])]
+def test_of_two_benches_of_one_name_that_start_together_one_is_refused(repo, monkeypatch):
+    others = []
+    load_tokens = data.load_tokens
+
+    def load_while_another_starts(source):
+        if not others:
+            others.append(None)
+            others[0] = repo.run()
+        return load_tokens(source)
+
+    monkeypatch.setattr(data, "load_tokens", load_while_another_starts)
+    refused = repo.run()
+    assert refused.status == 2
+    assert "results/x.jsonl is there already" in refused.err
+    assert others[0].status == 0
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
 
 
-@pytest.mark.parametrize("fault, row, batches", LIMITS)
-def test_limit_is_found_by_doubling_and_bisection(fakes, monkeypatch, fault, row, batches):
-    fakes.plan(s02_tf32=fault)
-    fakes.stops[f"B{batches[-1]}: start"] = lambda: signal.raise_signal(signal.SIGINT)
-    monkeypatch.setattr(machine, "free_memory", lambda: 4e8)  # half of it is the budget
-    assert fakes.run("limit", "s02", "--timeout", "20").status == 130
-    ended = fakes.command("--resume", "x")
-    assert ended.status == (len(batches) == 1) and f"| s02_tf32 | {row}" in ended.out
-    assert sorted(int(name.split(" B")[1]) for name in fakes.taken()) == batches
-    assert "B8: start" not in ended.err  # what was tried before is not tried again
+def test_resume_takes_another_timeout(repo):
+    repo.when(AT_THE_FIRST_STEP, interrupt_by("SIGINT"))
+    repo.run(S01, S02, S03, "--timeout", "30")
+    assert repo.timeouts == [30] * 5
+    assert repo.command("--resume", "x", "--timeout", "1200").status == 0
+    assert repo.timeouts[5:] == [1200] * 5
 
 
-def test_loss_trains_every_stage_once_per_seed_and_resumes(fakes):
-    fakes.stops["[1/1, then 2 more] s02"] = lambda: signal.raise_signal(signal.SIGINT)
-    assert fakes.run("loss", "s01", "s02", "--seeds", "2", "--seed", "7").status == 130
-    before = fakes.records.read_bytes()
-    fakes.plan(s02_tf32=dict(does=DOES["boom"], at="end"))
-    assert fakes.command("--resume", "x").status == 1
-    fakes.plan()
-    ended = fakes.command("--resume", "x")
-    assert ended.status == 0 and fakes.records.read_bytes().startswith(before)
-    assert {key: run.end["eval"] for key, run in fakes.results().runs.items()} == {
-        (i, name): (7 + i) / 1000 for i in (0, 1) for name in (S01, S02)
-    }
-    assert fakes.taken() == dict.fromkeys((S01, S02), [STEPS] * 2) and "0.0000\u00a0±\u00a00.0000" in ended.out
+@pytest.fixture
+def interrupted(repo):
+    """A Repository whose bench was interrupted at its first counted step."""
+    repo.when(AT_THE_FIRST_STEP, interrupt_by("SIGINT"))
+    assert repo.run().status == 130
+    return repo
 
 
-def test_real_bench_of_two_stages_and_the_probes(fakes, monkeypatch):
-    monkeypatch.setattr(bench, "STAGES", names := ["s01_baseline", "s05_flash"])
-    for name in (*names, "harness/probe"):
-        code = (ROOT / f"stages/{name}.py").read_text().replace("n = 2048", "n = 64").replace("2**25", "2**6")
-        (fakes.folder / f"stages/{name}.py").write_text(code)
-    ended = fakes.run("1", "5", *FLOAT32)
-    assert ended.status == 0 and fakes.taken() == dict.fromkeys([*names, PEAK, names[1] + report.AGAIN], [STEPS])
-    assert "active: the flash kernel ran" in ended.out and "of size 64" in ended.out and "stale" not in ended.out
-    for ranks, figure in ((0, "peak"), (2, "bytes")):
-        row, args, lines = bench.Row(PEAK, bench.PROBE, ranks=ranks), bench.parse([*FLOAT32, "--timeout", "60"]), []
-        run = bench.Process(row, args, lines.append)
-        run.ask()
-        time.sleep(0.3 * run.poll())
-        assert run.lines.empty() and [figure in line for line in lines] == [True]  # it waits to be asked again
-        run.stop()
+def assert_resume_is_refused(repo, key):
+    """--resume refuses in one line, because of this key, and touches nothing."""
+    before = repo.records.read_bytes()
+    ended = repo.command("--resume", "x")
+    assert ended.status == 2
+    assert f"--resume x: {key} was " in ended.err
+    assert ended.err.count("\n") == 1
+    assert repo.records.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "file, key",
+    [
+        ("stages/s02_tf32.py", "s02_tf32"),
+        ("stages/harness/probe.py", "probe.py"),
+        ("stages/harness/machine.py", "machine.py"),
+        ("model.py", "model.py"),
+        ("data.py", "data.py"),
+    ],
+)
+def test_resume_refuses_other_code(interrupted, file, key):
+    with open(interrupted.folder / file, "a") as f:
+        f.write("pass\n")
+    assert_resume_is_refused(interrupted, key)
+
+
+def test_resume_refuses_another_corpus(interrupted):
+    interrupted.corpus.write_bytes(b"\1\0" * 10_000)
+    assert_resume_is_refused(interrupted, "ids")
+
+
+def test_resume_refuses_another_machine(interrupted, monkeypatch):
+    environment = machine.environment(torch.device("cpu"))
+    monkeypatch.setattr(machine, "environment", lambda device: environment | {"torch": "1.0"})
+    assert_resume_is_refused(interrupted, "torch")
+
+
+def test_resume_takes_another_page(interrupted):
+    with open(interrupted.folder / "stages" / "harness" / "page.py", "a") as f:
+        f.write("pass\n")
+    assert interrupted.command("--resume", "x").status == 0
+
+
+def test_readme_gets_its_table_when_the_bench_is_complete(repo):
+    repo.when(AT_THE_FIRST_STEP, interrupt_by("SIGINT"))
+    before = repo.readme.read_text()
+    assert repo.run(S01, S02, S03, "--readme").status == 130
+    assert repo.readme.read_text() == before
+    assert repo.command("--resume", "x").status == 0
+    assert "(stages/s03_bf16.py)" in repo.readme.read_text()
+
+
+def test_a_corpus_whose_name_is_not_utf_8_gets_its_page(repo):
+    name = os.fsdecode(b"su\xff.bin")
+    try:
+        shutil.copy(repo.corpus, repo.folder / name)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    repo.flags[repo.flags.index("--data") + 1] = str(repo.folder / name)
+    repo.when(AT_THE_FIRST_STEP, interrupt_by("SIGINT"))
+    assert repo.run().status == 130
+    assert repo.command("--resume", "x").status == 0
+    assert "s03_bf16" in repo.page.read_text(encoding="utf-8")
+
+
+def batches_tried(repo):
+    """The batch sizes of the mode `limit`, in the order in which they were first tried."""
+    lines = results.read(repo.records)
+    names = [line["name"] for line in lines if line["kind"] == "header"]
+    return [int(name.split(" B")[1]) for name in dict.fromkeys(names)]
+
+
+@pytest.mark.parametrize("steps", [WARMUP + 1, 24])
+def test_limit_doubles_the_batch_and_bisects(repo, steps):
+    repo.plan({S02: {"largest_batch": 11}})
+    ended = repo.run("limit", "s02", "--steps", str(steps))
+    assert ended.status == 0
+    assert batches_tried(repo) == [1, 2, 4, 8, 16, 12, 10, 11]
+    row = "| s02_tf32 | 11 | 10,000 | 0.02 | B 12: out of memory at batch size 12: try --batch-size 6 |"
+    assert row in ended.out
+
+
+def test_limit_takes_a_longer_run_of_what_fits_and_goes_down_where_that_fails(repo):
+    too_large = {"behavior": "run out of memory", "at": WARMUP + 1}
+    repo.plan({S02: {"largest_batch": 3}, "s02_tf32 B3": too_large})
+    ended = repo.run("limit", "s02", "--steps", "20")
+    assert ended.status == 0
+    assert "| s02_tf32 | 2 |" in ended.out
+    longer = repo.results().runs[1, "s02_tf32 B2"]
+    assert len(longer.steps) == WARMUP + bench.LIMIT_STEPS
+
+
+def test_limit_of_what_never_fits_is_none_and_exit_status_1(repo):
+    repo.plan({S02: {"largest_batch": 0}})
+    ended = repo.run("limit", "s02")
+    assert ended.status == 1
+    assert batches_tried(repo) == [1]
+    assert "| s02_tf32 | none | – | – | B 1: out of memory at batch size 1" in ended.out
+
+
+def test_limit_that_continues_tries_nothing_twice(repo):
+    repo.plan({S02: {"largest_batch": 11}})
+    repo.when("s02_tf32 B10: start", interrupt_by("SIGINT"))
+    assert repo.run("limit", "s02").status == 130
+    before = repo.records.read_bytes()
+    ended = repo.command("--resume", "x")
+    assert ended.status == 0
+    assert "| s02_tf32 | 11 |" in ended.out
+    assert repo.records.read_bytes().startswith(before)
+    assert "B12: start" not in ended.err
+    assert "B10: start" in ended.err
+
+
+def test_the_memory_budget_of_limit_is_half_of_what_was_free_when_it_began(repo, monkeypatch):
+    repo.plan({S02: {"behavior": "hang with much memory", "at": 1}})
+    repo.when("B1: start", interrupt_by("SIGINT"))
+    monkeypatch.setattr(machine, "free_memory", lambda: 2.4e8)
+    assert repo.run("limit", "s02").status == 130
+    assert repo.results().bench["memory_budget"] == 1.2e8
+    monkeypatch.setattr(machine, "free_memory", lambda: 8e9)
+    ended = repo.command("--resume", "x")
+    assert ended.status == 1
+    assert "| s02_tf32 | none | – | – | B 1: out of memory: more than the budget of 0.1 GB |" in ended.out
+
+
+def test_the_memory_budget_of_limit_can_be_given(repo):
+    repo.plan({S02: {"behavior": "hang with much memory", "at": 1}})
+    ended = repo.run("limit", "s02", "--memory-budget", "0.1")
+    assert ended.status == 1
+    assert "more than the budget of 0.1 GB" in ended.out
+
+
+def test_on_a_gpu_limit_has_no_budget_since_the_card_is_the_limit(gpu):
+    assert bench.memory_budget(parse("limit", "--memory-budget", "3")) is None
+
+
+def test_loss_trains_every_stage_once_with_each_seed(repo):
+    assert repo.run("loss", "s01", "s02", "--seeds", "2", "--seed", "7").status == 0
+    losses = {key: run.summary["eval"] for key, run in repo.results().runs.items()}
+    assert losses == {(0, S01): 0.007, (0, S02): 0.007, (1, S01): 0.008, (1, S02): 0.008}
+    assert repo.steps_taken() == {S01: [STEPS, STEPS], S02: [STEPS, STEPS]}
+
+
+def test_the_page_of_loss_tells_how_often_the_corpus_was_seen(repo):
+    ended = repo.run("loss", "s01", "--seeds", "1", "--seq-len", "750")
+    assert repo.results().bench["corpus_tokens"] == TRAINED_IDS
+    assert "6 steps on the same 18,000 tokens (2.0 passes over the corpus)" in ended.out
+
+
+def test_loss_that_continues_trains_what_has_no_held_out_loss(repo):
+    repo.when("[1/1, then 1 more] s01", interrupt_by("SIGINT"))
+    assert repo.run("loss", "s01", "s02", "--seeds", "2").status == 130
+    before = repo.records.read_bytes()
+    repo.plan({S02: {"behavior": "crash", "at": "end"}})
+    assert repo.command("--resume", "x").status == 1
+    repo.plan({})
+    ended = repo.command("--resume", "x")
+    assert ended.status == 0
+    assert repo.records.read_bytes().startswith(before)
+    assert "s01_baseline: start" not in ended.err
+
+
+def test_a_real_bench_of_two_stages_and_the_probe(repo, monkeypatch):
+    for name in ("s01_baseline", "harness/probe"):
+        shutil.copy(ROOT / "stages" / f"{name}.py", repo.folder / "stages" / f"{name}.py")
+    make_the_probe_small(repo.folder / "stages" / "harness" / "probe.py")
+    names = ["s01_baseline", "s05_flash"]
+    ended = repo.command(*names, *FLOAT32, "--data", str(repo.corpus), "--out", "x")
+    assert ended.status == 0
+    assert repo.steps_taken() == dict.fromkeys([*names, PEAK, names[1] + CONTROL], [WARMUP + 1])
+    assert "active: the flash kernel ran" in ended.out
+    assert "of size 64" in ended.out
+    assert "stale" not in ended.out
+
+
+def make_the_probe_small(path):
+    """Let a copy of the probe multiply matrices of 64 x 64 for a moment, and copy little."""
+    text = path.read_text()
+    for large, small in [("2048, 0.2", "64, 0.01"), ("2**25", "2**10")]:
+        assert text.count(large) == 1
+        text = text.replace(large, small)
+    path.write_text(text)

@@ -1,9 +1,9 @@
-"""The pages show stages and records as they are, and their commands run. REDRAW=1 draws what is stale."""
+"""The pages show stages and records as they are, their links lead somewhere, and their commands run."""
 
-from harness import report
+from harness import ladder, page
+from harness.results import MODES, ResultsError
 
-import ast
-import difflib
+import json
 import os
 import re
 import shlex
@@ -12,245 +12,357 @@ import statistics
 import subprocess
 import sys
 
+import pages
 import pytest
-from conftest import ROOT, SMALL, STAGES, process
+from conftest import ROOT, SMALL, STAGES
+from pages import LESSONS, README, RESULTS, read_page
 
-from data import write_whole
+import bench
+from model import GPT, SIZES, GPTConfig
 
-README, LESSONS = ROOT / "README.md", ROOT / "stages" / "README.md"
-RECORDS = sorted(path for path in (ROOT / "results").glob("*.jsonl") if path.name[:2] != "20")  # see .gitignore
+NOTES = RESULTS / "NOTES.md"
+STALE = "stale: python tests/pages.py draws it again"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SHORT = (*SMALL, "--batch-size", "1", "--seq-len", "16")  # the last of two flags counts
 
-
-def is_drawn(path, text):
-    """Hold that a page is `text`, or write it."""
-    if os.environ.get("REDRAW"):
-        write_whole(path, text.encode())
-    assert path.read_bytes().decode() == text, f"{path} is stale: REDRAW=1 python -m pytest tests/test_pages.py"
-
-
-def between(page, name, content):
-    """The page with `content` between <!-- name --> and <!-- end -->."""
-    before, begin, after = page.partition(f"<!-- {name} -->\n")
-    assert begin and "<!-- end -->" in after, f"stages/README.md needs <!-- {name} --> and <!-- end -->"
-    return f"{before}{begin}{content}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
-
-
-def code_diff(*sources):
-    """What differs in the code of two sources, with a line around it. A line that only moved right does not."""
-    old, new = (source.splitlines()[ast.parse(source).body[0].end_lineno :] for source in sources)
-    matcher = difflib.SequenceMatcher(None, *([line.strip() for line in lines] for lines in (old, new)), autojunk=False)
-    lines = []
-    for group in matcher.get_grouped_opcodes(1):
-        lines.append("@@")
-        for kind, i1, i2, j1, j2 in group:
-            lines += ["-" + line for line in old[i1:i2] if kind != "equal"]
-            lines += [(" " if kind == "equal" else "+") + line for line in new[j1:j2]]
-    return "\n".join(line.rstrip() for line in lines[1:])
-
-
-MISREAD = """| mistake | what it says | what the records say |
-| :-- | :-- | :-- |
-| compilation in the average: all {n} steps of s04 | {mean:,.0f} ms per step | {ms:,.0f} after {s:.0f} s of warm-up |
-| CUDA's memory meter, where there is no GPU: s04 | 0.00 GB | {memory:.2f} GB ({meter}) |
-| one step of each, instead of many: s05 over s04 | anything from {low:.2f} to {high:.2f} times as fast | {flash} |
-| dt compared where a step holds more tokens: s11 over s10 | {dts:.2f} times as fast | {accum}, by tok/sec |
-| two runs at different times: two steps of {pair} | {spread:.2f} times as fast | {again}, as an A/A pair |"""
-
-
-def misread(results):
-    """What a bench's records say when they are read wrongly, beside what they say."""
-    s04, s05, s10, s11 = (STAGES[stage].stem for stage in ("s04", "s05", "s10", "s11"))
-    ((_, pair), again), *_ = results.pairs().items()
-    one, dts = results.summary(s04), [step["dt"] for step in results.of(s04)[0].steps]
-    ours, theirs, steps = (results.samples(name) for name in (s05, s04, pair))
-    ratios = sorted(theirs[key] / ours[key] for key in ours.keys() & theirs.keys())
-    found = dict(n=len(dts), mean=1e3 * statistics.mean(dts), ms=one["dt_ms"], s=one["warmup_s"], meter=one["meter"])
-    found |= dict(memory=one["memory"] / 1e9, low=ratios[0], high=ratios[-1], flash=results.compare(s05, s04).text())
-    found |= dict(dts=results.summary(s10)["dt_ms"] / results.summary(s11)["dt_ms"], again=again.text())
-    found |= dict(pair=report.short(pair), spread=max(steps.values()) / min(steps.values()))
-    return MISREAD.format(accum=results.compare(s11, s10).text(), **found)
-
-
-# what torch.profiler calls the operations of each row of the profile; the optimizer's are those inside its own
-SPENT = {
-    "matmuls": r"aten::(mm|addmm|bmm|baddbmm)|.*mkl.*linear.*",
-    "softmax, loss and mask": r"aten::(_(log_)?softmax(_backward_data)?|nll_loss.*|masked_fill_?|triu|where)",
-    "GELU and LayerNorm": r"aten::(gelu|native_layer_norm)(_backward)?",
-    "casts and copies": r"aten::(copy_|_to_copy|clone|contiguous)",
-    "fused kernels": r"## Call CompiledFxGraph .*",
-    "attention kernel": r"aten::_scaled_dot_product.*",
-    "optimizer": r"Optimizer\.step#.*",
+# commands that no test can run as they stand, by how they begin, and why
+ELSEWHERE = {
+    "git clone ": "needs a network",
+    "pip install ": "needs a network",
+    "python stages/sample.py --weights gpt2 ": "needs OpenAI's weights",
+    "torchrun --nnodes=2 ": "needs two of them at once, which test_stages.py starts",
+    "TORCH_LOGS=output_code ": "needs a C++ compiler",
+    "python tests/pages.py": "is tested here by itself",
 }
 
 
-def profile(stage):
-    """{row: ms} of the last step of a stage, by results/profile."""
-    run = report.run_of(report.read(ROOT / f"results/profile/{stage}.jsonl"))
-    found, step = dict.fromkeys(SPENT, 0.0), 1e3 * run.steps[-1]["dt"]
-    for key, (own, total, _) in run.end["profile"].items():
-        for row in [row for row, names in SPENT.items() if re.fullmatch(names, key)]:
-            found[row] += total if row == "optimizer" else own
-    return found | {"everything else": step - sum(found.values()), "the step": step}
+def readme_results():
+    """The harness's Results of the bench that README.md shows."""
+    return pages.record(pages.shown_in_readme(read_page(README)))
 
 
-def quoted(bench):
-    """What the figures of the pages call: figures of the bench that README shows, and of the records beside it."""
-
-    def stem(n):
-        return STAGES[f"s{n:02d}"].stem
-
-    def of(name):
-        return report.Results(ROOT / f"results/{name}.jsonl")
-
-    def steps(name):
-        return report.run_of(report.read(ROOT / f"results/exercises/{name}.jsonl")).steps
-
-    def dt(n):
-        return bench.summary(stem(n))["dt_ms"]
-
-    def against(n, base=0, results=bench):
-        return results.compare(stem(n), stem(base or n - 1)).text()
-
-    def loss(which, n):
-        change = (results := of(f"loss-{which}")).compare(stem(n), results.above(stem(n)))
-        return f"{change.value:+.4f} ± {change.spread:.4f} ({report.note(results, stem(n)).removesuffix('; stale')})"
-
-    peak = bench.steps(report.PEAK)
-    dtypes = (32, "float32"), (16, "bfloat16")  # ms: what the 111 GFLOP of a step of micro take at the peak
-    ms = {bits: 111e12 / statistics.median(step["peak"][dtype] for step in peak) for bits, dtype in dtypes}
-    copy = statistics.median(step["copy"] for step in peak)
-    limits = report.limit_table(of("xeon-2-cores-limit")).splitlines()[2:]
-    return dict(
-        P32=f"{111 / ms[32]:.3f}",
-        P16=f"{111 / ms[16]:.3f}",
-        BW=f"{copy / 1e9:.1f}",
-        matmuls=lambda bits, gflop=111: f"{ms[bits] * gflop / 111:.0f}",
-        moving=lambda megabytes: f"{1e9 * megabytes / copy:.0f}",
-        without_float32=f"{dt(2) - ms[32] + ms[16]:.0f}",
-        dt=lambda n: f"{dt(n):.0f}",
-        gb=lambda n: f"{bench.summary(stem(n))['memory'] / 1e9:.2f}",
-        vs=against,
-        xeon=lambda n: against(n, results=of("xeon-2-cores")),
-        says=lambda n: report.note(bench, stem(n)).removesuffix("; stale").split("; ")[-1],
-        warmup=lambda n, name=None: f"{(of(name) if name else bench).summary(stem(n))['warmup_s']:.0f}",
-        saved=lambda n: f"{dt(n - 1) - dt(n):.0f}",
-        speed=lambda name, row: f"{of(name).summary(row)['tok_per_sec']:,.0f}",
-        amp=lambda name: of("xeon-2-cores-amp").compare(name, "float32").text(),
-        scale=lambda: of("xeon-2-cores-scale").compare("2 ranks", "1 rank").text(),
-        efficiency=lambda more: f"{50 * of(f'xeon-2-cores-scale{more}').compare('2 ranks', '1 rank').value:.0f} %",
-        limit=lambda: ", ".join(f"{row.split(' | ')[1]} in {row[2:5]}" for row in limits),
-        loss=loss,
-        spent=lambda n, *rows: f"{sum(profile(f's{n:02d}')[row] for row in rows):.0f}",
-        last=lambda name, key="loss", part=1: f"{steps(name)[-1][key] / part:.4f}",
-        mean=lambda name: f"{statistics.mean(step['loss'] for step in steps(name)[-100:]):.2f}",
-    )
-
-
-def bad_batch():
-    """Loss and norm around the two steps of random ids, with clipping and without."""
-    runs = [report.run_of(report.read(ROOT / f"results/exercises/bad-batch-{name}.jsonl")) for name in ("1.0", "1e9")]
-    rows = [
-        [str(i), *(f"{run.steps[i][key]:.2f}" for run in runs for key in ("loss", "norm"))]
-        for i in (*range(38, 46), 79)
-    ]
-    return report.markdown("rrrrr", ["step", "loss, clipped at 1", "norm", "loss, not clipped", "norm"], rows)
-
-
-def quoting(page, bench):
-    """The page with each figure, <!-- = expression -->figure<!-- . -->, as the records have it."""
-    names = quoted(bench)
-    block = re.search(r"^ {0,3}<!-- = .*", page, re.MULTILINE)
-    assert not block, f"a line that begins with a comment is a block of HTML, and ends the paragraph: {block[0]}"
-
-    def figure(match):
-        return f"{match[1]}{eval(match[2], names)}<!-- . -->"
-
-    return re.sub(r"(<!-- = (.*?) -->).*?<!-- \. -->", figure, page)
-
-
-def linked():
-    """(name, Results) of the bench that README shows."""
-    block = README.read_bytes().decode().partition(report.BEGIN)[2].partition(report.END)[0]
-    link = re.search(r"\(results/([\w.+-]+)\.md\)", block)
-    assert link, "the table of README.md has no link to its record: draw it by bench.py --render NAME --readme"
-    return link[1], report.Results(ROOT / "results" / f"{link[1]}.jsonl")
-
-
-def test_lessons_show_the_diffs_and_the_records():
-    page, sources = LESSONS.read_bytes().decode(), [path.read_text("utf-8") for path in STAGES.values()]
-    for stage, *two in zip([*STAGES][1:], sources, sources[1:], strict=False):
-        page = between(page, f"diff {stage}", f"```diff\n{code_diff(*two)}\n```")
-    columns = {stage: profile(stage) for stage in ("s01", "s03", "s04", "s05", "s09", "s10", "s11")}
-    rows = [[row, *(f"{of[row]:.0f}" for of in columns.values())] for row in columns["s01"]]
-    page = between(page, "profile", report.markdown("l" + "r" * len(columns), ["ms", *columns], rows))
-    page = between(between(page, "bad batch", bad_batch()), "misread", misread(linked()[1]))
-    is_drawn(LESSONS, quoting(page, linked()[1]))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_has_a_lesson_a_diff_and_a_row(stage):
-    name, lessons = STAGES[stage].stem, LESSONS.read_text("utf-8")
-    lesson = re.search(rf"^## .*\b{stage} · {name[4:]}\b", lessons, re.MULTILINE)
-    diff = stage == "s01" or f"<!-- diff {stage} -->" in lessons
-    row = f"\n| [{name}](stages/{name}.py) |" in README.read_text("utf-8")
-    assert lesson and diff and row, f"{stage} has a lesson: {bool(lesson)}, a diff: {diff}, a row: {row}"
-
-
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", pages.records(), ids=lambda path: path.stem)
 def test_a_record_renders_to_its_page(path):
-    is_drawn(path.with_suffix(".md"), report.page(report.Results(path)))
+    assert read_page(path.with_suffix(".md")) == page.page(pages.record(path.stem)), STALE
 
 
 def test_readme_shows_the_record_that_it_links_to():
-    name, results = linked()
-    text = report.between_markers(README.read_bytes().decode(), report.narrow(results, name))
-    is_drawn(README, quoting(text, results))
+    text = read_page(README)
+    assert text == pages.readme(text), STALE
 
 
-# what a test can't do: install or fetch things, load OpenAI's weights, use a second machine or another project
-ELSEWHERE = ("pip install", "git clone", "cd ", "python model.py --weights gpt2 ", "torchrun --nnodes=2", "NGPU=8 ")
-RUNNER = """import os, runpy, shlex, subprocess, sys
-for line in sys.stdin.read().splitlines():
-    status = 0
-    if line.startswith("python ") and ".py " in line:  # here, since torch takes long to import
-        sys.argv = shlex.split(line)[1:]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            status = end.code or 0
+def test_the_lessons_show_the_stages_and_the_records():
+    text = read_page(LESSONS)
+    assert text == pages.lessons(text, readme_results()), STALE
+
+
+def test_a_figure_is_that_of_the_record():
+    name = pages.shown_in_readme(read_page(README))
+    lines = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    dts = [line["dt"] for line in lines if line["kind"] == "step" and line["name"] == "s01_baseline"]
+    median_ms = 1e3 * statistics.median(dts[4:])
+    wrong = "A step of s01 takes <!-- = ms s01 -->7<!-- . --> ms."
+    right = f"A step of s01 takes <!-- = ms s01 -->{median_ms:.0f}<!-- . --> ms."
+    assert pages.with_figures(wrong, readme_results()) == right
+
+
+@pytest.mark.parametrize("words", ["weight s04", "ms", "ms s99"])
+def test_words_that_name_no_figure_are_refused(words):
+    with pytest.raises(ResultsError):
+        pages.figure(words, readme_results())
+
+
+def test_a_figure_at_the_start_of_a_line_is_refused():
+    with pytest.raises(ResultsError, match="ends its paragraph"):
+        pages.with_figures("A step takes\n<!-- = ms s01 -->850<!-- . --> ms.", readme_results())
+
+
+def test_a_diff_without_its_place_in_the_lessons_is_refused():
+    text = read_page(LESSONS).replace("<!-- diff s05 -->\n", "")
+    with pytest.raises(ResultsError, match="<!-- diff s05 -->"):
+        pages.lessons(text, readme_results())
+
+
+def test_a_diff_has_the_lines_that_differ_and_one_around_them():
+    lines = pages.diff("s05_flash", "s06_vocab").splitlines()
+    assert lines == [
+        "```diff",
+        "",
+        "-config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])",
+        "+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])",
+        " model = GPT(config, attention).to(device)",
+        "```",
+    ]
+
+
+def test_a_line_that_only_moved_to_the_right_does_not_differ():
+    lines = pages.diff("s02_tf32", "s03_bf16").splitlines()
+    assert "         loss = model(x, y)" in lines
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A copy of the repository of which every page is drawn."""
+    folder = tmp_path_factory.mktemp("drawn")
+    for name in ("stages", "results"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "pages.py", folder / "tests")
+    shutil.copy(README, folder)
+    assert draw(folder).returncode == 0
+    return folder
+
+
+@pytest.fixture
+def stale(drawn, tmp_path):
+    """Such a copy with a wrong digit in a lesson, one in README.md's table, and a page that is missing."""
+    folder = tmp_path / "stale"
+    shutil.copytree(drawn, folder)
+    lessons, readme = folder / "stages" / "README.md", folder / "README.md"
+    lessons.write_bytes(re.sub(rb"(<!-- = ms s01 -->)\d", rb"\g<1>0", lessons.read_bytes()))
+    readme.write_bytes(re.sub(rb"(\| float32, explicit attention \| )\d", rb"\g<1>0", readme.read_bytes()))
+    (folder / "results" / "epyc-8-gb.md").unlink()
+    return folder
+
+
+def draw(folder, *flags):
+    """`python tests/pages.py` in a folder, as it has ended, by a Python that has no torch."""
+    without_torch = folder / "without_torch"
+    without_torch.mkdir(exist_ok=True)
+    (without_torch / "torch.py").write_text("raise ImportError('a page is drawn without torch')")
+    env = {**os.environ, "PYTHONPATH": str(without_torch)}
+    command = [sys.executable, "tests/pages.py", *flags]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def contents(folder):
+    """{path: bytes} of every page below a folder."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.md")}
+
+
+def test_check_names_the_pages_that_are_stale_and_writes_nothing(stale):
+    before = contents(stale)
+    check = draw(stale, "--check")
+    assert check.returncode == 1
+    named = [line.split(" is stale: ")[0] for line in check.stdout.splitlines()]
+    assert named == ["results/epyc-8-gb.md", "README.md", "stages/README.md"]
+    assert contents(stale) == before
+
+
+def test_the_pages_that_are_stale_are_drawn_again(drawn, stale):
+    ended = draw(stale)
+    assert ended.returncode == 0
+    assert "results/epyc-8-gb.md is drawn again" in ended.stdout
+    assert contents(stale) == contents(drawn)
+
+
+def test_check_finds_nothing_where_all_is_drawn(drawn):
+    check = draw(drawn, "--check")
+    assert (check.returncode, check.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in STAGES.values()} | set(ladder.names())))
+def test_a_stage_has_a_file_a_row_in_the_ladder_and_a_lesson(name):
+    lessons = read_page(LESSONS)
+    short, technique = name.split("_", 1)
+    heading, marker = f"\n## {short} · {technique}\n", f"\n<!-- diff {short} -->\n"
+    missing = []
+    if not (ROOT / "stages" / f"{name}.py").exists():
+        missing.append(f"stages/{name}.py")
+    if ladder.find(name) is None:
+        missing.append(f"{name} in STAGES of stages/harness/ladder.py")
+    if heading not in lessons:
+        missing.append(f"{heading.strip()} in stages/README.md")
+    if short != "s01" and marker not in lessons:
+        missing.append(f"{marker.strip()} in stages/README.md")
+    assert not missing, f"{name} lacks {', '.join(missing)}"
+
+
+def test_readmes_table_has_the_stages_from_the_first_one_on():
+    rows = re.findall(r"^\| \[(\w+)\]\(stages/\w+\.py\) \|", read_page(README), re.MULTILINE)
+    assert rows
+    assert rows == ladder.names()[: len(rows)]  # the last ones may be too new to be measured
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_of_the_bench_has_a_line_in_readme_and_a_target(mode):
+    target = "bench" if mode == "ladder" else mode
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert re.search(rf"^make {target} +# \w", read_page(README), re.MULTILINE)
+    assert re.search(rf"^([a-z]+ )*{target}( [a-z]+)*: ", makefile, re.MULTILINE)
+    assert f"@echo 'make {target} " in makefile
+
+
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", read_page(path)), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def leads_somewhere(path, target):
+    """Whether a link of a page is to another site, or to a file and in it a heading that exist."""
+    if target.startswith("https://"):
+        return True
+    name, _, anchor = target.partition("#")
+    linked = path.parent / name if name else path
+    if not linked.exists():
+        return False
+    return not anchor or anchor in anchors(linked)
+
+
+@pytest.mark.parametrize("path", [README, LESSONS, NOTES], ids=["README.md", "stages/README.md", "NOTES.md"])
+def test_a_link_leads_to_a_file_or_a_heading_that_exists(path):
+    targets = re.findall(r"\]\(([^)\s]+)\)", read_page(path))
+    assert targets
+    assert [target for target in targets if not leads_somewhere(path, target)] == []
+
+
+@pytest.mark.parametrize("path", [README, LESSONS, NOTES], ids=["README.md", "stages/README.md", "NOTES.md"])
+def test_a_script_that_a_page_names_exists(path):
+    names = set(re.findall(r"(?:stages|tests)/(?:harness/)?\w+\.py", read_page(path)))
+    names -= {"stages/mine.py", "stages/s13_NAME.py"}  # which the reader writes
+    assert [name for name in sorted(names) if not (ROOT / name).exists()] == []
+
+
+def test_s09_says_how_many_parameters_decay(monkeypatch):
+    monkeypatch.setattr(GPT, "to_empty", lambda self, device: self)  # stays on the meta device
+    model = GPT(GPTConfig(vocab_size=50304, block_size=1024, **SIZES["gpt2"]), attention=None)
+    decayed = [p.numel() for p in model.parameters() if p.dim() >= 2]
+    left_alone = [p.numel() for p in model.parameters() if p.dim() < 2]
+    docstring, _ = ladder.docstring_and_code("s09_decay")
+    words = " ".join(docstring.split())
+    assert f"{len(decayed)} tensors with {sum(decayed):,} parameters decayed" in words
+    assert f"{len(left_alone)} with {sum(left_alone):,} left alone" in words
+
+
+def make(folder, *words):
+    """`make` with these words in a folder, as it has ended; the test is skipped where there is no make."""
+    if not shutil.which("make"):
+        pytest.skip("needs make")
+    command = ["make", "PY=python3", *words]
+    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}  # whose colors and pagers are the user's own
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize(
+    "words, old, new",
+    [
+        (["N=5"], "s04_compile", "s05_flash"),
+        (["N=12"], "s11_accum", "s12_ddp"),
+        (["A=s01", "B=s12"], "s01_baseline", "s12_ddp"),
+    ],
+    ids=["N=5", "N=12", "A=s01 B=s12"],
+)
+def test_make_diff_shows_a_stage_against_the_one_before_or_any_two(words, old, new):
+    shown = make(ROOT, "diff", *words).stdout.splitlines()
+    assert shown[0] == f"diff --git a/stages/{old}.py b/stages/{new}.py"
+
+
+def test_make_with_an_empty_py_takes_its_own_python():
+    shown = make(ROOT, "PY=", "--dry-run", "bench", "ARGS=s01").stdout.splitlines()
+    assert shown[-1] == ".venv/bin/python bench.py s01"
+
+
+def test_make_diff_without_a_stage_says_what_to_pass():
+    ended = make(ROOT, "diff", "N=1")
+    assert ended.returncode == 2
+    assert "pass N=2 or a later stage, or A=s01 B=s12" in ended.stderr
+
+
+def without_comment(line):
+    """A line of a block as one command: without its comment, and without what comes after an &&."""
+    command = re.sub(r"\s+# .*| && .*", "", line)
+    return " ".join(command.split())
+
+
+def commands_of(path):
+    """The commands of a page, a list of lists: those of a block belong together, one in the text is alone."""
+    text = read_page(path)
+    groups = []
+    for language, block in FENCE.findall(text):
+        if not language:
+            groups.append([without_comment(line) for line in block.splitlines()])
+    for span in re.findall(r"`!?((?:\w+=\w+\s)?(?:python|make|torchrun)\s[^`]*)`", FENCE.sub("", text)):
+        groups.append([without_comment(span)])
+    return groups
+
+
+def commands_that_run():
+    """The commands of all pages that a test can run, in their groups, each group once."""
+    groups = []
+    for path in (README, LESSONS):
+        for group in commands_of(path):
+            able = [command for command in group if not command.startswith(tuple(ELSEWHERE))]
+            if able and able not in groups:
+                groups.append(able)
+    return groups
+
+
+def check_bench(flags):
+    """Let the bench take its flags apart, on a CPU, and start nothing. A wrong one is a SystemExit."""
+    if "--resume" in flags:
+        bench.parse_resume(flags)
     else:
-        status = subprocess.call(line.replace("python -c", shlex.quote(sys.executable) + " -c"), shell=True)
-    print(f"STATUS {status} {line}", flush=True)
-"""
+        bench.parse([*flags, "--device", "cpu"])
 
 
-def commands(page):
-    """The commands of a page, from its blocks and its text, on the smallest model: the last of two flags counts."""
-    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-    lines = [line for language, block in fenced.findall(page) if not language for line in block.splitlines()]
-    lines += re.findall(r"`!?((?:python|make|torchrun)\s[^`]*)`", fenced.sub("", page))
-    for line in lines:
-        line = " ".join(re.sub(r"\s+# .*| && .*", "", line).split())
-        line = re.sub(r"^torchrun .*(?=stages/)", "python ", line)  # that it starts several is tested elsewhere
-        more = {"python stages/": shlex.join(SMALL), "python model.py": "--device cpu", "python bench": "--help"}
-        more |= {"make": "-n PY=python3 > make.out", "": ""}
-        line += " " + next(words for start, words in more.items() if line.startswith(start))
-        if line.strip() and not line.startswith(ELSEWHERE):
-            yield line.strip() + " --tokens 2" * ("--prompt" in line)
+def run_make(folder, words):
+    """Let make say what it would run, and the bench what it thinks of that."""
+    ended = make(folder, "-n", *words)
+    assert ended.returncode == 0, ended.stderr
+    for line in ended.stdout.splitlines():
+        if line.startswith("python3 bench.py"):
+            check_bench(shlex.split(line)[2:])
 
 
-@pytest.mark.parametrize("page", [README, LESSONS], ids=["README.md", "stages/README.md"])
-def test_commands_of_a_page_run(stages, page, tmp_path):
-    for folder in ("stages", "results"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "mine.py"))
-    for path in [*ROOT.glob("*.py"), ROOT / "Makefile", README]:
-        shutil.copy(path, tmp_path)
-    missing = [name for name in ("make", "diff", "sed") if not shutil.which(name)]
-    missing += ["python stages/mine.py"] * ("sed" in missing)  # which sed writes
-    lines = [line for line in commands(page.read_text("utf-8")) if not line.startswith(tuple(missing))]
-    with process([sys.executable, "-c", RUNNER], tmp_path, stages.env, stdin=subprocess.PIPE) as child:
-        out, err = child.communicate("\n".join(lines), timeout=400)
-    ended = [line.split(" ", 2)[1:] for line in out.splitlines() if line.startswith("STATUS ")]
-    # diff ends with 1 where two files differ, as they must
-    assert lines and ended == [[str(int(line.startswith("diff "))), line] for line in lines], err
+def script_and_flags(folder, words):
+    """The path of the script that a command starts, and its flags, with those that keep the run short."""
+    if words[1] == "-c":
+        typed = folder / "typed.py"
+        typed.write_text(words[2])
+        return typed, []
+    (script,) = [word for word in words if word.endswith(".py")]
+    flags = words[words.index(script) + 1 :]
+    if script != "stages/sample.py":
+        return folder / script, [*flags, *SHORT]
+    flags += ["--device", "cpu"]
+    if "--prompt" in flags:
+        flags += ["--tokens", "2"]
+    else:
+        text = folder / "short.txt"
+        text.write_text(1000 * "To be ")
+        flags += ["--data", text]
+    return folder / script, flags
+
+
+def run_python(stages, folder, words):
+    """Run the script of a command in a fork; torchrun's as one process, since other tests start several."""
+    script, flags = script_and_flags(folder, words)
+    ended = stages.run_script(script, flags, folder)
+    assert ended.status == 0, ended.err
+
+
+def run_shell(folder, command):
+    """Run a command of another program. diff ends with 1 where two files differ, as here they must."""
+    program = command.split()[0]
+    if not shutil.which(program):
+        pytest.skip(f"needs {program}")
+    ended = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == (1 if program == "diff" else 0), ended.stderr
+
+
+@pytest.mark.parametrize("commands", commands_that_run(), ids=lambda commands: commands[0])
+def test_the_commands_of_a_page_run(stages, tmp_path, commands):
+    shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("harness", "mine.py"))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for command in commands:
+        words = shlex.split(command)
+        if words[0] == "make":
+            run_make(tmp_path, words[1:])
+        elif words[:2] == ["python", "bench.py"]:
+            check_bench(words[2:])
+        elif words[0] in ("python", "torchrun"):
+            run_python(stages, tmp_path, words)
+        else:
+            run_shell(tmp_path, command)

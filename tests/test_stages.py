@@ -1,6 +1,6 @@
-"""Every stage, end to end, in processes of its own: what a technique does to the numbers, and how a run ends."""
+"""Every stage, end to end: its technique is there, it does to the loss what it should, and a run ends as it must."""
 
-from harness import machine, report, summarize
+from harness import ladder, machine, results
 
 import argparse
 import hashlib
@@ -14,110 +14,358 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
-from conftest import FLOAT32, SMALL, STAGES, definitions, figures, process
+from conftest import FLOAT32, SMALL, STAGES, TWO_RANKS, definitions, process
 from torch.nn import functional as F
 
 from data import byte_tokenizer
-from model import GPT, VOCAB, GPTConfig, evaluate, load
+from model import GPT, VOCAB, GPTConfig
 
 CPU = torch.device("cpu")
-AGENT = ("-m", "torch.distributed.run")
-TWO_RANKS = (*AGENT, "--standalone", "--nproc_per_node=2")
-# python -c AROUND stages/...: something before the stage, and something after
-AROUND = "import os, runpy, sys, torch._dynamo as d; del sys.argv[0]; sys.path.insert(0, os.path.dirname(sys.argv[0]))"
-AROUND += "; {}; runpy.run_path(sys.argv[0], run_name='__main__'); {}"
-ONE_GRAPH = "print(d.utils.counters['stats']['unique_graphs'], 'graph', dict(d.utils.counters['graph_break']))"
-ONE_GRAPH = ("-c", AROUND.format("d.config.error_on_recompile = True", ONE_GRAPH))
-GPU_TOO = ("-c", AROUND.format("d.torch._C._get_accelerator = lambda: d.torch.device('cuda')", ""))
-BFLOAT16, FLOAT16 = ((*SMALL, "--amp-dtype", dtype) for dtype in ("bfloat16", "float16"))
-SAME = {  # two runs, and how far their losses may be apart
-    "compile": (("s05", (*FLOAT32, "--compile"), ONE_GRAPH), ("s05", FLOAT32), 1e-4),  # the last of two flags counts
-    **{name: ((name, FLOAT32, ()), ("s01", FLOAT32), 1e-4) for name in ("s02", "s03", "s04", "s05")},
-    "bfloat16": (("s03", BFLOAT16, ()), ("s01", FLOAT32), 0.02),  # logits of size 1 are rounded by up to 1/256
-    "bfloat16 flash": (("s05", BFLOAT16, ()), ("s01", FLOAT32), 0.02),
-    "float16": (("s03", FLOAT16, ()), ("s03", FLOAT32), 0.01),  # the optimizer sees gradients without the scale
-    "float16 clip": (("s11", FLOAT16, ()), ("s11", FLOAT32), 0.01),  # and so does the clipping
-    "vocab": (("s06", FLOAT32, ()), ("s05", FLOAT32), 2 * math.log(1 + 47 / VOCAB)),  # the padding in the softmax
-    "fused": (("s10", FLOAT32, ()), ("s09", FLOAT32), 1e-4),
-    "accum": (("s11", FLOAT32, ()), ("s10", (*FLOAT32, "--batch-size", "8")), 1e-4),
-    "ddp alone": (("s12", FLOAT32, GPU_TOO), ("s11", FLOAT32), 1e-4),
-    "ddp": (("s12", FLOAT32, TWO_RANKS), ("s11", FLOAT32), 1e-4),
-}
 NO_COMPILER = machine.compile_problem(CPU)
-RUNS = [run for name, (run, _, _) in SAME.items() if name != "compile" or not NO_COMPILER]  # the slowest first
-RUNS += [(*run, ()) for _, run, _ in SAME.values()] + [(stage, FLOAT32, ()) for stage in STAGES]
+
+# 16-bit types are slow on a CPU that has no units for them, so these runs have three short steps
+SHORT = (*SMALL, "--seq-len", "8", "--batch-size", "1", "--accum", "2", "--steps", "3")
+SHORT_FLOAT32 = (*SHORT, "--amp-dtype", "float32")
+SHORT_BFLOAT16 = (*SHORT, "--amp-dtype", "bfloat16")
+TWO_STEPS_FLOAT32 = (*SHORT_FLOAT32, "--steps", "2")
+TWO_STEPS_FLOAT16 = (*SHORT, "--amp-dtype", "float16", "--steps", "2")  # the third would overflow at the first scale
+COMPILED = (*FLOAT32, "--compile")  # the last of two flags counts
+ONE_BATCH = (*FLOAT32, "--batch-size", "8")  # as many sequences as four micro-batches of two
+
+WATCH = {"watch": True}
+TRACE = {"backend": "eager"}  # torch.compile traces, and Python runs what it traced
 
 
-def is_close(run, other, tolerance):
-    assert run.status == other.status == 0, run.err + other.err
-    assert figures(run, "loss") == pytest.approx(figures(other, "loss"), abs=tolerance, rel=0)
-    for name in {"norm", "lr", "tokens"} & {*run.steps[0]} & {*other.steps[0]}:
-        assert figures(run, name) == pytest.approx(figures(other, name), rel=2 * tolerance), name
+def stages_from(first):
+    """The stages from this one on, as in "s07"."""
+    return [stage for stage in STAGES if stage >= first]
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_techniques_for_speed_leave_the_loss(stages, name):
-    if name == "compile" and NO_COMPILER:
-        pytest.skip(NO_COMPILER)
-    (stage, flags, launch), (other, other_flags), tolerance = SAME[name]
-    run, other = stages(stage, *flags, launch=launch), stages(other, *other_flags)
-    is_close(run, other, tolerance)
-    if tolerance > 1e-4:
-        assert figures(run, "loss") != figures(other, "loss")  # autocast, or the padding, is at work
-    if name == "compile":
-        assert run.out.endswith("\n1 graph {}\n")
-    if name == "ddp":  # rank 0 alone prints
-        assert len(run.out.splitlines()) == 3 + len(run.steps) and run.header["settings"]["world_size"] == 2
+FOR_SPEED = [row.short for row in ladder.STAGES[1:] if not row.for_the_loss]
+BEFORE = dict(zip([*STAGES][1:], STAGES, strict=False))  # the stage before each
+
+RUNS = [] if NO_COMPILER else [("s05", COMPILED)]  # the slowest first
+RUNS += [(stage, (*SHORT_FLOAT32, "--compile"), TRACE) for stage in stages_from("s04")]
+RUNS += [(stage, FLOAT32) for stage in STAGES]
+RUNS += [(stage, SHORT_BFLOAT16, WATCH) for stage in STAGES]
+RUNS += [("s03", TWO_STEPS_FLOAT16), ("s11", TWO_STEPS_FLOAT16), ("s10", ONE_BATCH)]
+RUNS += [("s03", TWO_STEPS_FLOAT32), ("s11", TWO_STEPS_FLOAT32), ("s03", SHORT_FLOAT32), ("s05", SHORT_FLOAT32)]
+
+
+def assert_same_training(run, other, tolerance=1e-4):
+    """Hold that two runs trained alike: losses within `tolerance` nats of each other, and alike norms and rates."""
+    assert run.status == 0, run.err
+    assert other.status == 0, other.err
+    assert run.figures("loss") == pytest.approx(other.figures("loss"), abs=tolerance, rel=0)
+    for name in ("norm", "lr", "tokens"):
+        if name in run.run.steps[0] and name in other.run.steps[0]:
+            assert run.figures(name) == pytest.approx(other.figures(name), rel=2 * tolerance), name
+
+
+def free_port():
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def two_ranks_of_s12(stages, *flags):
+    """The two Endeds of s12 as two processes, in forks with the environment that torchrun gives its ranks."""
+    port = str(free_port())
+
+    def run_rank(rank):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        return stages.fork("s12", *flags, **world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run_rank, ["0", "1"]))
+
+
+# How a run starts and ends. These need processes of their own, and stand first since the shared runs take their time.
+
+
+@pytest.mark.parametrize("redirection", ["| :", ">&-", ">/dev/full"])
+def test_a_lost_stdout_ends_no_run(stages, tmp_path, redirection):
+    if redirection == ">/dev/full" and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    script = f'{{ "$@" --save w --record r.jsonl; echo $? >status; }} {redirection}'
+    command = [sys.executable, STAGES["s05"], *FLOAT32]
+    with process(["sh", "-c", script, "sh", *command], tmp_path, stages.env) as shell:
+        _, err = shell.communicate(timeout=240)
+    assert err == ""
+    assert (tmp_path / "status").read_text() == "0\n"
+    assert [line["kind"] for line in results.read(tmp_path / "r.jsonl")] == ["header", *["step"] * 5, "summary"]
+    assert GPT.from_pretrained(tmp_path / "w", None).config.n_embd == 64
+
+
+def test_a_terminal_without_utf_8_ends_no_run_of_a_link_to_a_stage(stages, tmp_path):
+    link = tmp_path / "link.py"
+    link.symlink_to(STAGES["s05"])
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, link, *FLOAT32, "--record", tmp_path / "r.jsonl"]
+    with process(command, tmp_path, stages.env | ascii_locale) as child:
+        out, err = child.communicate(timeout=240)
+    assert (child.returncode, err) == (0, "")
+    assert out.startswith("Stage 5 ? flash: ")
+    assert results.read(tmp_path / "r.jsonl")[0]["stage"] == "s05_flash"
+
+
+def test_python_oo_which_drops_docstrings_runs_a_stage(stages):
+    run = stages.fresh("s05", *FLOAT32, PYTHONOPTIMIZE="2")
+    assert (run.status, run.err) == (0, "")
+    assert run.out.startswith("s05_flash\n")
+    assert run.figures("loss") == stages("s05", *FLOAT32).figures("loss")
+
+
+def wait_for_steps(record, count, child):
+    """Wait until the record of a running stage has so many steps."""
+    until = time.monotonic() + 120
+    while not record.exists() or len(results.read(record)) < 1 + count:
+        assert child.poll() is None, "the stage has ended"
+        assert time.monotonic() < until, "the stage takes no more steps"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "stage, signal_number, nohup",
+    [("s05", signal.SIGINT, False), ("s01", signal.SIGHUP, False), ("s12", signal.SIGTERM, True)],
+    ids=["s05 Ctrl-C", "s01 closed terminal", "s12 nohup and kill"],
+)
+def test_a_signal_ends_a_run_with_its_weights_saved(stages, tmp_path, stage, signal_number, nohup):
+    record, weights = tmp_path / "r.jsonl", tmp_path / "w"
+    command = [sys.executable, STAGES[stage], *FLOAT32, "--steps", "100000", "--record", record, "--save", weights]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # a child inherits that
+    with process(command, tmp_path, stages.env) as child:
+        signal.signal(signal.SIGHUP, before)
+        wait_for_steps(record, 1, child)
+        if nohup:
+            child.send_signal(signal.SIGHUP)
+            wait_for_steps(record, len(results.read(record)) + 5, child)  # it goes on
+        child.send_signal(signal_number)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err.splitlines()[-1] == "error: interrupted", err  # the profiler of the second step may warn before it
+    assert "Traceback" not in err
+    assert results.read(record)[-1] == {"kind": "error", "reason": "interrupted", "error": "interrupted"}
+    assert out.endswith(f"saved to {weights}\n")
+    assert GPT.from_pretrained(weights, None).config.n_embd == 64
+
+
+def test_two_agents_of_torchrun_are_two_nodes(stages):
+    node = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1")
+    node += (f"--master_port={free_port()}",)
+
+    def run_node(number):
+        return stages.fresh("s12", *FLOAT32, launch=(*node, f"--node_rank={number}"))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run_node, [0, 1])
+    assert_same_training(first, stages("s11", *FLOAT32))
+    assert first.run.header["settings"]["world_size"] == 2
+    # each node has a rank whose LOCAL_RANK is 0, but only one of them is rank 0, which talks
+    assert (second.status, second.out, second.run.header) == (0, "", None), second.err
+
+
+def test_two_ranks_of_torchrun_that_the_bench_leads_take_a_step_for_each_line(stages):
+    command = [sys.executable, *TWO_RANKS, STAGES["s12"], *FLOAT32, "--worker"]
+    with process(command, stages.folder, stages.env, stdin=subprocess.PIPE) as child:
+        out, err = child.communicate("\n" * 3, timeout=240)
+    assert child.returncode == 0, err
+    assert err == "", err  # in full: now and then gloo's threads aborted the exit, and pytest cuts a comparison short
+    header, *steps, summary = [json.loads(line) for line in out.splitlines()]
+    assert [header["kind"], summary["kind"]] == ["header", "summary"]
+    assert [step["loss"] for step in steps] == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:3], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "lines, written", [(0, ["header"]), (1, ["header", "step", "summary"]), (2, ["header", "step", "step", "summary"])]
+)
+def test_a_stage_that_the_bench_leads_takes_a_step_for_each_line(stages, lines, written):
+    run = stages.fork("s05", *FLOAT32, "--worker", stdin="\n" * lines)
+    assert (run.status, run.err) == (0, "")
+    assert [json.loads(line)["kind"] for line in run.out.splitlines()] == written
+
+
+def test_a_corpus_that_is_too_short_is_one_line(stages, tmp_path):
+    (tmp_path / "a.txt").write_text("To be, or not to be")
+    run = stages.fork("s12", *FLOAT32, "--data", "a.txt", folder=tmp_path)  # torch.distributed hooks exceptions, too
+    assert (run.status, run.out, run.run.header) == (2, "", None)
+    assert run.err.startswith("error: a.txt has 17 tokens")
+    assert run.err.count("\n") == 1
+
+
+# What every run leaves
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_trains_and_its_record_is_whole(stages, stage):
-    run, source = stages(stage, *FLOAT32), STAGES[stage].read_text("utf-8")
-    _, doc, code = source.split('"""')
-    assert (run.status, run.err, run.header["stage"]) == (0, "", STAGES[stage].stem)
-    assert run.header["title"] == run.out.splitlines()[0] == doc.splitlines()[0]
-    assert run.header["code"] == hashlib.sha256(code.strip().encode()).hexdigest()
-    assert run.header["environment"] == machine.environment(CPU) | dict(threads=1)
-    assert run.header["settings"]["tokenizer"] == "gpt2-bytes"
-    assert run.header["parameters"] == 3_318_592 + (47 * 64 if stage >= "s06" else 0)
-    logged = {name for name, first in (("norm", "s07"), ("lr", "s08")) if stage >= first}
-    columns = {"kind", "step", "loss", "dt", "tokens", "memory", "meter"} | logged
-    assert all(set(step) == columns for step in run.steps) and figures(run, "step") == [0, 1, 2, 3, 4]
-    assert figures(run, "tokens") == [64 * (4 if stage >= "s11" else 1)] * 5
-    assert all(map(math.isfinite, figures(run, "loss"))) and run.steps[-1]["loss"] < run.steps[0]["loss"]
-    assert run.end == dict(kind="summary", **summarize(run.steps), sdpa="flash" if stage >= "s05" else None)
-    last = run.out.splitlines()[-1]
-    assert last.startswith(f"median dt {run.end['dt_ms']:.2f}ms") and "over 1 step |" in last
+    run = stages(stage, *FLOAT32)
+    _, docstring, code = STAGES[stage].read_text("utf-8").split('"""')
+    header, steps, summary = run.run.header, run.run.steps, run.run.summary
+    assert (run.status, run.err) == (0, "")
+    assert header["stage"] == STAGES[stage].stem
+    assert header["title"] == docstring.splitlines()[0] == run.out.splitlines()[0]
+    assert header["code"] == hashlib.sha256(code.strip().encode()).hexdigest()
+    assert header["settings"]["tokenizer"] == "gpt2-bytes"
+    assert run.figures("step") == [0, 1, 2, 3, 4]
+    assert run.figures("tokens") == [64 * 4 if stage >= "s11" else 64] * 5
+    assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
+    last = steps[4]  # the one step after the warm-up
+    assert (summary["counted"], summary["loss"], summary["meter"]) == (1, last["loss"], last["meter"])
+    assert summary["dt_ms"] == 1e3 * last["dt"]
+    assert summary["tok_per_sec"] == last["tokens"] / last["dt"]
+    assert summary["warmup_s"] == sum(run.figures("dt")[:4])
+    assert summary["sdpa"] == ("flash" if stage >= "s05" else None)
+    assert run.out.splitlines()[-1].startswith(f"median dt {1e3 * last['dt']:.2f}ms ")
 
 
-@pytest.mark.parametrize("stage, flags, launch", [("s01", FLOAT32, ()), ("s12", SMALL, TWO_RANKS)])
-def test_eval_is_the_held_out_loss_of_the_weights(stages, tmp_path, stage, flags, launch):
-    (path := tmp_path / "a.txt").write_text(text := "To be, or not to be, that is the question: " * 50)
-    run = stages.now(stage, *flags, "--data", path, "--eval", "--save", tmp_path / "w", launch=launch)
-    attention = definitions(stage, "attention", math=math, torch=torch, F=F)["attention"]
-    ids = np.array(byte_tokenizer().encode_ordinary(text))
-    loss = evaluate(load(str(tmp_path / "w"), attention)[0], ids[len(ids) * 9 // 10 :])
-    assert run.end["eval"] == pytest.approx(loss, rel=1e-5) and f"held-out loss {loss:.4f}\n" in run.out
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_logs_its_column_and_those_of_the_stages_before(stages, stage):
+    columns = {row.column for row in ladder.STAGES if row.column and row.short <= stage}
+    for step in stages(stage, *FLOAT32).run.steps:
+        assert set(step) == {"kind", "step", "loss", "dt", "tokens", "memory", "meter"} | columns
+
+
+def held_out_loss(model, text):
+    """The mean loss of a text's last tenth in windows of 32 tokens, in nats per token."""
+    ids = torch.tensor(byte_tokenizer().encode_ordinary(text))
+    held_out = ids[len(ids) * 9 // 10 :]
+    losses = []
+    for start in range(0, len(held_out) - 1, 32):
+        window = held_out[start : start + 33]
+        logits = model(window[None, :-1])[0]
+        losses.append(F.cross_entropy(logits, window[1:], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize("stage, ranks", [("s01", 1), ("s12", 2)])
+def test_eval_is_the_held_out_loss_of_the_weights_that_are_saved(stages, tmp_path, stage, ranks):
+    text = "To be, or not to be, that is the question: " * 50
+    (tmp_path / "a.txt").write_text(text)
+    flags = (*FLOAT32, "--data", tmp_path / "a.txt", "--eval", "--save", tmp_path / "w")
+    run = stages.fork(stage, *flags) if ranks == 1 else two_ranks_of_s12(stages, *flags)[0]
+    assert run.status == 0, run.err
+    attention = definitions("s05", "attention", F=F)["attention"]
+    with torch.no_grad():
+        loss = held_out_loss(GPT.from_pretrained(tmp_path / "w", attention), text)
+    assert run.run.summary["eval"] == pytest.approx(loss, rel=1e-5)
+    assert f"held-out loss {loss:.4f}\n" in run.out
 
 
 def test_profile_lists_the_operations_of_the_last_step(stages):
-    run = stages.now("s10", *FLOAT32, "--profile")
-    own, total, calls = run.end["profile"]["aten::mm"]
+    run = stages.fork("s10", *FLOAT32, "--profile")
+    profile = run.run.summary["profile"]
+    own_ms, total_ms, calls = profile["aten::mm"]
     # the head's forward, and two gradients of each of nine matrices; those with a bias are aten::addmm in the forward
-    assert calls == 1 + 2 * 9 and 0 < own <= total < 1e3 * run.steps[-1]["dt"]
-    assert run.end["profile"]["Optimizer.step#AdamW.step"][1] >= run.end["profile"]["aten::_fused_adamw_"][1] > 0
-    assert f"{own:9.2f} ms in {calls:4d} x aten::mm\n" in run.out
+    assert calls == 1 + 2 * 9
+    assert 0 < own_ms <= total_ms < 1e3 * run.run.steps[-1]["dt"]
+    assert f"{own_ms:9.2f} ms in {calls:4d} x aten::mm\n" in run.out
+    optimizer_ms, kernel_ms = profile["Optimizer.step#AdamW.step"][1], profile["aten::_fused_adamw_"][1]
+    assert optimizer_ms >= kernel_ms > 0
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage >= "s08"])
+# Each technique is there, in the stage that adds it and in all later ones
+
+
+def calls_of_a_step(stage):
+    """What one step asks of torch, in order, in bfloat16 and with two micro-batches from s11 on."""
+    forward_and_backward = ["forward in bfloat16", "scaler.scale", "backward"]
+    clip = ["scaler.unscale_", "clip at 1.0"]
+    update = ["scaler.step", "optimizer.step", "scaler.update"]
+    if stage < "s03":
+        return ["zero_grad", "forward", "backward", "optimizer.step"]
+    if stage < "s07":
+        return ["zero_grad", *forward_and_backward, *update]
+    if stage < "s11":
+        return ["zero_grad", *forward_and_backward, *clip, *update]
+    if stage < "s12":
+        return ["zero_grad", *forward_and_backward, *forward_and_backward, *clip, *update]
+    first = ["do not average", *forward_and_backward]  # what DDP does with the gradients is decided before the forward
+    last = ["average", *forward_and_backward]
+    return ["zero_grad", *first, *last, *clip, *update]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_asks_torch_for_these_calls_in_this_order(stages, stage):
+    run = stages(stage, *SHORT_BFLOAT16, **WATCH)
+    assert run.status == 0, run.err
+    assert run.facts["calls"] == 3 * calls_of_a_step(stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_matmuls_may_round_to_tf32_from_s02_on(stages, stage):
+    facts = stages(stage, *SHORT_BFLOAT16, **WATCH).facts
+    assert facts["matmul_precision"] == ("high" if stage >= "s02" else "highest")
+
+
+@pytest.mark.parametrize("stage", stages_from("s03"))
+@pytest.mark.parametrize("dtype, live", [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)])
+def test_the_loss_is_scaled_for_float16_alone(stage, dtype, live):
+    args = argparse.Namespace(amp_dtype=dtype)
+    scaler = definitions(stage, "scaler", torch=torch, device=CPU, args=args)["scaler"]
+    assert scaler.is_enabled() == live
+
+
+@pytest.mark.parametrize("stage", stages_from("s04"))
+def test_torch_compile_makes_one_graph_of_the_model(stages, stage):
+    run = stages(stage, *SHORT_FLOAT32, "--compile", **TRACE)
+    assert run.status == 0, run.err
+    assert (run.graphs, run.breaks) == (1, {})  # over three steps: none is compiled again
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_the_compiled_model_trains_as_the_eager_one(stages):
+    compiled = stages("s05", *COMPILED)
+    assert_same_training(compiled, stages("s05", *FLOAT32))
+    assert compiled.run.header["settings"]["compile"] is True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_attention_is_the_softmax_of_scaled_scores_over_the_past(stage):
+    attention = definitions(stage, "attention", torch=torch, math=math, F=F)["attention"]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 6, 4)  # each (B, n_head, T, head_dim)
+    expected = torch.empty(2, 3, 6, 4)
+    for t in range(6):
+        keys, values = k[:, :, : t + 1], v[:, :, : t + 1]  # of the token itself and those before it
+        scores = (keys * q[:, :, t : t + 1]).sum(-1) / math.sqrt(4)
+        expected[:, :, t] = (F.softmax(scores, dim=-1)[..., None] * values).sum(-2)
+    torch.testing.assert_close(attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_vocabulary_is_padded_from_s06_on(stages, stage):
+    padding = 47 * 64 if stage >= "s06" else 0  # 50304 - 50257 rows
+    assert stages(stage, *FLOAT32).run.header["parameters"] == 3_318_592 + padding
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adamw_has_gpt_3s_betas_from_s07_on(stages, stage):
+    for group in stages(stage, *SHORT_BFLOAT16, **WATCH).facts["groups"]:
+        assert group["betas"] == ([0.9, 0.95] if stage >= "s07" else [0.9, 0.999])
+        assert group["eps"] == 1e-8
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_steps_at_the_schedules_rate_from_s08_on(stages, stage):
+    run = stages(stage, *SHORT_BFLOAT16, **WATCH)
+    rates = [6e-4, 6e-4, 6e-4]
+    if stage >= "s08":
+        rates = [6e-4, 6e-4, 3.3e-4]  # one step of warmup, the cosine's first, and its middle
+        assert run.figures("lr") == pytest.approx(rates)
+    groups = 2 if stage >= "s09" else 1
+    assert run.facts["rates"] == [pytest.approx([rate] * groups) for rate in rates]
+
+
+@pytest.mark.parametrize("stage", stages_from("s08"))
 @pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 20, 50, 1000])
-def test_learning_rate_equals_torchs_warmup_and_cosine(stage, steps):
-    given = dict(args=argparse.Namespace(steps=steps), math=math)
-    get_lr = definitions(stage, "max_lr", "min_lr", "warmup_steps", "get_lr", **given)["get_lr"]
-    optimizer, warmup_steps = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=6e-4), max(1, steps // 10)
+def test_the_schedule_equals_torchs_warmup_and_cosine(stage, steps):
+    args = argparse.Namespace(steps=steps)
+    get_lr = definitions(stage, "max_lr", "min_lr", "warmup_steps", "get_lr", args=args, math=math)["get_lr"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=6e-4)
+    warmup_steps = max(1, steps // 10)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps - 1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup_steps), eta_min=6e-5)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [warmup_steps])
@@ -127,86 +375,87 @@ def test_learning_rate_equals_torchs_warmup_and_cosine(stage, steps):
         schedule.step()
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage >= "s09"])
-def test_weight_decay_is_on_matrices_only(stage, monkeypatch):
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_decay_all_alike_and_from_s09_on_the_matrices_alone(stages, stage):
+    groups = stages(stage, *SHORT_BFLOAT16, **WATCH).facts["groups"]
+    held = [(group["weight_decay"], group["tensors"], group["parameters"]) for group in groups]
+    if stage < "s06":
+        assert held == [(0.1, 28, 3_317_056)]
+    elif stage < "s09":
+        assert held == [(0.1, 28, 3_320_064)]  # with the padding
+    else:
+        assert held == [(0.1, 10, 3_318_272), (0.0, 18, 1_792)]
+
+
+@pytest.mark.parametrize("stage", stages_from("s09"))
+def test_of_gpt2_50_tensors_decay_and_98_do_not(stage, monkeypatch):
     monkeypatch.setattr(GPT, "to_empty", lambda self, device: self)  # stays on the meta device: shapes, no memory
     model = GPT(GPTConfig(), None)
-    groups = definitions(stage, "groups", model=model)["groups"]
-    sizes = {group["weight_decay"]: [p.numel() for p in group["params"]] for group in groups}
-    assert {decay: (len(n), sum(n)) for decay, n in sizes.items()} == {0.1: (50, 124_318_464), 0.0: (98, 121_344)}
+    decayed, others = definitions(stage, "groups", model=model)["groups"]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) == 50
+    assert len(others["params"]) == 98
+    assert sum(p.numel() for p in decayed["params"]) == 124_318_464
+    assert sum(p.numel() for p in others["params"]) == 121_344
     names = {id(p): name for name, p in model.named_parameters()}
-    assert {id(p) for group in groups for p in group["params"]} == names.keys()
-    assert all(".ln_" in names[id(p)] or names[id(p)].endswith("bias") for p in groups[1]["params"])
+    for p in others["params"]:
+        assert ".ln_" in names[id(p)] or names[id(p)].endswith(".bias")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_two_runs_at_once_are_two_nodes_or_apart(stages, nodes):
-    with socket.socket() as probe:  # a free port for the rendezvous
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    node = (*AGENT, "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}")
-    launches = [(), ()] if nodes == 1 else [(*node, f"--node_rank={rank}") for rank in range(2)]
+@pytest.mark.parametrize("stage", STAGES)
+def test_adamw_is_fused_from_s10_on(stages, stage):
+    for group in stages(stage, *SHORT_BFLOAT16, **WATCH).facts["groups"]:
+        assert group["fused"] is (True if stage >= "s10" else None)
+
+
+# What each technique does to the loss
+
+
+@pytest.mark.parametrize("stage", [stage for stage in FOR_SPEED if stage not in ("s06", "s11")])
+def test_a_technique_for_speed_leaves_the_loss_of_the_stage_before(stages, stage):
+    assert_same_training(stages(stage, *FLOAT32), stages(BEFORE[stage], *FLOAT32))
+
+
+def test_the_padding_of_the_vocabulary_adds_a_thousandth_to_the_loss(stages):
+    padded, unpadded = stages("s06", *FLOAT32), stages("s05", *FLOAT32)
+    assert_same_training(padded, unpadded, tolerance=2 * math.log(1 + 47 / VOCAB))
+    assert padded.figures("loss")[0] > unpadded.figures("loss")[0]
+
+
+@pytest.mark.parametrize("stage", ["s03", "s05"])
+def test_bfloat16_rounds_the_loss_and_no_more(stages, stage):
+    rounded, exact = stages(stage, *SHORT_BFLOAT16, **WATCH), stages(stage, *SHORT_FLOAT32)
+    assert_same_training(rounded, exact, tolerance=0.02)  # logits of size 1 are rounded by up to 1/256
+    assert rounded.figures("loss") != exact.figures("loss")
+
+
+@pytest.mark.parametrize("stage", ["s03", "s11"])
+def test_float16_trains_on_gradients_without_their_scale(stages, stage):
+    rounded, exact = stages(stage, *TWO_STEPS_FLOAT16), stages(stage, *TWO_STEPS_FLOAT32)
+    assert_same_training(rounded, exact, tolerance=0.01)  # and s11's norm is that of the true gradients
+    assert rounded.figures("loss") != exact.figures("loss")
+
+
+def test_micro_batches_train_as_one_batch_of_their_size(stages):
+    assert_same_training(stages("s11", *FLOAT32), stages("s10", *ONE_BATCH))
+
+
+def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(stages):
+    first, second = two_ranks_of_s12(stages, *FLOAT32)
+    assert_same_training(first, stages("s11", *FLOAT32))
+    assert first.run.header["settings"]["world_size"] == 2
+    assert len(first.out.splitlines()) == 3 + 5
+    assert (second.status, second.out, second.run.header) == (0, "", None), second.err
+
+
+def test_two_runs_of_s12_at_once_do_not_meet(stages):
     with ThreadPoolExecutor(2) as pool:
-        runs = [*pool.map(lambda launch: stages.now("s12", *FLOAT32, launch=launch), launches)]
-    if nodes == 2:  # each has a rank with LOCAL_RANK 0, but only one of them is rank 0
-        silent = runs.pop()
-        assert (silent.status, silent.out, silent.header) == (0, "", None)
+        runs = [pool.submit(stages.fork, "s12", *FLOAT32) for _ in range(2)]
     for run in runs:
-        is_close(run, stages("s11", *FLOAT32), 1e-4)
-        assert run.header["settings"]["world_size"] == nodes
+        assert_same_training(run.result(), stages("s11", *FLOAT32))
+        assert run.result().run.header["settings"]["world_size"] == 1
 
 
-def test_a_corpus_that_is_too_short_is_one_line(stages):
-    (stages.folder / "a.txt").write_text("To be, or not to be")
-    run = stages.now("s12", *FLOAT32, "--data", "a.txt")  # torch.distributed hooks exceptions, too
-    assert (run.status, run.out, run.header, run.err.count("\n")) == (2, "", None, 1)
-    assert run.err.startswith("error: a.txt has 17 tokens")
-
-
-@pytest.mark.parametrize("stage, lines, launch", [("s05", 0, ()), ("s05", 1, ()), ("s12", 3, TWO_RANKS)])
-def test_a_led_stage_takes_a_step_for_each_line(stages, stage, lines, launch):
-    command = [sys.executable, *launch, STAGES[stage], *FLOAT32, "--led"]
-    with process(command, stages.folder, stages.env, stdin=subprocess.PIPE) as child:
-        out, err = child.communicate("\n" * lines, timeout=240)
-    assert (child.returncode, err) == (0, "")
-    written = [json.loads(line)["kind"] for line in out.splitlines()]
-    assert written == ["header"] + ["step"] * lines + ["summary"] * (lines > 0)
-
-
-ODD = ["run | :", "run >&-", "LC_ALL=C PYTHONUTF8=0 run", "PYTHONOPTIMIZE=2 run"]  # the last is python -OO
-ODD += ["run >/dev/full"] * os.path.exists("/dev/full")
-
-
-@pytest.mark.parametrize("how", ODD)
-def test_lost_stdout_ascii_and_links_end_no_run(stages, tmp_path, how):
-    (tmp_path / "link.py").symlink_to(STAGES["s05"])
-    script = f'run() {{ "$0" link.py {" ".join(FLOAT32)} --save w --record r.jsonl; echo $? >status; }}; {how}'
-    with process(["sh", "-c", script, sys.executable], tmp_path, stages.env) as child:
-        assert child.communicate(timeout=240)[1] == ""
-    header, *lines = report.read(tmp_path / "r.jsonl")
-    assert ((tmp_path / "status").read_text(), header["stage"], len(lines)) == ("0\n", "s05_flash", 6)
-    assert load(str(tmp_path / "w"), None)
-
-
-@pytest.mark.parametrize("name, stage, nohup", [("SIGINT", "s05", 0), ("SIGHUP", "s01", 0), ("SIGTERM", "s12", 1)])
-def test_a_signal_ends_a_run_with_its_weights_saved(stages, tmp_path, name, stage, nohup):
-    def reaches(step):
-        until = time.monotonic() + 120
-        while not record.exists() or len(report.read(record)) <= step:
-            assert child.poll() is None and time.monotonic() < until
-            time.sleep(0.02)
-
-    record, weights = tmp_path / "r.jsonl", tmp_path / "w"
-    command = [sys.executable, STAGES[stage], *FLOAT32, "--steps", "100000", "--record", record, "--save", weights]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # a child inherits that
-    with process(command, tmp_path, stages.env) as child:
-        signal.signal(signal.SIGHUP, before)
-        reaches(1)  # the second step is profiled
-        if nohup:
-            os.kill(child.pid, signal.SIGHUP)
-            reaches(len(report.read(record)) + 5)
-        os.kill(child.pid, getattr(signal, name))
-        out, err = child.communicate(timeout=60)
-    assert (child.returncode, report.read(record)[-1]["error"]) == (130, "interrupted")
-    assert err.splitlines()[-1] == "error: interrupted" and "Traceback" not in err  # the profiler may warn before it
-    assert out.endswith(f"saved to {weights}\n") and load(str(weights), None)
+def test_s12_trains_on_the_cpu_of_a_machine_with_a_gpu(stages):
+    run = stages.fork("s12", *FLOAT32, accelerator="cuda")
+    assert_same_training(run, stages("s11", *FLOAT32))

@@ -1,11 +1,11 @@
-"""What machine this is: its devices, what they do natively, what they hold, and how a record names all that."""
+"""What this machine is: which device a run takes, what the device does natively, and how much it holds."""
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,132 +15,226 @@ from pathlib import Path
 import torch
 
 from data import InputError
-from model import s01_bytes
 
 NO_CARD = "this machine has no NVIDIA card, or its driver is not installed"
+COMPILERS = ["g++", "clang++", "gcc", "clang"]
+LARGEST_NUMBER = 65535  # that torchrun's variables can hold: the last port, and more ranks than a run has
+
+# Parameters of glibc's mallopt(3), as malloc.h numbers them.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 def find_device(name=None):
-    """The torch.device by this name, or the best one of this machine. Raises InputError where it is not there."""
-    # asking after CUDA opens a context on the card, which a CPU run has no use for
-    problem = cuda_problem() if not name or name.startswith("cuda") else NO_CARD
-    there = ["cuda"] * (problem is None) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    match = re.fullmatch(r"(cuda|mps|cpu)(?::(\d+))?", name or there[0])
-    if not match or match[1] not in there:
-        why = problem if match and match[1] == "cuda" else "this machine has none"
-        raise InputError(f"--device {name}: {why}; pass one of {', '.join(there)}")
-    if not name and problem not in (None, NO_CARD):
-        print(f"cuda: {problem}; using {there[0]}", file=sys.stderr)
-    if match[1] != "cuda":
-        return torch.device(match[1])
-    # each rank of torchrun takes its own device, unless one was named by number
-    index, count = int(match[2] or environment_number("LOCAL_RANK", 0)), torch.cuda.device_count()
+    """Return the device that a run asked for by name, or the best one of this machine when it named none.
+
+    name: "cuda", "cuda:N", "mps" or "cpu". "cuda" without a number is the card that LOCAL_RANK numbers, so
+    that each process of torchrun takes its own. Raises InputError for a device that is not there or can't be
+    used; the message lists those that can.
+    """
+    if not name:
+        return best_device()
+    match = re.fullmatch(r"(cuda|mps|cpu)(?::(\d+))?", name)
+    kind = match[1] if match else None
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "mps" and torch.backends.mps.is_available():
+        return torch.device("mps")
+    # CUDA is asked last: the question opens a context on the card, which other devices have no use for.
+    problem = cuda_problem()
+    if kind == "cuda" and problem is None:
+        return cuda_device(match[2])
+    reason = problem if kind == "cuda" else "this machine has no such device"
+    names = ", ".join(usable_devices(with_cuda=problem is None))
+    raise InputError(f"--device {name}: {reason}; pass one of {names}")
+
+
+def best_device():
+    """Return the fastest device of this machine; print a line when it has a card that can't be used."""
+    problem = cuda_problem()
+    best = usable_devices(with_cuda=problem is None)[0]
+    if problem is not None and problem != NO_CARD:
+        print(f"cuda: {problem}; using {best}", file=sys.stderr)
+    if best == "cuda":
+        return cuda_device()
+    return torch.device(best)
+
+
+def usable_devices(with_cuda):
+    """Return the names of this machine's devices, the fastest first. with_cuda: whether CUDA works here."""
+    names = []
+    if with_cuda:
+        names.append("cuda")
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    names.append("cpu")
+    return names
+
+
+def cuda_device(number=None):
+    """Return the CUDA device of this number, a text, or of LOCAL_RANK. Raises InputError if it's missing."""
+    index = environment_number("LOCAL_RANK", 0) if number is None else int(number)
+    count = torch.cuda.device_count()
     if index >= count:
         raise InputError(f"--device cuda:{index} is not there: this machine has cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
 
 
 def cuda_problem():
-    """Why CUDA can't be used here, with the remedy, or None where it can."""
+    """Return why CUDA can't be used here, with the remedy, or None when it can."""
     if torch.cuda.is_available():
-        (major, minor), archs = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-        kernels = [int(arch[3:5]) for arch in archs if re.match(r"sm_\d\d\D?$", arch)]  # sm_90a, and not sm_100
-        if kernels and major < 10 and not any(k // 10 == major and k % 10 <= minor for k in kernels):
-            return f"this torch has no kernels for compute capability {major}.{minor}: install one for an older CUDA"
+        major, minor = torch.cuda.get_device_capability()
+        if not has_kernels_for(major, minor):
+            remedy = "install one for an older CUDA"
+            return f"this torch has no kernels for compute capability {major}.{minor}: {remedy}"
         return None
     if not command_output(["nvidia-smi", "-L"]):
         return NO_CARD
     if not torch.version.cuda:
         return "this torch is a CPU build: install PyTorch's CUDA build, and pass PY=python3 to make"
-    return f"the driver is too old for CUDA {torch.version.cuda}: update it, or install a torch for an older CUDA"
+    remedy = "update it, or install a torch for an older CUDA"
+    return f"the driver is too old for CUDA {torch.version.cuda}: {remedy}"
+
+
+def has_kernels_for(major, minor):
+    """Tell whether this torch was built for a card of this compute capability; True when that isn't known.
+
+    A kernel runs on cards of its own major version whose minor version is its own or a later one.
+    """
+    if major >= 10:
+        return True  # only old cards lose their kernels in newer builds
+    built_for = []
+    for name in torch.cuda.get_arch_list():
+        match = re.fullmatch(r"sm_(\d)(\d)[a-z]?", name)  # "sm_75" and "sm_90a", but not "sm_100"
+        if match:
+            built_for.append((int(match[1]), int(match[2])))
+    if not built_for:
+        return True  # ROCm's names are others
+    return any(built_major == major and built_minor <= minor for built_major, built_minor in built_for)
 
 
 def environment_number(name, default):
-    """The number in an environment variable that torchrun sets. Raises InputError where it holds something else."""
-    value = os.environ.get(name, str(default))
+    """Return the whole number in an environment variable that torchrun sets, or the default when it is unset.
+
+    Raises InputError when the variable holds anything else, or more than LARGEST_NUMBER.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    remedy = "unset it, or start the run with torchrun"
     if not value.isdecimal():
-        raise InputError(f"the environment variable {name} is {value!r}: unset it, or start the run with torchrun")
-    return int(value)
+        raise InputError(f"the environment variable {name} is {value!r}: {remedy}")
+    number = int(value)
+    if number > LARGEST_NUMBER:
+        raise InputError(f"the environment variable {name} is {number}, beyond {LARGEST_NUMBER}: {remedy}")
+    return number
 
 
-def fitting_batch_size(device):
-    """The largest power of two, at most 16, that s01 fits into an accelerator's memory at gpt2 and T 1024."""
-    total = torch.mps.recommended_max_memory() if device.type == "mps" else torch.cuda.mem_get_info(device)[1]
-    return next((b for b in (16, 8, 4, 2) if s01_bytes(b) <= 0.9 * total), 1)  # a tenth stays free for libraries
+def is_rank_0():
+    """Tell whether this is the one process of a run that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def world_size():
+    """Return how many processes torchrun started for this run; 1 without torchrun.
+
+    Raises InputError when WORLD_SIZE is no number.
+    """
+    return environment_number("WORLD_SIZE", 1)
+
+
+def local_world_size():
+    """Return how many processes of this run are on this machine; 1 without torchrun.
+
+    Raises InputError when LOCAL_WORLD_SIZE is no number.
+    """
+    return environment_number("LOCAL_WORLD_SIZE", 1)
 
 
 def native_amp_dtype(device):
-    """The 16-bit type that this device multiplies in hardware, bfloat16 before float16; float32 if neither."""
+    """Return the 16-bit dtype that a device multiplies in hardware, bfloat16 first; float32 if none."""
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16
-        return torch.float16 if torch.cuda.get_device_capability(device) >= (7, 0) else torch.float32
+        if torch.cuda.get_device_capability(device) >= (7, 0):
+            return torch.float16
+        return torch.float32
     if device.type == "mps":
-        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        native = torch.cpu._is_avx512_bf16_supported()  # AMX CPUs have it too
-    else:  # Linux answers the first, macOS the second
-        native = " bf16" in _read("/proc/cpuinfo")
-        native = native or command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
-    return torch.bfloat16 if native else torch.float32
+        if torch.backends.mps.is_macos_or_newer(14, 0):
+            return torch.bfloat16
+        return torch.float16
+    if cpu_has_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def cpu_has_bfloat16():
+    """Tell whether this CPU multiplies bfloat16 in hardware."""
+    if platform.machine() == "x86_64":
+        return torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have AVX512-BF16 too
+    if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
+        return True
+    return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
 
 
 def compile_problem(device):
-    """Why torch.compile can't work here, with the remedy, or None. A look at the machine, not a trial."""
-    if device.type == "mps" and torch.__version__ < "2.13":
-        return "torch.compile on MPS computes wrong numbers before torch 2.13 (pytorch issue 191976): update torch"
-    if device.type == "cpu" and " " in f"{torch.__file__}{tempfile.gettempdir()}":
-        return "it can't build where PyTorch or the folder for temporary files has a blank in its path: move them"
-    if device.type in ("cpu", "cuda"):
-        names = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "gcc", "clang", "cl"]
-        if not any(name and shutil.which(name) for name in names):
-            return "no C++ compiler found: install g++ (Linux), Xcode's command line tools (macOS) or MSVC (Windows)"
+    """Return why torch.compile can't work on a device, with the remedy, or None when it should.
+
+    This looks at what is installed and compiles nothing.
+    """
+    if device.type == "mps":
+        if torch.__version__ < "2.13":  # a TorchVersion: it compares number by number
+            reason = "torch.compile on MPS computes wrong numbers before torch 2.13 (pytorch issue 191976)"
+            return f"{reason}: update torch"
+        return None
+    if device.type == "cpu" and (" " in torch.__file__ or " " in tempfile.gettempdir()):
+        reason = "it can't build where PyTorch or the folder for temporary files has a blank in its path"
+        return f"{reason}: move them"
+    if not has_compiler():
+        return "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 7:
-            return f"Triton needs a GPU of compute capability 7.0 or more, this one has {major}.{minor}"
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "Triton is not installed: pip install triton (Linux) or triton-windows"
+        return triton_problem(device)
     return None
 
 
-def cores():
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def has_compiler():
+    """Tell whether a compiler that torch.compile could call is on the PATH."""
+    names = [os.environ.get("CXX"), os.environ.get("CC"), *COMPILERS]
+    return any(name and shutil.which(name) for name in names)
 
 
-def device_name(device):
-    """The hardware's own name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if match := re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo")):
-        return match[1].strip()
-    return command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.processor() or platform.machine()
+def triton_problem(device):
+    """Return why Triton, which torch.compile needs for CUDA, can't work here, with the remedy, or None."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 7:
+        return f"Triton needs a GPU of compute capability 7.0 or more, this one has {major}.{minor}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed: pip install triton"
+    return None
 
 
-def _read(path):
-    """The text of a file; nothing where this system has no such file."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text()
-    return ""
+def is_wsl():
+    """Tell whether this is Linux inside Windows, whose kernel is Microsoft's."""
+    return "microsoft" in platform.release().lower()
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed for the next tensor, as PyTorch's own allocator does on a GPU. See mallopt(3)."""
-    # else the system clears the pages of each activation again: up to a third of a step, and its most variable part
-    with contextlib.suppress(OSError, AttributeError):
+    """Let glibc keep freed memory for the next tensor, as PyTorch's own allocator does on a GPU."""
+    # Otherwise the system clears the pages of every new activation: up to a third of a step, and its least
+    # steady part.
+    try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large tensor
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink
+    except OSError:
+        return  # not glibc
+    mallopt(M_MMAP_MAX, 0)  # no tensor, however large, gets a mapping of its own, which freeing would unmap
+    mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
 
 
 def environment(device):
-    """What two records must share to be compared: hardware, versions and what is native, as a flat dict for JSON."""
+    """Return what two records must share to be compared, hardware and versions, as a flat dict for JSON."""
     cuda = device.type == "cuda"
-    # from a file where there is one, since nvidia-smi may time out
-    driver = _read("/proc/driver/nvidia/version") or command_output(["nvidia-smi", "-q"]) if cuda else ""
     return dict(
         device=device.type,
         device_name=device_name(device),
@@ -153,57 +247,112 @@ def environment(device):
         torch=torch.__version__,
         cuda=torch.version.cuda if cuda else None,
         cudnn=torch.backends.cudnn.version() if cuda else None,
-        driver=next(iter(re.findall(r"\b\d{3}\.\d[\d.]*", driver)), None),
+        driver=driver_version() if cuda else None,
     )
 
 
-def command_output(command):
-    """What a command prints, stripped; nothing where it fails or is not there."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-    return ""
+def device_name(device):
+    """Return the hardware's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
+    if match:
+        return match[1].strip()
+    name = command_output(["sysctl", "-n", "machdep.cpu.brand_string"])
+    return name or platform.processor() or platform.machine()
+
+
+def driver_version():
+    """Return the version of NVIDIA's driver as a text, "570.86.10", or None when nothing tells."""
+    # The file comes first, since nvidia-smi can take longer than command_output waits.
+    report = read_text("/proc/driver/nvidia/version") or command_output(["nvidia-smi", "-q"])
+    match = re.search(r"\b\d{3}\.\d[\d.]*", report)
+    return match[0] if match else None
+
+
+def cores():
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def total_memory(device):
+    """Return an accelerator's memory in bytes: all of a card's, or what macOS advises a process to use."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def peak_memory(device):
-    """(bytes, name of the meter): the most this process held since reset_peak_memory(); None where nothing tells.
+    """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 
-    CUDA: what tensors held. MPS has no peak, so what the driver holds now. CPU: the resident set.
+    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak, so it tells
+    what its driver holds now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "peak allocated"
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"
-    if peak := re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status")):
-        return 1024 * int(peak[1]), "peak RSS"
-    with contextlib.suppress(ImportError):  # Windows has no such module
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024), "peak RSS with start-up"
-    return None, "no meter"
+    peak = proc_bytes("/proc/self/status", "VmHWM")
+    if peak is not None:
+        return peak, "peak RSS"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        peak *= 1024  # macOS counts bytes, all others kilobytes
+    return peak, "peak RSS with start-up"
 
 
 def reset_peak_memory(device):
-    """Let the peak start again at what is held now, where the meter allows it."""
+    """Let peak_memory() start again at what is held now, where the meter allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif device.type == "cpu":
+    if device.type == "cpu":
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: sets VmHWM to the resident set of now
+            Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
 
 
 def resident_memory(pid):
-    """Bytes that a process holds in memory now; 0 where this system does not tell."""
-    held = re.search(r"VmRSS:\s+(\d+)", _read(f"/proc/{pid}/status"))
-    return 1024 * int(held[1] if held else command_output(["ps", "-o", "rss=", "-p", str(pid)]) or 0)
+    """Return the bytes that a process holds in memory now; 0 if it has ended, or the system doesn't tell."""
+    resident = proc_bytes(f"/proc/{pid}/status", "VmRSS")
+    if resident is not None:
+        return resident
+    kilobytes = command_output(["ps", "-o", "rss=", "-p", str(pid)])
+    return 1024 * int(kilobytes or 0)
 
 
 def free_memory():
-    """Bytes that can be taken without swapping, as far as this system tells; None where it does not."""
-    if free := re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo")):
-        # a container may have less than its machine
-        limit, used = (_read(f"/sys/fs/cgroup/memory.{x}").strip() for x in ("max", "current"))
-        return min(1024 * int(free[1]), int(limit) - int(used) if limit.isdecimal() else math.inf)
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return None
+    """Return the bytes that can be taken without swapping.
+
+    Linux tells, and so does a container of its own limit. On another system it is half of all there is.
+    """
+    free = proc_bytes("/proc/meminfo", "MemAvailable")
+    if free is not None:
+        limit = read_text("/sys/fs/cgroup/memory.max").strip()
+        if limit.isdecimal():  # "max" where there is no limit
+            used = int(read_text("/sys/fs/cgroup/memory.current"))
+            free = min(free, int(limit) - used)
+        return free
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def proc_bytes(path, name):
+    """Return the bytes in the line "NAME: 123 kB" of a file under /proc, or None when it has no such line."""
+    match = re.search(rf"{name}:\s+(\d+)", read_text(path))
+    return 1024 * int(match[1]) if match else None
+
+
+def read_text(path):
+    """Return the text of a file, or "" when this system has no such file."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def command_output(command):
+    """Return what a command prints, stripped, or "" if it fails, takes more than 10 s or isn't installed."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

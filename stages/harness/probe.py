@@ -1,64 +1,108 @@
-"""What the machine itself can do, measured by the bench as a run among the stages' own.
+"""Measures what the machine itself can do, as a run of the bench among those of the stages.
 
-One process times large matmuls, in float32 and in autocast's dtype: the peak that the table compares each stage with.
-It times copies as well, for what waits on memory. Under torchrun it times one gradient's all-reduce alone, for scale.
+A single process times large matmuls, in float32 and in autocast's dtype: the peak that the table compares
+every stage with. It times a copy as well, for all that waits on memory. Several processes under torchrun time
+the all-reduce of one gradient instead, for mode scale.
 """
 
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # stages/, where the package harness is
 
-from harness import Record, machine, parse_args
+from harness import machine
+from harness.flags import parse_args
+from harness.ladder import weight_bytes
+from harness.log import Record
 
 import torch
 import torch.distributed as dist
 
-from model import weight_bytes
+COPY_LENGTH = 2**25  # float32 numbers: 134 MB, more than most caches hold
+COPIES = 4
 
 
-def timed(work, device):
-    """Seconds that work() takes, the device synchronized before and after."""
-    torch.get_device_module(device).synchronize()
-    began = time.perf_counter()
-    work()
-    torch.get_device_module(device).synchronize()
-    return time.perf_counter() - began
+def main():
+    """Take a step whenever the bench asks for one, and write what it measured to the record."""
+    args = parse_args(__doc__)
+    device = args.device
+    record = Record(args)
+    torch.set_float32_matmul_precision("highest")  # no TF32: s01 has none
+    several = machine.world_size() > 1
+    if several:
+        dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
+        gradient = torch.zeros(weight_bytes(args.shape, args.seq_len) // 4, device=device)
+    for step in range(args.steps):
+        if not record.next_step_wanted():
+            break
+        if several:
+            record.write("step", step=step, dt=all_reduce_seconds(gradient), bytes=gradient.nbytes)
+        else:
+            record.write("step", step=step, **device_rates(device, args.amp_dtype))
+    record.next_step_wanted()  # leaving takes time too, and other runs may still be on the clock
+    if several:
+        dist.destroy_process_group()
 
 
-def matmul_peak(device, dtype, n):
-    """FLOP/s of matmuls of two random (n, n) matrices, one after the other for half a second (0.2 s on a CPU).
+def device_rates(device, amp_dtype):
+    """Return what one step measures on a device, as a dict.
 
-    Sustained, because that is what training gets: the best of a few short bursts is more than a hot GPU keeps up.
+    size: n of the (n, n) matmuls. peak: their FLOP/s in float32 and in amp_dtype, a dict by the dtype's name.
+    copy: bytes per second, read and written, of a copy.
     """
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    first = min(timed(lambda: a @ b, device) for _ in range(2))
-    repeats = 1 + int((0.2 if device.type == "cpu" else 0.5) / first)
-    return repeats * 2 * n**3 / timed(lambda: [a @ b for _ in range(repeats)], device)
-
-
-args = parse_args(__doc__)
-device, record = args.device, Record(args)
-if machine.environment_number("WORLD_SIZE", 1) > 1:
-    dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
-    gradient = torch.zeros(weight_bytes(args.size, args.seq_len) // 4, device=device)
-else:
-    a, b = (torch.ones(2**25, device=device) for _ in range(2))  # 134 MB each, more than most caches hold
-n = 2048 if device.type == "cpu" else 8192
-dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, args.amp_dtype)}
-torch.backends.cuda.matmul.allow_tf32 = False
-for step in range(args.steps):
-    if not record.wait():
-        break
-    if dist.is_initialized():
-        dist.barrier()
-        found = dict(dt=timed(lambda: dist.all_reduce(gradient), device), bytes=gradient.nbytes)
+    if device.type == "cpu":
+        size, seconds = 2048, 0.2
     else:
-        found = dict(size=n, peak={name: matmul_peak(device, dtype, n) for name, dtype in dtypes.items()})
-        # bytes per second, read and written: the peak of all that is no matmul
-        found |= dict(copy=8 * b.nbytes / timed(lambda: [a.copy_(b) for _ in range(4)], device))
-    record.write("step", step=step, **found)
-record.wait()  # leaving takes time too, and others may still be on the clock
-if dist.is_initialized():
-    dist.destroy_process_group()
+        size, seconds = 8192, 0.5
+    peak = {"float32": matmul_peak(device, torch.float32, size, seconds)}
+    if amp_dtype != torch.float32:
+        name = str(amp_dtype).removeprefix("torch.")
+        peak[name] = matmul_peak(device, amp_dtype, size, seconds)
+    return dict(size=size, peak=peak, copy=copy_bandwidth(device, COPY_LENGTH))
+
+
+def matmul_peak(device, dtype, n, seconds):
+    """Return the FLOP/s of (n, n) matmuls, one after the other for so many seconds.
+
+    They are sustained, because training is: a hot GPU does not keep up the best of a few short bursts.
+    """
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    b = torch.randn(n, n, device=device, dtype=dtype)
+    # One output for all matmuls, so that no memory is allocated while the clock runs.
+    product = torch.empty(n, n, device=device, dtype=dtype)
+    torch.matmul(a, b, out=product)  # before the clock: the first one loads the library and chooses a kernel
+    once = seconds_of(1, device, torch.matmul, a, b, out=product)
+    repeats = 1 + int(seconds / once)
+    flops = repeats * 2 * n**3  # n * n sums of n products: n multiplications and n additions each
+    return flops / seconds_of(repeats, device, torch.matmul, a, b, out=product)
+
+
+def copy_bandwidth(device, length):
+    """Return the bytes per second of copying so many float32 numbers; each is read once and written once."""
+    source = torch.ones(length, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)  # before the clock: the first one also gets the target's pages from the system
+    copied = COPIES * (source.nbytes + target.nbytes)
+    return copied / seconds_of(COPIES, device, target.copy_, source)
+
+
+def all_reduce_seconds(gradient):
+    """Return the seconds of one all-reduce of a tensor, which all ranks start together."""
+    dist.barrier()
+    return seconds_of(1, gradient.device, dist.all_reduce, gradient)
+
+
+def seconds_of(repeats, device, work, *arguments, **options):
+    """Return the seconds that so many calls of work() take, the device synchronized before and after."""
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work(*arguments, **options)
+    synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The twelve stages in one table, and the sums about their model.
+
+Whatever the code and the tests know about one stage beside its text stands in its row of STAGES: adding a stage means
+adding its file, its row and its lesson. Imports no torch, because a table is drawn without it.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1]  # stages/
+FOR_THE_LOSS = "for the loss, not the speed"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the record of a run tells about its machine, for the functions below to judge a technique by.
+
+    environment, settings, fallbacks: as in the record's header. warmup_s: seconds of the warm-up, or None where no
+    step was counted. sdpa: the attention kernel that ran, such as "flash", or None.
+    """
+
+    environment: dict
+    settings: dict
+    fallbacks: dict
+    warmup_s: float | None = None
+    sdpa: str | None = None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a technique does on one machine: the words of the table, and whether a step is that of the stage before."""
+
+    note: str = ""
+    no_op: bool = False
+
+
+def no_words(facts):
+    """The technique works on every machine, and there is nothing to say about it."""
+    return Effect()
+
+
+def loss_at_a_cost(facts):
+    """The technique is for the loss, and a step does more work for it."""
+    return Effect(FOR_THE_LOSS)
+
+
+def loss_at_no_cost(facts):
+    """The technique is for the loss, and a step does the same work as before.
+
+    s08 sets another learning rate, s09 gives the same tensors to the optimizer in two groups.
+    """
+    return Effect(FOR_THE_LOSS, no_op=True)
+
+
+def tf32(facts):
+    """Without TF32 units the matmuls stay in float32, which is the program of the stage before."""
+    if facts.environment["tf32"]:
+        return Effect("active")
+    return Effect("no-op: this device has no TF32 units", no_op=True)
+
+
+def autocast(facts):
+    """In float32, autocast and the loss scaling are off, which leaves the program of the stage before."""
+    dtype = facts.settings["amp_dtype"]
+    if dtype == "float32":
+        reason = facts.fallbacks.get("amp_dtype", "float32 was asked for")
+        return Effect(f"no-op: {reason}", no_op=True)
+    if dtype == "float16":
+        return Effect("active: float16, loss scaled")
+    return Effect(f"active: {dtype}")
+
+
+def compilation(facts):
+    """Where nothing is compiled, the model runs operation by operation, as in the stage before."""
+    if not facts.settings["compile"]:
+        reason = facts.fallbacks.get("compile", "--no-compile was given")
+        return Effect(f"fallback to eager: {reason}", no_op=True)
+    if facts.warmup_s is None:
+        return Effect()
+    return Effect(f"active: {facts.warmup_s:.0f} s of warm-up")
+
+
+def attention_kernel(facts):
+    """PyTorch chooses the kernel, and not each one is a flash kernel."""
+    if facts.sdpa is None:
+        return Effect()
+    return Effect(f"active: the {facts.sdpa} kernel ran")
+
+
+def accumulation(facts):
+    """A step is several micro-batches long, so that dt can't be compared with that of the stage before."""
+    return Effect(f"{facts.settings['accum']} micro-batches per step")
+
+
+def ddp(facts):
+    """A single process averages its gradients with nobody, and pays for the buckets all the same."""
+    if facts.settings["world_size"] == 1:
+        return Effect("one process: what DDP itself costs")
+    return Effect()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the ladder.
+
+    name: of its file, without ".py".
+    budget: how many lines of code its diff adds to the stage before, and how many it removes, exactly.
+    effect: maps the Facts of a run to the Effect of the technique on that machine.
+    for_the_loss: whether the technique is to change the loss; all others must leave it as it was.
+    flag: the stages' flag that has an effect from here on.
+    column: the figure beside the loss that the log shows from here on.
+    modes: the modes of bench.py that run this stage where no other is named.
+    takes_ranks: whether torchrun may start several processes of it.
+    not_for: {device type: why that device can't run it}.
+    """
+
+    name: str
+    budget: tuple[int, int] = (0, 0)
+    effect: Callable[[Facts], Effect] = no_words
+    for_the_loss: bool = False
+    flag: str | None = None
+    column: str | None = None
+    modes: tuple[str, ...] = ()
+    takes_ranks: bool = False
+    not_for: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def short(self):
+        """s05 for s05_flash."""
+        return self.name.split("_")[0]
+
+
+NO_GLOO_FOR_MPS = "not for mps: s12 averages gradients by gloo or nccl, which can't: pass --device cpu"
+
+STAGES = (
+    Stage("s01_baseline"),
+    Stage("s02_tf32", (1, 0), tf32),
+    Stage("s03_bf16", (5, 2), autocast, flag="amp_dtype", modes=("amp",)),
+    Stage("s04_compile", (2, 0), compilation, flag="compile"),
+    Stage("s05_flash", (1, 7), attention_kernel, modes=("limit",)),
+    Stage("s06_vocab", (1, 1), modes=("loss",)),
+    Stage("s07_clip", (4, 2), loss_at_a_cost, for_the_loss=True, column="norm", modes=("loss",)),
+    Stage("s08_cosine", (13, 2), loss_at_no_cost, for_the_loss=True, column="lr", modes=("loss",)),
+    Stage("s09_decay", (5, 1), loss_at_no_cost, for_the_loss=True, modes=("loss",)),
+    Stage("s10_fused", (1, 1)),
+    Stage("s11_accum", (7, 3), accumulation, flag="accum", modes=("limit",)),
+    Stage("s12_ddp", (15, 3), ddp, modes=("scale",), takes_ranks=True, not_for={"mps": NO_GLOO_FOR_MPS}),
+)
+
+
+def names():
+    """The names of all stages, in ladder order."""
+    return [stage.name for stage in STAGES]
+
+
+def find(name):
+    """The Stage of this name, or None for another script, such as a copy that a learner changes."""
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    return None
+
+
+def of_mode(mode):
+    """The names of the stages that a mode of the bench runs where none is named."""
+    return [stage.name for stage in STAGES if mode in stage.modes]
+
+
+def follows(name, other):
+    """Whether a stage stands directly above another in the ladder; False for names of no stage."""
+    everyone = names()
+    if name not in everyone or other not in everyone:
+        return False
+    return everyone.index(name) == everyone.index(other) + 1
+
+
+def first_with(flag):
+    """The first Stage in which a flag has an effect."""
+    for stage in STAGES:
+        if stage.flag == flag:
+            return stage
+    raise LookupError(f"no stage has the flag {flag}")
+
+
+def is_used(flag, name):
+    """Whether a flag has an effect in the stage of this name; False for a script that is no stage."""
+    everyone = names()
+    return name in everyone and everyone.index(name) >= everyone.index(first_with(flag).name)
+
+
+def docstring_and_code(name):
+    """The docstring of a script in stages/, and the code below it; two empty texts where there is no such script."""
+    path = FOLDER / f"{name}.py"
+    if not path.exists():
+        return "", ""
+    _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
+    return docstring, code.strip()
+
+
+def title(name):
+    """The first line of a stage's docstring, such as "Stage 5 · flash: flash attention, no T x T matrix."."""
+    docstring, _ = docstring_and_code(name)
+    return docstring.split("\n")[0]
+
+
+def change(name):
+    """What a stage changes, by its title: "flash attention, no T x T matrix"."""
+    _, words = title(name).split(": ", 1)
+    return words.removesuffix(".")
+
+
+def code_sha256(name):
+    """The sha256 of a stage's code below its docstring, by which a record names what ran."""
+    _, code = docstring_and_code(name)
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def flops_per_token(shape, seq_len):
+    """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
+
+    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: padding is no work that GPT-2 asks for).
+    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted
+    in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
+    """
+    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
+    return 6 * (12 * L * C**2 + V * C) + 12 * L * C * seq_len
+
+
+def weight_bytes(shape, block_size):
+    """Bytes of a GPT's weights in float32, as many as of its gradient. Biases and LayerNorms, 0.1 %, are left out."""
+    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
+    return 4 * (12 * L * C**2 + (V + block_size) * C)
+
+
+def s01_bytes(batch_size):
+    """The most bytes that the tensors of s01 hold at gpt2 and T 1024.
+
+    1.5 GB are the weights with AdamW's moments. A sequence takes 1.83 GB, in float32: 16 T C numbers and a T x T
+    softmax per head in each of 12 layers, and three copies of the logits.
+    """
+    return 1.5e9 + 1.83e9 * batch_size

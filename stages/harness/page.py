@@ -1,0 +1,539 @@
+"""From figures to markdown tables and charts. Starts nothing, writes nothing, imports no torch."""
+
+import json
+import statistics
+
+from . import ladder
+from .results import ALL_REDUCE, PEAK, ResultsError
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
+NOTHING = "–"  # a cell without a figure
+# what markdown, and GitHub's HTML in it, would take for more than a character
+SPECIAL = {
+    "&": "&amp;",
+    "<": "&lt;",
+    "|": "\\|",
+    "[": "\\[",
+    "]": "\\]",
+    "*": "\\*",
+    "`": "\\`",
+    "\\": "\\\\",
+}
+# the colors of a chart's lines, in the order in which they are drawn
+COLORS = {
+    "blue": "#3b7dd8",
+    "orange": "#e0883b",
+    "green": "#3fa36b",
+    "purple": "#b25bc9",
+    "red": "#d14b4b",
+    "gray": "#8a8a8a",
+}
+# the least speed-up over float32 that earns a 16-bit type each recommendation
+GRADES = {
+    1.5: "excellent: switch it on",
+    1.2: "significant: switch it on",
+    1.05: "modest",
+    0.95: "negligible",
+}
+
+
+def one_line(text):
+    """Text of a record in one line, without what a terminal would obey and what has no place in UTF-8."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def escape(text):
+    """Text of a record as markdown that shows it as it is, in one cell, and never as HTML or as a link."""
+    return one_line(text).translate(str.maketrans(SPECIAL))
+
+
+def code_span(text):
+    """Text of a record between backticks, which markdown shows as it is."""
+    without_backticks = one_line(text).replace("`", "'")
+    return f"`{without_backticks}`"
+
+
+def short(name):
+    """s05 for s05_flash; other names stay."""
+    return name.split("_")[0]
+
+
+def markdown(alignment, head, rows):
+    """A markdown table, a str. alignment: an l or an r for each column; head and rows: lists of cells."""
+    rules = {"l": ":--", "r": "--:"}
+    lines = [head, [rules[side] for side in alignment], *rows]
+    drawn = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
+
+
+def milliseconds(value):
+    """A time with three digits."""
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
+
+
+def gigabytes(memory):
+    """A number of bytes in GB; None where nothing could measure it."""
+    if not memory:
+        return "no meter"
+    return f"{memory / 1e9:.2f}"
+
+
+def speed_cells(results, name):
+    """{column: cell} of a row's speed and memory; dashes where it left no counted step."""
+    summary = results.summary(name)
+    if summary is None:
+        return {"tok/sec": NOTHING, "dt ms [IQR]": NOTHING, "memory GB": NOTHING}
+    median = milliseconds(summary["dt_ms"])
+    quartiles = f"{milliseconds(summary['dt_q1_ms'])}–{milliseconds(summary['dt_q3_ms'])}"
+    memory = gigabytes(summary["memory"])
+    if summary["reserved"]:
+        memory += f" ({gigabytes(summary['reserved'])} reserved)"
+    return {
+        "tok/sec": f"{summary['tok_per_sec']:,.0f}",
+        "dt ms [IQR]": f"{median} [{quartiles}]",
+        "memory GB": memory,
+    }
+
+
+def loss_cells(results, name):
+    """{column: cell} of a row's held-out loss, the mean over its seeds."""
+    losses = results.samples(name).values()
+    if not losses:
+        return {"held-out loss (seeds)": NOTHING}
+    return {"held-out loss (seeds)": f"{statistics.mean(losses):.4f} ({len(losses)})"}
+
+
+def comparison(results, name, base, digits):
+    """The cell that compares a row with another, to so many digits after the point."""
+    estimate = results.compare(name, base)
+    if estimate is None:
+        return NOTHING
+    return estimate.text(digits)
+
+
+def cells(results, name, link):
+    """{column: cell} of a row. link: the way from the page to the folder of the stages."""
+    row = {"stage": name, "change": escape(results.bench["change"][name])}
+    if results.mode in ("ladder", "loss"):
+        row["stage"] = f"[{name}]({link}{name}.py)"
+    if results.mode == "loss":
+        row |= loss_cells(results, name)
+        digits_of_previous, digits_of_first = 4, 4
+    else:
+        row |= speed_cells(results, name)
+        digits_of_previous, digits_of_first = 3, 2  # neighbors differ by little
+    first = results.rows[0]
+    row["vs previous"] = comparison(results, name, results.row_above(name), digits_of_previous)
+    row[f"vs {short(first)}"] = comparison(results, name, first, digits_of_first)
+    if results.mode != "loss":
+        share = results.peak_share(name)
+        row["% of peak"] = f"{100 * share:.1f}" if share else NOTHING
+        step = results.last_common_step()
+        loss = results.loss_at(name, step)
+        row[f"loss, step {step}"] = f"{loss:.4f}" if loss else NOTHING
+    row["note"] = note(results, name)
+    return row
+
+
+def full_table(results):
+    """The table of results/NAME.md, in ladder order, with all columns."""
+    rows = [cells(results, name, "../stages/") for name in results.rows]
+    head = list(rows[0])
+    texts = ("stage", "change", "note")
+    alignment = ["l" if column in texts else "r" for column in head]
+    return markdown(alignment, head, [list(row.values()) for row in rows])
+
+
+def limit_table(results):
+    """The largest batch of each stage that fits, its figures, and what stopped the next."""
+    rows = [limit_cells(results, stage) for stage in results.rows]
+    return markdown("lrrrl", ["stage", "largest batch", "tok/sec", "memory GB", "stopped by"], rows)
+
+
+def limit_cells(results, stage):
+    """The cells of a stage's row in the table of the mode `limit`."""
+    names = results.batches(stage)
+    fits, fails = None, None
+    for batch in sorted(names):
+        last_run = results.runs_of(names[batch])[-1]
+        if last_run.error and fails is None:
+            fails = batch
+        elif last_run.summary and not last_run.error:
+            fits = batch
+    largest, speed, memory = "none", NOTHING, NOTHING
+    if fits is not None:
+        figures = speed_cells(results, names[fits])
+        largest, speed, memory = str(fits), figures["tok/sec"], figures["memory GB"]
+    stopped_by = "nothing yet: not finished"
+    if fails is not None:
+        error = results.error(names[fails])
+        stopped_by = f"B {fails}: {escape(error['error'])}"
+    return [stage, largest, speed, memory, stopped_by]
+
+
+def note(results, name):
+    """What this machine makes of a row, whether a difference was seen, and whether the row is stale."""
+    words = note_without_age(results, name)
+    if not results.is_stale(name):
+        return words
+    return f"{words}; stale" if words else "stale"
+
+
+def note_without_age(results, name):
+    """A row's note, without a word on whether its stage has changed since."""
+    parts = [results.problem(name), answer(results, name), results.verdict(name)]
+    return "; ".join(escape(part) for part in parts if part)
+
+
+def answer(results, name):
+    """What a row says of its technique; in the modes `amp` and `scale` of its type or its processes."""
+    if results.mode == "ladder":
+        effect = results.effect(name)
+        return effect.note if effect else ""
+    if results.mode == "amp":
+        return recommendation(results, name)
+    if results.mode == "scale":
+        return efficiency(results, name)
+    return ""
+
+
+def recommendation(results, name):
+    """What a 16-bit type is worth here, by its measured speed-up over float32."""
+    speedup = results.compare(name, results.rows[0])
+    if speedup is None:
+        return ""
+    words = "slower: leave it off"
+    for least, grade in sorted(GRADES.items()):
+        if speedup.value > least:
+            words = grade
+    ours, theirs = results.summary(name)["memory"], results.summary(results.rows[0])["memory"]
+    if not ours or not theirs:
+        return words
+    direction = "less" if ours <= theirs else "more"
+    return f"{words}; {100 * abs(1 - ours / theirs):.0f} % {direction} memory"
+
+
+def efficiency(results, name):
+    """What several processes reach of so many times one's speed, and what their all-reduce takes."""
+    speedup, header = results.compare(name, results.rows[0]), results.header(name)
+    if speedup is None or header is None:
+        return ""
+    words = f"efficiency {100 * speedup.value / header['settings']['world_size']:.0f} %"
+    steps = results.counted_steps(ALL_REDUCE + name)
+    if not steps:
+        return words
+    ms = 1e3 * statistics.median(step["dt"] for step in steps)
+    share = 100 * ms / results.summary(name)["dt_ms"]
+    megabytes = steps[0]["bytes"] / 1e6
+    return (
+        f"{words}; an all-reduce of its {megabytes:.0f} MB of gradients by itself takes {ms:.1f} ms, "
+        f"{share:.1f} % of a step (DDP hides some behind the backward)"
+    )
+
+
+def hardware(header):
+    """The machine and its versions, in a line."""
+    env = header["environment"]
+    parts = [f"**{escape(env['device_name'])}**"]
+    if env["device"] == "cpu":
+        parts.append(f"threads {env['threads']}, cores {env['cores']}")
+    parts.append(escape(env["system"]))
+    for label in ("torch", "Python", "CUDA", "cuDNN", "driver"):
+        version = env[label.lower()]
+        if version:
+            parts.append(f"{label} {escape(str(version))}")
+    parts.append(escape(header["started"][:10]))
+    return ", ".join(parts) + "."
+
+
+def method(results):
+    """How a row's figures came about, in a sentence or two."""
+    settings = results.any_header()["settings"]
+    sessions = len({session for session, _ in results.runs})
+    steps = results.bench["steps"]
+    if results.mode == "limit":
+        return "B is the first batch size tried; each gets a fresh process."
+    if results.mode == "loss":
+        tokens = steps * settings["batch_size"] * settings["seq_len"]
+        passes = ""
+        if "corpus_tokens" in results.bench:  # not in the oldest records
+            passes = f" ({tokens / results.bench['corpus_tokens']:.1f} passes over the corpus)"
+        return (
+            f"{steps} steps on the same {tokens:,} tokens{passes}, then the loss on the whole held-out "
+            "tenth, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of "
+            "the mean by Student's t."
+        )
+    if results.bench["interleaved"]:
+        return (
+            f"Interleaved (rounds: {results.counted_wanted}, sessions: {sessions}): all processes of a "
+            "session are alive at once and take one step each in turn."
+        )
+    return f"Fresh processes (rounds: {sessions}), each by the median of its counted steps."
+
+
+def setup(results):
+    """Model, batch, seeds and corpus of a bench, and its method, in a line."""
+    settings = results.any_header()["settings"]
+    seeds = set()
+    for run in results.runs.values():
+        if run.header:
+            seeds.add(run.header["settings"]["seed"])
+    shape = f"{escape(settings['size'])}, B {settings['batch_size']}, T {settings['seq_len']}"
+    seed = f"seed {', '.join(str(seed) for seed in sorted(seeds))}"
+    corpus = f"{escape(settings['corpus'])} in {escape(settings['tokenizer'])} tokens"
+    return f"{shape}, {seed}, {corpus}. {method(results)}"
+
+
+def what_a_ratio_is():
+    """The line that defines a ratio and its interval."""
+    return (
+        "A ratio is the median of the ratios within the rounds. It is not the ratio of the two medians, so "
+        "that two rows of equal tok/sec may differ in it. Its ± is the wider half of an interval: of the "
+        "exact 95 % interval of that median, with fewer than six rounds of their whole range. It covers "
+        "this run alone."
+    )
+
+
+def noise_line(results):
+    """How far the runs of one program came out apart, pair by pair, and what follows for the verdicts."""
+    controls = results.controls()
+    if not controls:
+        return "Noise: no A/A pair finished, so no difference is called one."
+    shown = []
+    for (name, base), ratio in controls.items():
+        shown.append(f"{name} / {short(base)} {ratio.text(3)} ({len(results.samples(name))})")
+    return (
+        f"Noise, from runs of one computation (rounds): {', '.join(shown)}. A difference of less than the "
+        f'worst, {100 * results.noise():.1f} %, or than its own ±, is called "no difference". '
+        "A ratio below 1 counts as its inverse."
+    )
+
+
+def peak_line(results):
+    """What the column "% of peak" is a share of."""
+    steps = results.counted_steps(PEAK)
+    rates = []
+    for dtype in sorted(steps[0]["peak"]):
+        rate = statistics.median(step["peak"][dtype] for step in steps)
+        rates.append(f"{rate / 1e12:.2f} TFLOP/s in {dtype}")
+    header = results.any_header()
+    flops = ladder.flops_per_token(header["shape"], header["settings"]["seq_len"])
+    return (
+        f"Peak: {', '.join(rates)}, reached by matmuls of size {steps[0]['size']} (rounds: {len(steps)}). "
+        f"The column is the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
+        "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+    )
+
+
+def bandwidth_line(results):
+    """How fast a large tensor is copied."""
+    rate = statistics.median(step["copy"] for step in results.counted_steps(PEAK))
+    return f"Memory bandwidth: copying a large tensor moves {rate / 1e9:.1f} GB/s, reads and writes counted."
+
+
+def memory_line(results):
+    """Where the memory's figures are from."""
+    meters = set()
+    for run in results.runs.values():
+        for step in run.steps:
+            if "meter" in step:
+                meters.add(step["meter"])
+    return f"Memory: {escape(' and '.join(sorted(meters)))}, of the steps after the warm-up."
+
+
+def command_line(results):
+    """How to run the same bench again."""
+    header = results.any_header()
+    commit = escape((header["commit"] or "none")[:12])
+    if header["dirty"]:
+        commit += " with changes"
+    return f"Again: {code_span(results.bench['command'])} at commit {commit}."
+
+
+def machine_and_setup(results):
+    """What ran and on what, a list of two lines."""
+    header = results.any_header()
+    if header is None:
+        return ["No stage got as far as its first step."]
+    return [hardware(header), setup(results)]
+
+
+def markdown_list(lines):
+    """Lines as a list of markdown."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def conditions(results):
+    """What stands under a table, as a markdown list: hardware, settings, noise, peak, and the command."""
+    lines = machine_and_setup(results)
+    if results.any_header() is None:
+        return markdown_list(lines)
+    is_of_speed = results.mode not in ("limit", "loss")
+    if is_of_speed:
+        lines.append(what_a_ratio_is())
+        lines.append(noise_line(results))
+    peak = results.counted_steps(PEAK)
+    if peak:
+        lines.append(peak_line(results))
+        if "copy" in peak[0]:
+            lines.append(bandwidth_line(results))
+    if results.mode != "loss":
+        lines.append(memory_line(results))
+    if any(results.is_stale(name) for name in results.rows):
+        lines.append("Stale: the stage's code has changed since it was measured.")
+    lines.append(command_line(results))
+    return markdown_list(lines)
+
+
+def mermaid(lines):
+    """A mermaid chart of these lines, a block of markdown that GitHub draws, readable on light and dark."""
+    colors = {"backgroundColor": "transparent", "plotColorPalette": ", ".join(COLORS.values())}
+    room = {"yAxis": {"labelPadding": 12}}  # else a phone cuts off the first digit
+    style = json.dumps({"themeVariables": {"xyChart": colors}, "xyChart": room})
+    start = f"```mermaid\n%%{{init: {style}}}%%\nxychart-beta"
+    return "\n    ".join([start, *lines]) + "\n```"
+
+
+def speed_chart(results):
+    """A bar of tokens per second for each row; "" where no row has a counted step."""
+    names, speeds = [], []
+    for name in results.rows:
+        summary = results.summary(name)
+        if summary:
+            names.append(f'"{short(name)}"')
+            speeds.append(summary["tok_per_sec"] / 1e3)
+    if not speeds:
+        return ""
+    bars = ", ".join(f"{speed:.2f}" for speed in speeds)
+    return mermaid(
+        [
+            'title "thousands of tokens per second"',
+            f"x-axis [{', '.join(names)}]",
+            f"y-axis 0 --> {1.1 * max(speeds):.2f}",
+            f"bar [{bars}]",
+        ]
+    )
+
+
+def whole_runs(results, name):
+    """The runs of a row that took all their steps, each with a finite loss, and were evaluated."""
+    runs = []
+    for run in results.runs_of(name):
+        losses = [step["loss"] for step in run.steps]
+        is_evaluated = run.summary is not None and "eval" in run.summary
+        if is_evaluated and None not in losses and len(losses) == results.bench["steps"]:
+            runs.append(run)
+    return runs
+
+
+def mean_losses(runs, starts, length):
+    """The training loss, the mean over `length` steps from each of the starts on, and over the runs."""
+    means = []
+    for start in starts:
+        losses = []
+        for run in runs:
+            losses += [step["loss"] for step in run.steps[start : start + length]]
+        means.append(statistics.mean(losses))
+    return means
+
+
+def loss_chart(results):
+    """A line of the training loss for each of up to six rows that finished; "" where none did."""
+    steps = results.bench["steps"]
+    length = max(1, steps // 20)  # a point is the mean over a twentieth of the steps, the first left out
+    starts = range(length, steps - length + 1, length)
+    color_names = list(COLORS)
+    legend, lines = [], []
+    for name in results.rows:
+        runs = whole_runs(results, name)
+        if runs and len(lines) < len(COLORS):
+            legend.append(f"{short(name)} {color_names[len(lines)]}")
+            points = ", ".join(f"{mean:.3f}" for mean in mean_losses(runs, starts, length))
+            lines.append(f"line [{points}]")
+    if not lines:
+        return ""
+    first, last = starts[0] + length / 2, starts[-1] + length / 2
+    axis = f'x-axis "step ({", ".join(legend)})" {first:.0f} --> {last:.0f}'
+    return mermaid(['title "training loss, mean over the seeds"', axis, *lines])
+
+
+def chart(results):
+    """The chart of a page; "" where there is nothing to draw."""
+    if results.mode == "loss":
+        return loss_chart(results)
+    return speed_chart(results)
+
+
+def page(results):
+    """The whole of results/NAME.md."""
+    what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
+    device = escape(results.bench["environment"]["device_name"])
+    rows = limit_table(results) if results.mode == "limit" else full_table(results)
+    parts = [f"# {what} on {device}", rows, conditions(results), chart(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def readme_notes(results):
+    """The notes of all rows in a line, rows of one note together; a mere "faster" is seen in the table."""
+    stages_of_note = {}
+    for name in results.rows:
+        words = note_without_age(results, name)
+        if words not in ("", "faster"):
+            stages_of_note.setdefault(words, []).append(short(name))
+    notes = [f"{', '.join(stages)}: {words}" for words, stages in stages_of_note.items()]
+    sentences = []
+    if notes:
+        sentences.append(f"Notes: {'; '.join(notes)}. ")
+    if any(results.is_stale(name) for name in results.rows):
+        sentences.append("Measured with an earlier version of the stages. ")
+    return "".join(sentences)
+
+
+def readme_cells(results, name):
+    """{column: cell} of a row in README.md, without quartiles and reserved memory: it is narrow."""
+    row = cells(results, name, "stages/")
+    summary = results.summary(name)
+    vs_first = f"vs {short(results.rows[0])}"
+    return {
+        "stage": row["stage"],
+        "change": row["change"],
+        "tok/sec": row["tok/sec"],
+        "dt ms": milliseconds(summary["dt_ms"]) if summary else NOTHING,
+        "memory GB": gigabytes(summary["memory"]) if summary else NOTHING,
+        "vs previous": row["vs previous"],
+        vs_first: row[vs_first],
+    }
+
+
+def readme_table(results):
+    """README.md's table, in ladder order."""
+    rows = [readme_cells(results, name) for name in results.rows]
+    return markdown("llrrrrr", list(rows[0]), [list(row.values()) for row in rows])
+
+
+def readme_part(results, name):
+    """README.md's part between its markers: chart, narrow table, notes, and a link to results/NAME.md.
+
+    Raises ResultsError for the records of another mode than the ladder.
+    """
+    if results.mode != "ladder":
+        raise ResultsError(f"README.md shows the ladder, and {name} is of {results.mode}: leave --readme out")
+    link = f"[All columns, the noise and the peak](results/{name}.md)."
+    lines = [*machine_and_setup(results), readme_notes(results) + link]
+    return "\n\n".join([chart(results), readme_table(results), markdown_list(lines)])
+
+
+def between_markers(text, content):
+    """README.md's text with the content between its two markers.
+
+    Raises ResultsError unless each of them stands there once, and in order.
+    """
+    before, begin, after_begin = text.partition(BEGIN)
+    _, end, after = after_begin.partition(END)
+    if not begin or not end or text.count(BEGIN) > 1 or text.count(END) > 1:
+        raise ResultsError(f"README.md must hold {BEGIN} and, below it, {END}: put each there once")
+    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"

@@ -1,0 +1,441 @@
+"""Draws those parts of the pages that are taken from the stages and from the records.
+
+    python tests/pages.py            draw every page that is stale, and name it
+    python tests/pages.py --check    write nothing; name every page that is stale, with exit status 1
+
+The pages are results/NAME.md for each results/NAME.jsonl, README.md and stages/README.md. In the last two,
+what is drawn stands between two comments: a diff or a table between <!-- NAME --> and <!-- end -->, and a
+figure in a sentence between <!-- = WORDS --> and <!-- . -->, where the words are those of results_figure() or
+run_figure(). Imports no torch, so that it takes a second.
+"""
+
+import argparse
+import difflib
+import functools
+import os
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "stages"))
+
+from harness import ladder, page
+from harness.results import PEAK, Results, ResultsError, read, run_of
+
+README = ROOT / "README.md"
+LESSONS = ROOT / "stages" / "README.md"
+RESULTS = ROOT / "results"
+
+PROFILED = ("s01", "s03", "s04", "s05", "s09", "s10", "s11")  # the stages with a results/profile/sNN.jsonl
+# what torch.profiler calls the operations of each row of the profile, as patterns of whole names
+OPERATIONS = {
+    "matmuls": r"aten::(mm|addmm|bmm|baddbmm)|.*mkl.*linear.*",
+    "softmax, loss and mask": r"aten::(_(log_)?softmax(_backward_data)?|nll_loss.*|masked_fill_?|triu|where)",
+    "GELU and LayerNorm": r"aten::(gelu|native_layer_norm)(_backward)?",
+    "casts and copies": r"aten::(copy_|_to_copy|clone|contiguous)",
+    "fused kernels": r"## Call CompiledFxGraph .*",
+    "attention kernel": r"aten::_scaled_dot_product.*",
+    "optimizer": r"Optimizer\.step#.*",
+}
+MISREAD = """\
+| mistake | what it says | what the records say |
+| :-- | :-- | :-- |
+| compilation in the average: all {steps} steps of s04 | {mean} ms per step | {ms} after {s} s of warm-up |
+| CUDA's memory meter, where there is no GPU: s04 | 0.00 GB | {memory} GB ({meter}) |
+| one step of each, instead of many: s05 over s04 | anything from {low} to {high} times as fast | {flash} |
+| dt compared where a step holds more tokens: s11 over s10 | {by_dt} times as fast | {accum}, by tok/sec |
+| two runs at different times: two steps of {twice} | {scatter} times as fast | {control}, as an A/A pair |"""
+
+
+def between(text, name, content):
+    """stages/README.md's text with the content between <!-- name --> and <!-- end -->.
+
+    Raises ResultsError where one of the two is missing.
+    """
+    before, begin, after_begin = text.partition(f"<!-- {name} -->\n")
+    _, end, after = after_begin.partition("<!-- end -->")
+    if not begin or not end:
+        both = f"<!-- {name} --> and, below it, <!-- end -->"
+        raise ResultsError(f"stages/README.md must hold {both}: put them there")
+    return f"{before}{begin}{content}\n{end}{after}"
+
+
+def diff(old_stage, new_stage):
+    """The lines of code that differ between two stages, a block of markdown.
+
+    One line around each place is shown too. A line that only moved to the right does not count as different.
+    """
+    _, old_code = ladder.docstring_and_code(old_stage)
+    _, new_code = ladder.docstring_and_code(new_stage)
+    old, new = old_code.splitlines(), new_code.splitlines()
+    old_words = [line.strip() for line in old]
+    new_words = [line.strip() for line in new]
+    matcher = difflib.SequenceMatcher(None, old_words, new_words, autojunk=False)
+    lines = []
+    for place in matcher.get_grouped_opcodes(1):
+        lines.append("@@" if lines else "```diff")
+        for kind, old_start, old_end, new_start, new_end in place:
+            if kind == "equal":
+                lines += [f" {line}" for line in new[new_start:new_end]]
+            else:
+                lines += [f"-{line}" for line in old[old_start:old_end]]
+                lines += [f"+{line}" for line in new[new_start:new_end]]
+    lines.append("```")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@functools.cache
+def profile(stage):
+    """{row of the profile: ms} of the last step of a stage, such as "s04", by results/profile."""
+    run = run_of(read(RESULTS / "profile" / f"{stage}.jsonl"))
+    times = dict.fromkeys(OPERATIONS, 0.0)
+    for operation, (own_ms, total_ms, _) in run.summary["profile"].items():
+        for row, pattern in OPERATIONS.items():
+            if re.fullmatch(pattern, operation):
+                # what the optimizer calls counts as the optimizer's: none of it is in another row
+                times[row] += total_ms if row == "optimizer" else own_ms
+    step = 1e3 * run.steps[-1]["dt"]
+    return times | {"everything else": step - sum(times.values()), "the step": step}
+
+
+def profile_table():
+    """Where the time of a step goes, in ms: a column for each stage that was profiled."""
+    rows = []
+    for row in (*OPERATIONS, "everything else", "the step"):
+        rows.append([row, *(f"{profile(stage)[row]:.0f}" for stage in PROFILED)])
+    return page.markdown("lrrrrrrr", ["ms", *PROFILED], rows)
+
+
+@functools.cache
+def exercise(name):
+    """The step lines, a list of dicts, of a run that results/exercises keeps."""
+    return run_of(read(RESULTS / "exercises" / f"{name}.jsonl")).steps
+
+
+def bad_batch_table():
+    """Loss and norm around two steps of random ids, 40 and 41: clipped at a norm of 1, and at one of 1e9."""
+    clipped_steps, unclipped_steps = exercise("bad-batch-1.0"), exercise("bad-batch-1e9")
+    rows = []
+    for i in (*range(38, 46), 79):
+        clipped, unclipped = clipped_steps[i], unclipped_steps[i]
+        figures = (clipped["loss"], clipped["norm"], unclipped["loss"], unclipped["norm"])
+        rows.append([str(i), *(f"{figure:.2f}" for figure in figures)])
+    head = ["step", "loss, clipped at 1", "norm", "loss, not clipped", "norm"]
+    return page.markdown("rrrrr", head, rows)
+
+
+def misread_table(bench):
+    """What a bench's records say when they are read wrongly, beside what they say."""
+    s04, s05 = row_named(bench, "s04"), row_named(bench, "s05")
+    dts = [step["dt"] for step in bench.runs_of(s04)[0].steps]
+    times_s04, times_s05 = bench.samples(s04), bench.samples(s05)
+    ratios = [times_s04[key] / times_s05[key] for key in times_s04.keys() & times_s05.keys()]
+    control, twice = list(bench.controls())[0]
+    times_twice = bench.samples(twice).values()
+    return MISREAD.format(
+        steps=len(dts),
+        mean=f"{1e3 * statistics.mean(dts):,.0f}",
+        ms=f"{step_ms(bench, 's04'):,.0f}",
+        s=f"{warmup_s(bench, 's04'):.0f}",
+        memory=f"{memory_gb(bench, 's04'):.2f}",
+        meter=bench.summary(s04)["meter"],
+        low=f"{min(ratios):.2f}",
+        high=f"{max(ratios):.2f}",
+        flash=ratio(bench, "s05", "s04"),
+        by_dt=f"{step_ms(bench, 's10') / step_ms(bench, 's11'):.2f}",
+        accum=ratio(bench, "s11", "s10"),
+        twice=page.short(twice),
+        scatter=f"{max(times_twice) / min(times_twice):.2f}",
+        control=bench.compare(control, twice).text(),
+    )
+
+
+@functools.cache
+def record(name):
+    """The Results of results/NAME.jsonl."""
+    return Results(RESULTS / f"{name}.jsonl")
+
+
+def row_named(results, short):
+    """The whole name of a row, such as s04_compile for s04. Raises ResultsError where there is none."""
+    for name in results.rows:
+        if page.short(name) == short:
+            return name
+    raise ResultsError(f"a figure is of the row {short!r}, and its record has {', '.join(results.rows)}")
+
+
+def peak(results, dtype):
+    """The FLOP/s that the large matmuls of the probe reach in a dtype, such as "float32"."""
+    return statistics.median(step["peak"][dtype] for step in results.counted_steps(PEAK))
+
+
+def bandwidth(results):
+    """The bytes/s that a copy of a large tensor moves, reads and writes counted."""
+    return statistics.median(step["copy"] for step in results.counted_steps(PEAK))
+
+
+def matmul_ms(results, gflop, dtype):
+    """The ms that so many GFLOP take at the peak of a dtype."""
+    return 1e3 * 1e9 * gflop / peak(results, dtype)
+
+
+def moving_ms(results, megabytes):
+    """The ms that it takes to read or write so many megabytes, at the rate of a copy."""
+    return 1e3 * 1e6 * megabytes / bandwidth(results)
+
+
+def step_ms(results, stage):
+    """The ms of a stage's step, the median."""
+    return results.summary(row_named(results, stage))["dt_ms"]
+
+
+def predicted_s03_ms(results):
+    """The ms that s03's step should take: that of s02, with its 111 GFLOP at the peak of bfloat16."""
+    return step_ms(results, "s02") - matmul_ms(results, 111, "float32") + matmul_ms(results, 111, "bfloat16")
+
+
+def saved_ms(results, stage, base):
+    """The ms by which a stage's step is shorter than that of another."""
+    return step_ms(results, base) - step_ms(results, stage)
+
+
+def memory_gb(results, stage):
+    """The most memory that a stage held, in GB."""
+    return results.summary(row_named(results, stage))["memory"] / 1e9
+
+
+def warmup_s(results, stage):
+    """The seconds that a stage's warm-up took, compilation included."""
+    return results.summary(row_named(results, stage))["warmup_s"]
+
+
+def ratio(results, stage, base):
+    """How many times as fast a stage is as another, such as "1.82 ± 0.06"."""
+    return results.compare(row_named(results, stage), row_named(results, base)).text()
+
+
+def tokens_per_second(results, name):
+    """The tokens per second of a row, such as "s12" or "2 ranks"."""
+    return results.summary(row_named(results, name))["tok_per_sec"]
+
+
+def verdict(results, stage):
+    """Whether a stage is "faster" or "slower" than the one before, or "no difference" was seen."""
+    return results.verdict(row_named(results, stage))
+
+
+def efficiency_percent(results):
+    """What two processes reach of twice the speed of one, in percent."""
+    return 100 * results.compare("2 ranks", "1 rank").value / 2
+
+
+def largest_batches(results):
+    """The largest batch of each stage that fits, such as "1 in s01, 2 in s03"."""
+    parts = []
+    for stage in results.rows:
+        fitting = []
+        for batch, name in results.batches(stage).items():
+            last_run = results.runs_of(name)[-1]
+            if last_run.summary and not last_run.error:
+                fitting.append(batch)
+        parts.append(f"{max(fitting)} in {page.short(stage)}")
+    return ", ".join(parts)
+
+
+def loss_change(results, stage):
+    """The held-out loss of a stage against that of the row above, such as "-0.0777 ± 0.0569 (lower)"."""
+    name = row_named(results, stage)
+    difference = results.compare(name, results.row_above(name))
+    return f"{difference.value:+.4f} ± {difference.spread:.4f} ({results.verdict(name)})"
+
+
+def unlisted_ms(stage):
+    """The ms of a stage's profiled step that are neither in matmuls nor in the optimizer."""
+    times = profile(stage)
+    return times["the step"] - times["matmuls"] - times["optimizer"]
+
+
+def last_figure(name, key):
+    """A figure of the last step of an exercise's run: "loss" or "norm"."""
+    return exercise(name)[-1][key]
+
+
+def mean_loss(name):
+    """The mean training loss of the last 100 steps of an exercise's run."""
+    return statistics.mean(step["loss"] for step in exercise(name)[-100:])
+
+
+def results_figure(words, results):
+    """The text of a figure of a bench, by its words, a list; None where no figure of a bench is called so."""
+    match words:
+        case ["peak", dtype]:
+            return f"{peak(results, dtype) / 1e12:.3f}"
+        case ["bandwidth"]:
+            return f"{bandwidth(results) / 1e9:.1f}"
+        case ["matmuls", gflop, dtype]:
+            return f"{matmul_ms(results, float(gflop), dtype):.0f}"
+        case ["moving", megabytes]:
+            return f"{moving_ms(results, float(megabytes)):.0f}"
+        case ["predicted", "s03"]:
+            return f"{predicted_s03_ms(results):.0f}"
+        case ["ms", stage]:
+            return f"{step_ms(results, stage):.0f}"
+        case ["saved", stage, base]:
+            return f"{saved_ms(results, stage, base):.0f}"
+        case ["memory", stage]:
+            return f"{memory_gb(results, stage):.2f}"
+        case ["warm-up", stage]:
+            return f"{warmup_s(results, stage):.0f}"
+        case ["speed", *name]:
+            return f"{tokens_per_second(results, ' '.join(name)):,.0f}"
+        case ["ratio", stage, base]:
+            return ratio(results, stage, base)
+        case ["verdict", stage]:
+            return verdict(results, stage)
+        case ["two", "ranks"]:
+            return ratio(results, "2 ranks", "1 rank")
+        case ["efficiency"]:
+            return f"{efficiency_percent(results):.0f} %"
+        case ["largest", "batches"]:
+            return largest_batches(results)
+        case ["loss", stage]:
+            return loss_change(results, stage)
+    return None
+
+
+def run_figure(words, name):
+    """The text of a figure of a single run, by its words, a list; None where no figure of a run is called so.
+
+    name: of the run in results/exercises; "" for a figure of results/profile, whose words name the stage.
+    """
+    match words:
+        case ["profile", stage, *operations]:
+            return f"{profile(stage)[' '.join(operations)]:.0f}"
+        case ["unlisted", stage]:
+            return f"{unlisted_ms(stage):.0f}"
+        case ["last", key]:
+            return f"{last_figure(name, key):.4f}"
+        case ["quarter", key]:
+            return f"{last_figure(name, key) / 4:.4f}"
+        case ["mean", "loss"]:
+            return f"{mean_loss(name):.2f}"
+    return None
+
+
+def figure(words, bench):
+    """The figure that the words of a comment stand for, as text. Raises ResultsError where none is called so.
+
+    bench: the Results that README.md shows. words: "ms s04" is a figure of that bench, "ms s04 of NAME" one
+    of results/NAME.jsonl, and "last loss of NAME" one of results/exercises/NAME.jsonl.
+    """
+    what, _, name = words.partition(" of ")
+    text = run_figure(what.split(), name)
+    if text is None:
+        text = results_figure(what.split(), record(name) if name else bench)
+    if text is None:
+        raise ResultsError(f"no figure is called {words!r}: take one of run_figure() and results_figure()")
+    return text
+
+
+def with_figures(text, bench):
+    """A page's text with every figure of its sentences as the records have it. Raises ResultsError."""
+    block = re.search(r"^ {0,3}<!-- = .*", text, re.MULTILINE)
+    if block:
+        raise ResultsError(f"a line that begins with a comment ends its paragraph: {block[0]}")
+
+    def drawn(match):
+        return f"<!-- = {match[1]} -->{figure(match[1], bench)}<!-- . -->"
+
+    return re.sub(r"<!-- = (.*?) -->.*?<!-- \. -->", drawn, text)
+
+
+def shown_in_readme(text):
+    """The name of the record that README.md's text links to below its table.
+
+    Raises ResultsError where there is no such link.
+    """
+    _, _, after_begin = text.partition(page.BEGIN)
+    part, _, _ = after_begin.partition(page.END)
+    link = re.search(r"\(results/([\w.+-]+)\.md\)", part)
+    if link is None:
+        remedy = "python bench.py --render NAME --readme"
+        raise ResultsError(f"README.md's table has no link to its record: {remedy}")
+    return link[1]
+
+
+def readme(text):
+    """README.md's text with its table and its figures drawn again."""
+    name = shown_in_readme(text)
+    text = page.between_markers(text, page.readme_part(record(name), name))
+    return with_figures(text, record(name))
+
+
+def lessons(text, bench):
+    """stages/README.md's text with its diffs, tables and figures drawn again.
+
+    bench: the Results that README.md shows.
+    """
+    names = ladder.names()
+    for old_stage, new_stage in zip(names, names[1:], strict=False):
+        text = between(text, f"diff {page.short(new_stage)}", diff(old_stage, new_stage))
+    text = between(text, "profile", profile_table())
+    text = between(text, "bad batch", bad_batch_table())
+    text = between(text, "misread", misread_table(bench))
+    return with_figures(text, bench)
+
+
+def records():
+    """The paths of the records that git keeps: a bench that was given no name has its date for one."""
+    return [path for path in sorted(RESULTS.glob("*.jsonl")) if not path.name.startswith("20")]
+
+
+def read_page(path):
+    """A page's text with its line ends as they are; "" where there is no such page yet."""
+    if not path.exists():
+        return ""
+    return path.read_bytes().decode()
+
+
+def all_pages():
+    """Yield the path of each page, and the text that it should have."""
+    for path in records():
+        yield path.with_suffix(".md"), page.page(record(path.stem))
+    text = read_page(README)
+    yield README, readme(text)
+    yield LESSONS, lessons(read_page(LESSONS), record(shown_in_readme(text)))
+
+
+def replace(path, text):
+    """Write a page at once: whatever stops this process, the old page is there or the new one."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_bytes(text.encode())
+    os.replace(temporary, path)
+
+
+def main():
+    """The command line; its exit status. A record or a page that can't be used is one line and status 2."""
+    parser = argparse.ArgumentParser(description="Draw every page that is stale.", allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if one is stale")
+    args = parser.parse_args()
+    status = 0
+    try:
+        for path, text in all_pages():
+            if read_page(path) == text:
+                continue
+            name = path.relative_to(ROOT)
+            if args.check:
+                print(f"{name} is stale: python tests/pages.py draws it again")
+                status = 1
+            else:
+                replace(path, text)
+                print(f"{name} is drawn again")
+    except (ResultsError, OSError) as error:
+        print(f"pages.py: error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

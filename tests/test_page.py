@@ -1,0 +1,591 @@
+"""The page: from the figures of a bench to tables, sentences and charts."""
+
+from harness import page
+from harness.results import CONTROL, ResultsError
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from fixtures.records import (
+    CPU,
+    GPT2,
+    T4,
+    bench_line,
+    failure,
+    peak_step,
+    probe_lines,
+    results_of,
+    results_of_text,
+    run_lines,
+    summary,
+    text_of_lines,
+    text_of_record,
+)
+
+import bench
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def without_no_break_spaces(text):
+    """Text with the spaces around a ± as they are typed."""
+    return text.replace("\u00a0", " ")
+
+
+def cell(results, name, column):
+    """A cell of the full table."""
+    return without_no_break_spaces(page.cells(results, name, "")[column])
+
+
+# whole pages
+
+
+def cpu_run(name, speed, wiggle=(1, 1, 1, 1, 1), **about):
+    """The lines of a run without a compiler. speed: over that of s01; wiggle: factors of its steps' times."""
+    dts = []
+    for load, factor in zip((1.0, 1.1, 0.9, 1.0, 1.2), wiggle, strict=False):
+        dts.append(round(load / speed * factor, 9))
+    missing = {"compile": "left out, no C++ compiler found: install g++ (Linux)"}
+    return run_lines(name, dts, compile=False, fallbacks=missing, **about)
+
+
+def ladder_cpu():
+    """A bench on a CPU with a row of every kind."""
+    out_of_memory = failure("out of memory at batch size 4: try --batch-size 2", "out-of-memory")
+    rates = peak_step(float32=5e11, bfloat16=1e12, copy=2.5e10)
+    return results_of(
+        cpu_run("s01_baseline", 1),
+        cpu_run("s02_tf32", 1, (1, 1, 1.01, 0.99, 1)),
+        cpu_run("s03_bf16", 2, memory=1.25),
+        cpu_run("s04_compile", 1, (), end=out_of_memory),
+        cpu_run("s05_flash", 3, end=summary(sdpa="flash"), memory=0.5, code="1" * 64),
+        cpu_run("s06_vocab", 2.4),
+        cpu_run("s07_clip", 2.42),  # 1.008 times as fast, and the A/A pair is 1.02 apart
+        cpu_run("s07_clip" + CONTROL, 2.42 * 1.02),
+        cpu_run("s08_cosine", 2.4, (1, 1, 1), end=failure("RuntimeError: boom | with a bar")),
+        cpu_run("s10_fused", 3, (1, 1, 1, 1), end=None, memory=None, meter="no meter"),
+        cpu_run("s11_accum", 1.5, tokens=2000),  # twice the tokens in 1 / 1.5 of the time: 3 times the speed
+        cpu_run("s12_ddp", 1.5, tokens=2000),
+        probe_lines([rates] * 5),
+        rows=[path.stem for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))],
+    )
+
+
+def ladder_t4():
+    """Two rounds on a GPU without bfloat16 and TF32, the second at half the speed, which no ratio shows."""
+    gpu = {"environment": T4, "amp_dtype": "float16", "meter": "peak allocated"}
+    gpu |= {"shape": GPT2, "size": "gpt2", "seq_len": 1024}
+    rows = [
+        ("s01_baseline", 1.0, 12.5),
+        ("s02_tf32", 1.0, 12.5),
+        ("s03_bf16", 0.4, 10),
+        ("s04_compile", 0.2, 8),
+        ("s04_compile" + CONTROL, 0.2, 8),
+        ("s05_flash", 0.16, 6),
+    ]
+    runs = [probe_lines([peak_step(float32=4e12, float16=2e13)])]
+    for name, dt, memory in rows:
+        end = summary(reserved=int(memory * 1.125e9), sdpa="efficient")
+        for session, load in enumerate((1, 2)):
+            dts = [dt * load] * 3
+            runs.append(run_lines(name, dts, session, end, memory=memory, **gpu))
+    return results_of(*runs, interleaved=False, rounds=2, environment=T4)
+
+
+@pytest.mark.parametrize("ladder", [ladder_cpu, ladder_t4])
+def test_page_is_byte_for_byte_what_it_was(ladder):
+    """After a wanted change: REDRAW=1 python -m pytest tests/test_page.py, and read the difference."""
+    drawn = page.page(ladder()).encode()
+    path = FIXTURES / f"{ladder.__name__}.md"
+    if os.environ.get("REDRAW"):
+        path.write_bytes(drawn)
+    assert drawn.decode() == path.read_bytes().decode()
+
+
+def test_a_page_is_drawn_without_torch():
+    code = """
+import sys
+sys.path.insert(0, "stages")
+from harness import page, results
+assert page.page(results.Results("results/epyc-2-cores.jsonl")).startswith("# The ladder on")
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_nothing_that_ran_is_a_page_all_the_same():
+    results = results_of(rows=["s01_baseline", "s02_tf32"])
+    drawn = page.page(results)
+    assert "No stage got as far as its first step." in drawn
+    assert drawn.count("not run") == 2
+    assert "mermaid" not in drawn
+    assert "No stage got as far as its first step." in page.readme_part(results, "x")
+
+
+def test_render_draws_page_and_readme_and_leaves_the_records(tmp_path, monkeypatch, capsys):
+    record = text_of_record(run_lines("s01_baseline", [1.0]), run_lines("s02_tf32", [1.0]))
+    path, readme = tmp_path / "x.jsonl", tmp_path / "README.md"
+    path.write_text(record)
+    above, below = f"# Ä\r\n{page.BEGIN}", f"{page.END}\r\n\tend, with no newline after it"
+    readme.write_bytes(f"{above}old{below}".encode())
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    assert bench.show(path, readme=True) == 0
+    drawn = path.with_suffix(".md").read_text()
+    assert capsys.readouterr().out == drawn + "\n"
+    assert "| 1,000 |" in drawn
+    text = readme.read_bytes().decode()
+    assert text.startswith(above)
+    assert text.endswith(below)
+    assert "(stages/s02_tf32.py)" in text
+    assert path.read_text() == record
+
+
+def test_damaged_records_get_no_page_and_stay(tmp_path):
+    path = tmp_path / "x.jsonl"
+    record = text_of_record(run_lines("s01_baseline", [1.0])).replace('"loss": 5.0', '"loss": NaN')
+    path.write_text(record)
+    with pytest.raises(ResultsError, match="x.jsonl: line 3 is damaged .NaN"):
+        bench.show(path, readme=False)
+    assert path.read_text() == record
+    assert not path.with_suffix(".md").exists()
+
+
+# the table
+
+
+def test_neighbors_are_compared_to_three_decimals_and_with_s01_to_two():
+    """Two decimals, 0.99 ± 0.01 in both rows, would hide why one is slower and one is not."""
+    results = results_of(
+        run_lines("s10_fused", [1.0, 1.0]),
+        run_lines("s10_fused" + CONTROL, [1.0, 1.0]),
+        run_lines("s11_accum", [1 / 0.9842, 1 / 0.9958]),
+        run_lines("s12_ddp", [1 / 0.9842 / 0.986, 1 / 0.9958 / 1.0]),
+    )
+    assert cell(results, "s11_accum", "vs previous") == "0.990 ± 0.006"
+    assert cell(results, "s11_accum", "note").endswith("slower")
+    assert cell(results, "s12_ddp", "vs previous") == "0.993 ± 0.007"
+    assert cell(results, "s12_ddp", "note").endswith("no difference")
+    assert cell(results, "s12_ddp", "vs s10") == "0.98 ± 0.01"
+    readme = without_no_break_spaces(page.readme_table(results))
+    assert "| 0.990 ± 0.006 | 0.99 ± 0.01 |" in readme
+
+
+def test_losses_are_compared_to_four_decimals():
+    runs = [run_lines("a", [1.0], session=i, end=summary(eval=6.0)) for i in range(3)]
+    runs += [run_lines("b", [1.0], session=i, end=summary(eval=5.9 + i / 100)) for i in range(3)]
+    results = results_of(*runs, mode="loss", interleaved=False)
+    assert cell(results, "b", "vs previous") == "-0.0900 ± 0.0248"
+    assert cell(results, "b", "vs a") == "-0.0900 ± 0.0248"
+
+
+@pytest.mark.parametrize(
+    "ms, text",
+    [(1234.6, "1235"), (100, "100"), (12.34, "12.3"), (1.234, "1.23")],
+)
+def test_times_have_three_digits(ms, text):
+    assert page.milliseconds(ms) == text
+
+
+@pytest.mark.parametrize(
+    "name, about, note",
+    [
+        ("s02_tf32", {"environment": T4 | {"tf32": True}}, "active"),
+        ("s02_tf32", {"environment": CPU | {"device": "mps"}}, "no-op: this device has no TF32 units"),
+        ("s03_bf16", {"amp_dtype": "float32"}, "no-op: float32 was asked for"),
+        ("s03_bf16", {"amp_dtype": "float32", "fallbacks": {"amp_dtype": "none here"}}, "no-op: none here"),
+        ("s04_compile", {"compile": False}, "fallback to eager: --no-compile was given"),
+        ("s04_compile", {"code": "1" * 64}, "active: 8 s of warm-up; stale"),
+        ("s06_vocab", {"code": "1" * 64}, "stale"),
+        ("s12_ddp", {"world_size": 2}, ""),
+    ],
+)
+def test_note_is_what_the_machine_makes_of_a_technique(name, about, note):
+    assert page.note(results_of(run_lines(name, [1.0], **about)), name) == note
+
+
+@pytest.mark.parametrize(
+    "speedup, grade",
+    [
+        (1.51, "excellent: switch it on"),
+        (1.5, "significant: switch it on"),
+        (1.2, "modest"),
+        (1.05, "negligible"),
+        (0.95, "slower: leave it off"),
+    ],
+)
+def test_amp_recommends_a_dtype_by_its_speed_over_float32(speedup, grade):
+    results = results_of(run_lines("float32", [speedup]), run_lines("bfloat16", [1.0]), mode="amp")
+    assert page.recommendation(results, "bfloat16") == f"{grade}; 0 % less memory"
+
+
+@pytest.mark.parametrize(
+    "memory, words",
+    [(1.5, "; 25 % less memory"), (4, "; 100 % more memory"), (None, "")],
+)
+def test_amp_says_how_much_memory_a_dtype_takes(memory, words):
+    runs = [run_lines("float32", [1.0], memory=2), run_lines("bfloat16", [1.0], memory=memory)]
+    assert page.recommendation(results_of(*runs, mode="amp"), "bfloat16") == f"negligible{words}"
+
+
+def test_scale_shows_the_efficiency_and_the_median_all_reduce():
+    """The all-reduce takes 10, 40 or 90 ms: their mean would be 46.7."""
+    seconds = [0.01, 0.04, 0.09]
+    results = results_of(
+        run_lines("1 rank", [1.0] * 3),
+        run_lines("2 ranks", [0.625] * 3, world_size=2),
+        run_lines("4 ranks", [], end=failure("boom"), world_size=4),
+        probe_lines([{"dt": dt, "bytes": 120_000_000} for dt in seconds], name="all-reduce 2 ranks"),
+        mode="scale",
+    )
+    assert page.note(results, "1 rank") == ""
+    assert page.note(results, "2 ranks") == (
+        "efficiency 80 %; an all-reduce of its 120 MB of gradients by itself takes 40.0 ms, 6.4 % of a step "
+        "(DDP hides some behind the backward)"
+    )
+    assert page.note(results, "4 ranks") == "failed: boom"
+
+
+def test_limit_shows_the_largest_batch_whose_longer_run_fits():
+    """B 6 fitted for the steps of the warm-up and no longer; B 5 did."""
+    message = "out of memory: more than the budget of 1.0 GB"
+    no = failure(message, "out-of-memory")
+    runs = [run_lines(f"s05_flash B{batch}", []) for batch in (1, 2, 4, 5, 6)]
+    runs += [run_lines(f"s05_flash B{batch}", [], end=no) for batch in (7, 8)]
+    runs.append(run_lines("s05_flash B6", [], session=1, end=no))
+    runs.append(run_lines("s05_flash B5", [0.5] * 3, session=1))
+    runs.append(run_lines("s06_vocab B1", [], end=no))
+    results = results_of(*runs, mode="limit", rows=["s05_flash", "s06_vocab", "s07_clip"])
+    assert page.limit_table(results).splitlines()[2:] == [
+        f"| s05_flash | 5 | 2,000 | 1.50 | B 6: {message} |",
+        f"| s06_vocab | none | – | – | B 1: {message} |",
+        "| s07_clip | none | – | – | nothing yet: not finished |",
+    ]
+
+
+def test_limit_says_that_it_is_stale():
+    fresh = results_of(run_lines("s05_flash B1", [1.0]), mode="limit", rows=["s05_flash"])
+    stale = results_of(run_lines("s05_flash B1", [1.0], code="1" * 64), mode="limit", rows=["s05_flash"])
+    assert "Stale" not in page.page(fresh)
+    assert "- Stale: the stage's code has changed since it was measured." in page.page(stale)
+
+
+# what stands under the table
+
+
+def lines_under_the_table(*runs, **about):
+    return page.conditions(results_of(*runs, **about)).splitlines()
+
+
+def test_a_page_says_what_a_ratio_is():
+    (line,) = [line for line in lines_under_the_table(run_lines("a", [1.0])) if "A ratio is" in line]
+    assert "median of the ratios within the rounds" in line
+    assert "not the ratio of the two medians, so that two rows of equal tok/sec may differ" in line
+    assert "Its ± is the wider half of an interval: of the exact 95 % interval of that median" in line
+
+
+def test_rows_of_equal_speed_may_have_a_ratio():
+    results = results_of(run_lines("a", [1.0, 2.0, 3.0]), run_lines("b", [0.5, 2.0, 2.0]))
+    assert cell(results, "a", "tok/sec") == cell(results, "b", "tok/sec") == "500"
+    assert cell(results, "b", "vs previous") == "1.500 ± 0.500"
+
+
+@pytest.mark.parametrize(
+    "again, pair, worst",
+    [
+        ([1 / 0.97] * 2, "a again / a 0.970 ± 0.000 (2)", "3.1 %"),
+        ([1 / 0.7], "a again / a 0.700 (1)", "42.9 %"),
+        ([0.7], "a again / a 1.429 (1)", "42.9 %"),
+    ],
+)
+def test_a_page_shows_each_control_and_the_worst(again, pair, worst):
+    lines = lines_under_the_table(run_lines("a", [1.0] * 2), run_lines("a" + CONTROL, again))
+    (line,) = [without_no_break_spaces(line) for line in lines if "Noise" in line]
+    assert pair in line
+    assert f"less than the worst, {worst}, or than its own ±" in line
+    assert "A ratio below 1 counts as its inverse." in line
+
+
+def test_a_page_says_that_it_has_no_control():
+    lines = lines_under_the_table(run_lines("a", [1.0]))
+    assert "- Noise: no A/A pair finished, so no difference is called one." in lines
+
+
+def test_a_page_shows_the_median_rates_of_the_probe():
+    """Squares, whose mean would be 14 / 3."""
+    rates = [peak_step(float32=rate * 1e12, copy=rate * 1e9) for rate in (1, 4, 9)]
+    text = "\n".join(lines_under_the_table(run_lines("a", [1.0] * 3), probe_lines(rates)))
+    assert "Peak: 4.00 TFLOP/s in float32, reached by matmuls of size 2048 (rounds: 3)." in text
+    assert "copying a large tensor moves 4.0 GB/s" in text
+    assert "A token takes 187 MFLOP" in text
+
+
+def test_a_page_says_how_its_rows_were_run():
+    runs = [run_lines("a", [1.0] * 3), run_lines("a", [1.0] * 3, session=1)]
+    turns = "Interleaved (rounds: 6, sessions: 2): all processes of a session are alive at once"
+    assert turns in "\n".join(lines_under_the_table(*runs, rounds=2))
+    fresh = "Fresh processes (rounds: 2), each by the median of its counted steps."
+    assert fresh in "\n".join(lines_under_the_table(*runs, rounds=2, interleaved=False))
+
+
+def test_a_page_of_losses_names_the_passes_over_the_corpus():
+    """20 steps of 4 sequences of 256 tokens are 20,480."""
+    run = run_lines("a", [1.0] * 16, end=summary(eval=6.0))
+    text = "\n".join(lines_under_the_table(run, mode="loss", interleaved=False, corpus_tokens=8192))
+    assert "20 steps on the same 20,480 tokens (2.5 passes over the corpus)" in text
+    text = "\n".join(lines_under_the_table(run, mode="loss", interleaved=False))
+    assert "20 steps on the same 20,480 tokens, then" in text
+
+
+def test_the_last_line_is_how_to_run_the_bench_again():
+    run = run_lines("a", [1.0])
+    command = "python bench.py s05 --steps 9"
+    last = lines_under_the_table(run, command=command)[-1]
+    assert last == "- Again: `python bench.py s05 --steps 9` at commit 0123456789ab."
+    run[0]["dirty"] = True
+    last = lines_under_the_table(run, command=command)[-1]
+    assert last == "- Again: `python bench.py s05 --steps 9` at commit 0123456789ab with changes."
+    run[0] |= {"dirty": False, "commit": None}
+    last = lines_under_the_table(run, command=command)[-1]
+    assert last == "- Again: `python bench.py s05 --steps 9` at commit none."
+
+
+# charts
+
+
+def losses(name, n=36, session=0):
+    """The lines of a run of 40 steps that was evaluated."""
+    return run_lines(name, [1.0] * n, session=session, end=summary(eval=6.0))
+
+
+def test_a_line_of_the_loss_chart_is_the_mean_over_a_twentieth_of_the_steps():
+    """The loss of step i is 5 - i / 10: steps 2 and 3 have 4.8 and 4.7. The second seed's are 1 higher."""
+    second = losses("a", session=1)
+    for line in second:
+        if line["kind"] == "step":
+            line["loss"] += 1
+    chart = page.chart(results_of(losses("a"), second, mode="loss", interleaved=False))
+    assert 'x-axis "step (a blue)" 3 --> 39' in chart
+    assert "line [5.250, 5.050, 4.850, " in chart
+
+
+def test_lines_of_the_loss_chart_have_the_colors_of_its_legend():
+    """mermaid gives the first color to the first line: a row that did not finish takes none."""
+    unfinished = run_lines("b", [1.0], end=failure("boom"))
+    chart = page.chart(results_of(losses("a"), unfinished, losses("c"), mode="loss", interleaved=False))
+    assert '"step (a blue, c orange)"' in chart
+    assert chart.count("line [") == 2
+    assert '"plotColorPalette": "#3b7dd8, #e0883b, ' in chart  # blue and orange
+
+
+def test_the_loss_chart_has_as_many_lines_as_colors():
+    runs = [run_lines("a", [1.0], end=failure("boom")), *[losses(name) for name in "bcdefghi"]]
+    chart = page.chart(results_of(*runs, mode="loss", interleaved=False))
+    assert '"step (b blue, c orange, d green, e purple, f red, g gray)"' in chart
+    assert chart.count("line [") == 6
+
+
+def test_a_run_with_a_step_or_a_loss_too_few_has_no_curve():
+    short, gap = losses("a", n=30), losses("b")
+    gap[7]["loss"] = None
+    results = results_of(short, gap, losses("c"), mode="loss", interleaved=False)
+    assert '"step (c blue)"' in page.chart(results)
+    assert page.chart(results_of(short, gap, mode="loss", interleaved=False, steps=40)) == ""
+
+
+def test_the_speed_chart_has_a_bar_for_each_row_with_a_counted_step():
+    runs = [run_lines("s01_a", [1.0]), run_lines("s02_b", []), run_lines("s03_c", [0.25])]
+    chart = page.chart(results_of(*runs))
+    assert 'x-axis ["s01", "s03"]' in chart
+    assert "bar [1.00, 4.00]" in chart
+    assert "y-axis 0 --> 4.40" in chart
+
+
+# README's part
+
+
+def test_readme_gets_the_narrow_table():
+    rows = without_no_break_spaces(page.readme_table(ladder_cpu())).splitlines()
+    assert rows[0] == "| stage | change | tok/sec | dt ms | memory GB | vs previous | vs s01 |"
+    assert rows[4].startswith("| [s03_bf16](stages/s03_bf16.py) | bf16 | 2,000 | 500 | 1.25 | ")
+    assert rows[4].endswith(" | 2.000 ± 0.020 | 2.00 ± 0.00 |")
+    assert rows[5] == "| [s04_compile](stages/s04_compile.py) | compile | – | – | – | – | – |"
+    assert rows[11].startswith("| [s10_fused](stages/s10_fused.py) | fused | 3,000 | 333 | no meter | – |")
+
+
+def test_readme_leaves_out_what_a_gpu_reserved():
+    assert "| 667 | 1500 | 12.50 | – | – |" in page.readme_table(ladder_t4())
+
+
+def test_readme_groups_the_notes_and_links_to_the_page():
+    part = page.readme_part(ladder_cpu(), "x")
+    assert "; s11: 2 micro-batches per step; no difference; " in part
+    assert "s06: slower" in part
+    assert ". Measured with an earlier version of the stages. [All columns, " in part
+    assert "stale" not in part
+    assert part.endswith("(results/x.md).")
+    two = results_of(run_lines("s08_cosine", [1.0]), run_lines("s09_decay", [1.0]))
+    notes = "- Notes: s08: for the loss, not the speed; s09: for the loss, not the speed; no difference. [All"
+    assert notes in page.readme_part(two, "x")
+
+
+def test_readme_shows_no_other_mode_than_the_ladder():
+    with pytest.raises(ResultsError, match="leave --readme out"):
+        page.readme_part(results_of(losses("a"), mode="loss"), "x")
+
+
+def test_readme_has_no_empty_notes():
+    part = page.readme_part(results_of(run_lines("s01_baseline", [1.0])), "x")
+    assert part.splitlines()[-1] == "- [All columns, the noise and the peak](results/x.md)."
+
+
+def test_text_goes_between_markers():
+    before = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    assert page.between_markers(before, "\nnew\n\n") == before.replace("old", "new")
+
+
+@pytest.mark.parametrize("text", ["none", "BEGIN", "END", "BEGIN BEGIN END", "BEGIN END END", "END BEGIN"])
+def test_markers_that_do_not_occur_once_each_are_refused(text):
+    text = text.replace("BEGIN", page.BEGIN).replace("END", page.END)
+    with pytest.raises(ResultsError, match="README.md"):
+        page.between_markers(text, "new")
+
+
+# records that are hostile or damaged
+
+HOSTILE = "a|b\n\n# c\r<img src=x onerror=alert(1)> ![d](http://e) `f` *g* \\ & \x1b[2J\u202e\ud800"
+TEXT_KEYS_OF_ENVIRONMENT = ("device_name", "system", "torch", "python", "cuda", "driver")
+
+
+def hostile_results(mode="ladder"):
+    """The Results of a bench in whose record every text is hostile."""
+    environment = CPU | dict.fromkeys(TEXT_KEYS_OF_ENVIRONMENT, HOSTILE)
+    texts = {"size": HOSTILE, "corpus": HOSTILE, "tokenizer": HOSTILE, "amp_dtype": HOSTILE}
+    fallbacks = {"amp_dtype": HOSTILE, "compile": HOSTILE}
+    about = {"environment": environment, "fallbacks": fallbacks, "meter": HOSTILE, **texts}
+    runs = [run_lines("s01_baseline", [1.0], **about)]
+    runs += [run_lines("s04_compile", [1.0], compile=False, **about)]
+    runs += [run_lines("s05_flash", [1.0], end=summary(sdpa=HOSTILE), **about)]
+    runs += [run_lines("s06_vocab", [1.0], end=failure(HOSTILE), **about)]
+    runs += [run_lines("s06_vocab B1", [1.0], end=failure(HOSTILE, "out-of-memory"), **about)]
+    for run in runs:
+        run[0] |= {"commit": HOSTILE, "started": HOSTILE, "title": HOSTILE}
+    rows = ["s01_baseline", "s04_compile", "s05_flash", "s06_vocab"]
+    change = dict.fromkeys(rows, HOSTILE)
+    return results_of(*runs, mode=mode, rows=rows, change=change, command=HOSTILE, environment=environment)
+
+
+@pytest.mark.parametrize("mode", ["ladder", "limit", "amp", "scale", "loss"])
+def test_text_of_a_record_is_shown_as_it_is_and_never_obeyed(mode):
+    results = hostile_results(mode)
+    drawn = page.page(results)
+    before, again, command = drawn.rpartition("- Again: ")
+    assert again
+    assert command.split("\n")[0].count("`") == 2  # a code span shows what it holds
+    assert_is_tame(before + command.split("`")[2])
+
+
+def test_text_of_a_record_reaches_readme_escaped():
+    assert_is_tame(page.readme_part(hostile_results(), "x"))
+
+
+def assert_is_tame(drawn):
+    """See that markdown holds nothing of HOSTILE but its characters."""
+    assert drawn.replace("\n", "").replace("\u00a0", "").isprintable()  # so that it can be encoded, too
+    for obeyed in ("<img", "![d]", " `f`", " *g*", "a|b", "\n# c", " \\ "):
+        assert obeyed not in drawn
+
+
+def test_escaped_text_is_markdown_for_the_same_text():
+    hostile = "a|b\n<img> & ![c](d) `e` *f* \\"
+    assert page.escape(hostile) == "a\\|b &lt;img> &amp; !\\[c\\](d) \\`e\\` \\*f\\* \\\\"
+    harmless = "torch.compile, GPT-3's betas (x86_64) 10 % – ×"
+    assert page.escape(harmless) == harmless
+    assert page.code_span("a `b`\n\x1b") == "`a 'b'  `"
+
+
+def small_benches():
+    """Lines of a bench of each mode, lists of dicts, with few steps."""
+    ladder = [
+        run_lines("s01_baseline", [1.0], end=summary(reserved=5)),
+        run_lines("s02_tf32", [], end=failure("boom")),
+        run_lines("s03_bf16", [1.0]),
+        probe_lines([peak_step(float32=1e9, copy=1e9)]),
+    ]
+    two_ranks = run_lines("2 ranks", [1.0], world_size=2)
+    all_reduce = probe_lines([{"dt": 0.1, "bytes": 100}], name="all-reduce 2 ranks")
+    scale = [run_lines("1 rank", [1.0]), two_ranks, all_reduce]
+    out_of_memory = failure("boom", "out-of-memory")
+    limit = [run_lines("s05_flash B1", [1.0]), run_lines("s05_flash B2", [], end=out_of_memory)]
+    loss = [run_lines(name, [1.0], end=summary(eval=6.0)) for name in ("s06_vocab", "s07_clip")]
+    for mode, runs in {"ladder": ladder, "scale": scale, "limit": limit, "loss": loss}.items():
+        rows = ["s05_flash"] if mode == "limit" else None
+        lines = [bench_line(runs, mode=mode, rows=rows, corpus_tokens=5)]
+        for run in runs:
+            lines += run
+        yield lines
+
+
+def keys_of(entry):
+    """Paths of keys to all that a line holds, tuples."""
+    for key, value in entry.items():
+        yield (key,)
+        if isinstance(value, dict):
+            for path in keys_of(value):
+                yield (key, *path)
+
+
+def edited(line, path, value):
+    """A copy of a line with another value under a path of keys, or without the key for DELETED."""
+    line = json.loads(json.dumps(line))
+    entry = line
+    for key in path[:-1]:
+        entry = entry[key]
+    if value is DELETED:
+        del entry[path[-1]]
+    else:
+        entry[path[-1]] = value
+    return line
+
+
+DELETED = object()
+VALUES = [None, "", "x", [], {}, -1, True, float("inf")]
+
+
+def edited_records(value):
+    """Texts of records in each of which one key has another value, in the last line with such keys."""
+    done = set()
+    for lines in small_benches():
+        numbers = {(line["kind"], *line): number for number, line in enumerate(lines)}
+        for keys, number in numbers.items():
+            if keys in done:
+                continue
+            done.add(keys)
+            for path in keys_of(lines[number]):
+                line = edited(lines[number], path, value)
+                text = text_of_lines(lines[:number] + [line] + lines[number + 1 :])
+                yield text.replace("Infinity", "1e400")  # which json reads as infinite, too
+
+
+@pytest.mark.parametrize("value", [pytest.param(DELETED, id="deleted"), *VALUES])
+def test_an_edited_record_is_drawn_or_refused_in_a_line(value):
+    for text in edited_records(value):
+        draw_or_refuse(text)
+
+
+def draw_or_refuse(text):
+    """Draw a record, or see that it is refused by one line. Any other error is a fault."""
+    try:
+        results = results_of_text(text)
+    except ResultsError as error:
+        assert str(error).isprintable()
+        return
+    assert not re.search(r"\b(nan|inf)\b", page.page(results))
+    if results.mode == "ladder":
+        page.readme_part(results, "x")
+    results.is_complete()
