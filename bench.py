@@ -32,7 +32,7 @@ from harness import ladder, machine, page
 from harness.flags import Parser, add_flags, positive, resolve
 from harness.leader import Row, Session, say, silence
 from harness.log import end_as_by_ctrl_c
-from harness.results import CONTROL, MODES, PEAK, WARMUP, Results, ResultsError
+from harness.results import ALL_REDUCE, CONTROL, MODES, PEAK, WARMUP, Results, ResultsError
 
 import torch
 
@@ -213,7 +213,7 @@ def rows_of_scale(args):
         name = "1 rank" if size == 1 else f"{size} ranks"
         rows.append(Row(name, script_of(args.stages[0]), ranks=size, env=env))
         if size > 1:
-            probes.append(Row(f"all-reduce {name}", script_of(PROBE), ranks=size, env=env))
+            probes.append(Row(ALL_REDUCE + name, script_of(PROBE), ranks=size, env=env))
     return rows, probes
 
 
@@ -255,8 +255,7 @@ def memory_budget(args):
         return None
     if args.memory_budget is not None:
         return 1e9 * args.memory_budget
-    free = machine.free_memory()
-    return free / 2 if free else None
+    return machine.free_memory() / 2
 
 
 def first_line(args, rows, tokens):

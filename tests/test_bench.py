@@ -178,7 +178,7 @@ def repo(tmp_path, monkeypatch, capsys, no_process_is_left, signals_are_heard):
     monkeypatch.setattr(leader, "Worker", NamedWorker)
     monkeypatch.setattr(leader, "say", repo.say)
     monkeypatch.setattr(leader, "PAUSE", 0)
-    monkeypatch.setattr(machine, "free_memory", lambda: None)  # how much is free here does not matter
+    monkeypatch.setattr(machine, "free_memory", lambda: 10**15)  # how much is free here does not matter
     return repo
 
 
@@ -618,6 +618,21 @@ def test_an_interrupted_bench_keeps_its_records_and_continues(repo, name, moment
     assert repo.counted_steps() == dict.fromkeys(EVERYONE, COUNTED)
 
 
+def test_a_corpus_that_is_too_short_is_refused_before_anything_runs(repo):
+    repo.corpus.write_bytes(bytes(200))
+    ended = repo.run()
+    assert ended.status == 2
+    assert ended.err.count("\n") == 1
+    assert not repo.records.exists()
+
+
+def test_no_process_looks_for_a_network_that_the_bench_did_not_find(repo, monkeypatch):
+    monkeypatch.delenv("LADDER_OFFLINE")
+    monkeypatch.setattr(data, "offline", True)
+    repo.run(S01)
+    assert os.environ["LADDER_OFFLINE"] == "1"
+
+
 def test_ctrl_c_before_the_first_process_is_one_line(repo, monkeypatch):
     def load_tokens(source):
         raise KeyboardInterrupt
@@ -900,6 +915,7 @@ def test_a_real_bench_of_two_stages_and_the_probe(repo, monkeypatch):
     for name in ("s01_baseline", "harness/probe"):
         shutil.copy(ROOT / "stages" / f"{name}.py", repo.folder / "stages" / f"{name}.py")
     make_the_probe_small(repo.folder / "stages" / "harness" / "probe.py")
+    monkeypatch.setattr(Session, "room", lambda session: 4)  # all at once: that takes less time
     names = ["s01_baseline", "s05_flash"]
     ended = repo.command(*names, *FLOAT32, "--data", str(repo.corpus), "--out", "x")
     assert ended.status == 0

@@ -439,6 +439,13 @@ def test_readme_shows_no_other_mode_than_the_ladder():
         page.readme_part(results_of(losses("a"), mode="loss"), "x")
 
 
+def test_readme_leaves_out_a_note_that_is_no_more_than_faster():
+    control = run_lines("s05_flash" + CONTROL, [1.0])
+    results = results_of(run_lines("s05_flash", [1.0]), control, run_lines("s06_vocab", [0.5]))
+    assert page.note(results, "s06_vocab") == "faster"
+    assert "Notes" not in page.readme_part(results, "x")
+
+
 def test_readme_has_no_empty_notes():
     part = page.readme_part(results_of(run_lines("s01_baseline", [1.0])), "x")
     assert part.splitlines()[-1] == "- [All columns, the noise and the peak](results/x.md)."

@@ -170,10 +170,10 @@ def of_mode(mode):
 
 def follows(name, other):
     """Whether a stage stands directly above another in the ladder; False for names of no stage."""
-    everyone = names()
-    if name not in everyone or other not in everyone:
+    order = names()
+    if name not in order or other not in order:
         return False
-    return everyone.index(name) == everyone.index(other) + 1
+    return order.index(name) == order.index(other) + 1
 
 
 def first_with(flag):
@@ -186,8 +186,8 @@ def first_with(flag):
 
 def is_used(flag, name):
     """Whether a flag has an effect in the stage of this name; False for a script that is no stage."""
-    everyone = names()
-    return name in everyone and everyone.index(name) >= everyone.index(first_with(flag).name)
+    order = names()
+    return name in order and order.index(name) >= order.index(first_with(flag).name)
 
 
 def docstring_and_code(name):
@@ -195,7 +195,10 @@ def docstring_and_code(name):
     path = FOLDER / f"{name}.py"
     if not path.exists():
         return "", ""
-    _, docstring, code = path.read_text(encoding="utf-8").split('"""', 2)
+    text = path.read_text(encoding="utf-8")
+    if '"""' not in text:  # a reader's own script may have no docstring
+        return "", text.strip()
+    _, docstring, code = text.split('"""', 2)
     return docstring, code.strip()
 
 

@@ -286,14 +286,13 @@ class Session:
         Each takes 1.5 times what the last one held, as far as is known; 0 where no memory is left for that.
         """
         most = 2 if self.live else 1
-        free = machine.free_memory()
         needed = 0.0
         for worker in self.live:
             if worker.memory:
                 needed = 1.5 * worker.memory
-        if free is None or needed == 0:
+        if needed == 0:
             return most
-        return min(most, int(free // needed))
+        return min(most, int(machine.free_memory() // needed))
 
     def lead(self, rows, steps):
         """Take as many of the rows as memory holds through warm-up and so many counted steps; the names that failed."""

@@ -60,6 +60,7 @@ figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 import json
 import math
 import re
+import shlex
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,11 +216,14 @@ def check_bench(entry):
             raise ValueError(f"{name!r} is no row")
         check_value(name, change, TEXT)
     check_positive(entry, "warmup", "rounds")
+    if entry["steps"] <= entry["warmup"]:
+        raise ValueError(f"'steps' is {entry['steps']}")
+    shlex.split(entry["command"])  # as --resume does; a ValueError where a quotation mark is missing
+    if "sources" in entry:
+        check_value("sources", entry["sources"], OBJECT)
     if "corpus_tokens" in entry:  # not in the oldest records
         check_value("corpus_tokens", entry["corpus_tokens"], WHOLE)
         check_positive(entry, "corpus_tokens")
-    if entry["steps"] <= entry["warmup"]:
-        raise ValueError(f"'steps' is {entry['steps']}")
 
 
 def check_header(entry):
