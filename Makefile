@@ -42,7 +42,7 @@ amp limit scale loss: $(runtime)
 	@$(PY) bench.py $@ $(ARGS)
 
 test: $(dev)
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 # git colors it where the terminal can, and -w leaves out lines that only moved to the right
 diff:

@@ -582,7 +582,7 @@ def main():
     except KeyboardInterrupt:  # before the first process, or after the last
         print("bench.py: interrupted", file=sys.stderr)
         return 130
-    print(f"bench.py: error: {message}", file=sys.stderr)
+    print(f"bench.py: error: {page.one_line(message)}", file=sys.stderr)
     return 2
 
 

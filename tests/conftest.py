@@ -22,6 +22,8 @@ sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whateve
 os.environ["LADDER_OFFLINE"] = "1"  # before data is imported here, and for every child: no test downloads anything
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)  # these tests are one process, whatever started them
+for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS"):
+    os.environ.pop(name, None)  # what make test was given is not for the make commands of the tests
 
 from harness import results
 
@@ -114,12 +116,12 @@ class Stages:
         # its own temporary folder and no TIKTOKEN_CACHE_DIR: nothing of this machine's caches is used, so that every
         # machine runs the same tokens
         self.env = dict(os.environ)
-        for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             self.env.pop(name, None)
         self.env |= {"XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
     def start(self, stage, flags, options=()):
-        """Queue a run that tests share, in a fork; its Future. options: a dict of fork()'s, such as {"watch": True}."""
+        """Queue a run that tests share, in a fork; its Future. options: those of fork(), such as {"watch": True}."""
         options = dict(options)
         key = (stage, flags, tuple(options.items()))
         if key not in self.shared:
@@ -140,8 +142,8 @@ class Stages:
     def run_script(self, script, flags, folder, backend=None, accelerator=None, watch=False, stdin="", **env):
         """The Ended of `python SCRIPT FLAGS` in a folder, in a fork; without its record.
 
-        backend: of torch.compile, such as "eager". accelerator: what torch is to find on this machine, such as "cuda".
-        watch: whether to note what the stage asks of torch, as Ended.facts. stdin: the text that it can read there.
+        backend: of torch.compile, such as "eager". accelerator: what torch is to find here, such as "cuda".
+        watch: whether to note what the stage asks of torch, as Ended.facts. stdin: the text that stands there.
         """
         out, err = self.new_file("out"), self.new_file("err")
         typed = self.new_file("in")
@@ -214,15 +216,19 @@ class Stages:
             server.communicate()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def stages(tmp_path_factory, request):
-    """The one Stages of a session. What the chosen test modules list as RUNS starts now, to be ready when asked for."""
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory):
+    """The one Stages of a process of pytest."""
     stages = Stages(tmp_path_factory.mktemp("stages"))
-    for module in dict.fromkeys(item.module for item in request.session.items):
-        for run in getattr(module, "RUNS", ()):  # (stage, flags), or with options for fork()
-            stages.start(*run)
     yield stages
     stages.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_runs(stages, request):
+    """Start what a test module lists as RUNS with its first test, to be ready when another asks for it."""
+    for run in getattr(request.module, "RUNS", ()):  # (stage, flags), or with options for fork()
+        stages.start(*run)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Runs scripts in forks of a process that has imported torch already, which is most of what a tiny stage takes.
+"""Runs scripts in forks of a process that has imported torch, which is most of the time of a tiny stage.
 
 Reads requests from stdin, one JSON object a line:
 
@@ -8,8 +8,8 @@ Reads requests from stdin, one JSON object a line:
     "accelerator"                       null, or the device that torch is to find on this machine
     "watch"                             whether to note what the script asks of torch, see watch.py
 
-Answers each on stdout, when its fork has ended, with one line of JSON: "status", for torch.compile "graphs" and
-"breaks", and where it was watched "facts".
+Answers each on stdout, when its fork has ended, with one line of JSON: "status", for torch.compile "graphs"
+and "breaks", and where it was watched "facts".
 """
 
 import json
@@ -89,12 +89,12 @@ def use_backend(backend):
 
 
 def pretend_accelerator(name):
-    """Let torch find an accelerator on this machine, as it asks before it chooses how processes talk to each other."""
+    """Let torch find an accelerator, by which it chooses how processes talk if the script does not."""
     torch._C._get_accelerator = lambda: torch.device(name)
 
 
 def run_as_main(script):
-    """Run a script as Python itself would; its exit status, and the names that it bound where it came to its end."""
+    """Run a script as Python would; its exit status, and {name: value} of what it bound, {} if it failed."""
     try:
         try:
             return 0, runpy.run_path(script, run_name="__main__")

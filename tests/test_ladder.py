@@ -1,4 +1,4 @@
-"""The ladder's table against the stages' sources, which are what a reader learns from; its sums against torch."""
+"""The ladder's table against the stages' sources, their form, all imports, and the sums against torch."""
 
 from harness import ladder
 
@@ -132,7 +132,7 @@ def test_a_stage_imports_torch_and_the_files_that_all_stages_share(stage):
 
 
 def first_name(node):
-    """The name that an expression begins with, such as "torch" of torch.backends.cudnn; None for a call's result."""
+    """The name that an expression begins with, "torch" of torch.backends.cudnn; None for a call's result."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -163,7 +163,7 @@ def facts(tf32, amp_dtype, compile, accum=4, world_size=1, fallbacks=None, warmu
 NO_16_BITS = "this cpu has no 16-bit arithmetic, so float32 stays"
 MACHINES = {
     "H100": facts(tf32=True, amp_dtype="bfloat16", compile=True, warmup_s=40.4, sdpa="cudnn"),
-    "two H100s": facts(tf32=True, amp_dtype="bfloat16", compile=True, world_size=2, warmup_s=40.4, sdpa="cudnn"),
+    "two H100s": facts(tf32=True, amp_dtype="bfloat16", compile=True, world_size=2),
     "T4": facts(tf32=False, amp_dtype="float16", compile=True, warmup_s=61.5, sdpa="efficient"),
     "laptop without a compiler": facts(
         tf32=False,
@@ -174,7 +174,7 @@ MACHINES = {
         warmup_s=3.0,
         sdpa="flash",
     ),
-    "both left out by flags": facts(tf32=True, amp_dtype="float32", compile=False, warmup_s=3.0, sdpa="cudnn"),
+    "both left out by flags": facts(tf32=True, amp_dtype="float32", compile=False, warmup_s=3.0),
     "run that took no step": facts(tf32=True, amp_dtype="bfloat16", compile=True),
 }
 
@@ -214,7 +214,7 @@ def test_the_note_says_what_a_machine_makes_of_a_technique(machine, stage, note)
 
 
 @pytest.mark.parametrize(
-    "machine, stages",
+    "machine, equal_ones",
     [
         ("H100", ["s08", "s09"]),  # they do the same work as the stage before, with other numbers
         ("T4", ["s02", "s08", "s09"]),
@@ -222,9 +222,14 @@ def test_the_note_says_what_a_machine_makes_of_a_technique(machine, stage, note)
         ("both left out by flags", ["s03", "s04", "s08", "s09"]),
     ],
 )
-def test_these_stages_are_one_computation_with_the_stage_before(machine, stages):
+def test_these_stages_are_one_computation_with_the_stage_before(machine, equal_ones):
     no_ops = [row.short for row in ladder.STAGES if row.effect(MACHINES[machine]).no_op]
-    assert no_ops == stages
+    assert no_ops == equal_ones
+
+
+def test_a_single_micro_batch_makes_s11_the_program_of_s10():
+    alone = facts(tf32=True, amp_dtype="bfloat16", compile=True, accum=1)
+    assert ladder.find("s11_accum").effect(alone) == ladder.Effect("no-op: one micro-batch per step", no_op=True)
 
 
 def test_three_stages_are_for_the_loss_and_not_for_speed():
@@ -248,7 +253,10 @@ def test_a_mode_has_stages_of_its_own(mode, names):
     assert ladder.of_mode(mode) == names
 
 
-@pytest.mark.parametrize("flag, first", [("amp_dtype", "s03_bf16"), ("compile", "s04_compile"), ("accum", "s11_accum")])
+@pytest.mark.parametrize(
+    "flag, first",
+    [("amp_dtype", "s03_bf16"), ("compile", "s04_compile"), ("accum", "s11_accum")],
+)
 def test_a_flag_is_used_from_its_stage_on(flag, first):
     used = [name for name in ladder.names() if ladder.is_used(flag, name)]
     assert used == [name for name in ladder.names() if name >= first]

@@ -79,7 +79,7 @@ def fake_row(name, ranks=0, flags=(), **plan):
 
 @pytest.fixture
 def start():
-    """Starts the Worker of a row, which gains `record`, the lines that it left, and stops it after the test."""
+    """Starts the Worker of a row, and stops it after the test. It gains `record`, the lines that it left."""
     workers = []
 
     def start(row, kind=Worker, timeout=60, memory_budget=None):

@@ -1,7 +1,7 @@
-"""Notes what a training script asks of torch while it runs: the calls of each step, and the optimizer's rates.
+"""Notes what a training script asks of torch while it runs: the calls of each step, the optimizer's rates.
 
-The loss alone does not tell whether a technique is at work: most must leave the loss as it was. fork_server.py starts
-a Watch before the script and adds its notes, with what the script's own names hold at the end, to its answer.
+The loss does not tell whether a technique is at work, since most must leave it as it was. fork_server.py
+starts a Watch before the script, and adds to its answer what was noted, and the optimizer's settings.
 """
 
 import functools
@@ -15,7 +15,7 @@ from model import GPT
 
 
 class Watch:
-    """calls: what the script asked of torch, in words. rates: at each optimizer step, the groups' learning rates."""
+    """calls: what the script asked of torch, in words. rates: those of each group at each optimizer step."""
 
     def __init__(self):
         self.calls = []
@@ -24,22 +24,29 @@ class Watch:
     def start(self):
         """From now on, note every call. Nothing that a call does or returns is changed."""
         self.note_calls_of(torch.optim.Optimizer, "zero_grad", words="zero_grad")
+        self.note_calls_of(torch.Tensor, "backward", words="backward")
         self.note_calls_of(torch.amp.GradScaler, "scale", words="scaler.scale")
         self.note_calls_of(torch.amp.GradScaler, "unscale_", words="scaler.unscale_")
         self.note_calls_of(torch.amp.GradScaler, "step", words="scaler.step")
         self.note_calls_of(torch.amp.GradScaler, "update", words="scaler.update")
-        self.note_calls_of(torch.Tensor, "backward", words="backward", with_dtype=True)
         self.note_clipping()
         register_module_forward_pre_hook(self.note_forward)
         register_optimizer_step_pre_hook(self.note_optimizer_step)
 
-    def note_calls_of(self, owner, name, words, with_dtype=False):
-        """Note these words whenever a method is called. with_dtype: and autocast's dtype, where autocast is on."""
+    def note(self, words):
+        """Note a call, and the dtype of autocast where it is made inside of one."""
+        if torch.is_autocast_enabled("cpu"):
+            dtype = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+            words = f"{words} in {dtype}"
+        self.calls.append(words)
+
+    def note_calls_of(self, owner, name, words):
+        """Note these words whenever a method is called."""
         method = getattr(owner, name)
 
         @functools.wraps(method)
         def noting(*args, **kwargs):
-            self.calls.append(words + in_autocast() if with_dtype else words)
+            self.note(words)
             return method(*args, **kwargs)
 
         setattr(owner, name, noting)
@@ -50,25 +57,25 @@ class Watch:
 
         @functools.wraps(clip)
         def noting(parameters, max_norm, *args, **kwargs):
-            self.calls.append(f"clip at {max_norm}")
+            self.note(f"clip at {max_norm}")
             return clip(parameters, max_norm, *args, **kwargs)
 
         torch.nn.utils.clip_grad_norm_ = noting
 
     def note_forward(self, module, inputs):
-        """Note a forward of the whole model, and of DDP around it, which reads its flag then."""
-        if isinstance(module, GPT):
-            self.calls.append("forward" + in_autocast())
+        """Note a forward of the model; before it, whether DDP is to average the gradients, which it reads now."""
         if isinstance(module, DistributedDataParallel):
             self.calls.append("average" if module.require_backward_grad_sync else "do not average")
+        if isinstance(module, GPT):
+            self.note("forward")
 
     def note_optimizer_step(self, optimizer, args, kwargs):
-        """Note a step of the optimizer, and the rates that it takes it at."""
-        self.calls.append("optimizer.step")
+        """Note a step of the optimizer, and the rates at which it is taken."""
+        self.note("optimizer.step")
         self.rates.append([group["lr"] for group in optimizer.param_groups])
 
     def facts(self, scope):
-        """The notes as JSON takes them, with what a script's names held when it ended; scope maps name to value."""
+        """The notes, and the optimizer's settings, as JSON takes them; scope: {name: value} of the script."""
         return {
             "calls": self.calls,
             "rates": self.rates,
@@ -77,15 +84,8 @@ class Watch:
         }
 
 
-def in_autocast():
-    """ " in bfloat16" where autocast is on and takes that dtype; "" where it is off."""
-    if not torch.is_autocast_enabled("cpu"):
-        return ""
-    return " in " + str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
-
-
 def facts_of_group(group):
-    """The settings of one of the optimizer's groups, the number of its tensors, and how many parameters they hold."""
+    """The settings of one group of the optimizer, and the number of its tensors and of their parameters."""
     settings = {name: group[name] for name in ("betas", "eps", "weight_decay", "fused")}
     sizes = [parameter.numel() for parameter in group["params"]]
     return settings | {"tensors": len(sizes), "parameters": sum(sizes)}

@@ -1,7 +1,7 @@
 """The twelve stages in one table, and the sums about their model.
 
-Whatever the code and the tests know about one stage beside its text stands in its row of STAGES: adding a stage means
-adding its file, its row and its lesson. Imports no torch, because a table is drawn without it.
+Whatever the code and the tests know about one stage beside its text stands in its row of STAGES: adding a stage
+means adding its file, its row and its lesson. Imports no torch, because a table is drawn without it.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ FOR_THE_LOSS = "for the loss, not the speed"
 class Facts:
     """What the record of a run tells about its machine, for the functions below to judge a technique by.
 
-    environment, settings, fallbacks: as in the record's header. warmup_s: seconds of the warm-up, or None where no
-    step was counted. sdpa: the attention kernel that ran, such as "flash", or None.
+    environment, settings, fallbacks: as in the record's header. warmup_s: seconds of the warm-up, or None where
+    no step was counted. sdpa: the attention kernel that ran, such as "flash", or None.
     """
 
     environment: dict
@@ -30,7 +30,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a technique does on one machine: the words of the table, and whether a step is that of the stage before."""
+    """What a technique does on one machine: the table's words, and whether a step is that of the stage before."""
 
     note: str = ""
     no_op: bool = False
@@ -90,7 +90,12 @@ def attention_kernel(facts):
 
 
 def accumulation(facts):
-    """A step is several micro-batches long, so that dt can't be compared with that of the stage before."""
+    """A step is several micro-batches long, so that dt can't be compared with that of the stage before.
+
+    A single one makes it the step of the stage before.
+    """
+    if facts.settings["accum"] == 1:
+        return Effect("no-op: one micro-batch per step", no_op=True)
     return Effect(f"{facts.settings['accum']} micro-batches per step")
 
 
@@ -191,7 +196,7 @@ def is_used(flag, name):
 
 
 def docstring_and_code(name):
-    """The docstring of a script in stages/, and the code below it; two empty texts where there is no such script."""
+    """The docstring of a script in stages/ and the code below it; two empty texts if there is no such file."""
     path = FOLDER / f"{name}.py"
     if not path.exists():
         return "", ""
@@ -223,16 +228,16 @@ def code_sha256(name):
 def flops_per_token(shape, seq_len):
     """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
 
-    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: padding is no work that GPT-2 asks for).
-    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted
-    in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
+    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: GPT-2 asks for no work on padding).
+    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention
+    counted in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
     """
     L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
     return 6 * (12 * L * C**2 + V * C) + 12 * L * C * seq_len
 
 
 def weight_bytes(shape, block_size):
-    """Bytes of a GPT's weights in float32, as many as of its gradient. Biases and LayerNorms, 0.1 %, are left out."""
+    """Bytes of a GPT's weights in float32, or of its gradient. Biases and LayerNorms, 0.1 %, are left out."""
     L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
     return 4 * (12 * L * C**2 + (V + block_size) * C)
 
@@ -240,7 +245,7 @@ def weight_bytes(shape, block_size):
 def s01_bytes(batch_size):
     """The most bytes that the tensors of s01 hold at gpt2 and T 1024.
 
-    1.5 GB are the weights with AdamW's moments. A sequence takes 1.83 GB, in float32: 16 T C numbers and a T x T
-    softmax per head in each of 12 layers, and three copies of the logits.
+    1.5 GB are the weights with AdamW's moments. A sequence takes 1.83 GB, in float32: 16 T C numbers and a
+    T x T softmax per head in each of 12 layers, and three copies of the logits.
     """
     return 1.5e9 + 1.83e9 * batch_size
