@@ -125,13 +125,6 @@ def test_a_terminal_without_utf_8_ends_no_run_of_a_link_to_a_stage(stages, tmp_p
     assert results.read(tmp_path / "r.jsonl")[0]["stage"] == "s05_flash"
 
 
-def test_python_oo_which_drops_docstrings_runs_a_stage(stages):
-    run = stages.fresh("s05", *FLOAT32, PYTHONOPTIMIZE="2")
-    assert (run.status, run.err) == (0, "")
-    assert run.out.startswith("s05_flash\n")
-    assert run.figures("loss") == stages("s05", *FLOAT32).figures("loss")
-
-
 def wait_for_steps(record, count, child):
     """Wait until the record of a running stage has so many steps."""
     until = time.monotonic() + 120
