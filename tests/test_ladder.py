@@ -214,7 +214,7 @@ def test_the_note_says_what_a_machine_makes_of_a_technique(machine, stage, note)
 
 
 @pytest.mark.parametrize(
-    "machine, equal_ones",
+    "machine, no_op_stages",
     [
         ("H100", ["s08", "s09"]),  # they do the same work as the stage before, with other numbers
         ("T4", ["s02", "s08", "s09"]),
@@ -222,9 +222,9 @@ def test_the_note_says_what_a_machine_makes_of_a_technique(machine, stage, note)
         ("both left out by flags", ["s03", "s04", "s08", "s09"]),
     ],
 )
-def test_these_stages_are_one_computation_with_the_stage_before(machine, equal_ones):
+def test_these_stages_are_one_computation_with_the_stage_before(machine, no_op_stages):
     no_ops = [row.short for row in ladder.STAGES if row.effect(MACHINES[machine]).no_op]
-    assert no_ops == equal_ones
+    assert no_ops == no_op_stages
 
 
 def test_a_single_micro_batch_makes_s11_the_program_of_s10():
@@ -387,8 +387,9 @@ def modules_imported_by(name):
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_imports_point_down(name):
+    layer = layer_of(name)
     for imported in modules_imported_by(name):
-        assert layer_of(imported) < layer_of(name), f"{name} imports {imported}"
+        assert layer_of(imported) < layer, f"{name} imports {imported}"
 
 
 def test_a_page_is_drawn_without_torch():
