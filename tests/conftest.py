@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whatever folder pytest was started in
@@ -29,7 +28,6 @@ from harness import results
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # tensors are small here, and stages run beside the tests
 
 STAGES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
@@ -222,6 +220,14 @@ def stages(tmp_path_factory):
     stages = Stages(tmp_path_factory.mktemp("stages"))
     yield stages
     stages.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Compute on one thread: tensors are small here, and stages run beside the tests."""
+    import torch  # here, since the process of pytest that only hands tests to others needs none
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

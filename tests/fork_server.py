@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "stages"))  # as Py
 
 from harness import StepLog, parse_args  # noqa: F401
 
+import functorch.compile  # noqa: F401  # torch.compile imports it, in a second
 import torch
 import torch._dynamo
 from watch import Watch
