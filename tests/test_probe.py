@@ -3,8 +3,6 @@
 from harness import probe
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -238,12 +236,11 @@ def test_several_ranks_reduce_one_gradient_of_the_model(bench, group, timer):
     assert group == ["join gloo", "barrier", f"all-reduce {nbytes}", "leave"]
 
 
-def test_the_probe_is_a_worker_that_takes_a_step_for_each_line_of_its_stdin(tmp_path):
-    command = [sys.executable, probe.__file__, "--worker", "--steps", "3", "--device", "cpu"]
-    command += ["--amp-dtype", "float32"]
-    run = subprocess.run(command, cwd=tmp_path, input="\n", capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    line = json.loads(run.stdout)
+def test_the_probe_is_a_worker_that_takes_a_step_for_each_line_of_its_stdin(stages, tmp_path):
+    flags = ["--worker", "--steps", "3", "--device", "cpu", "--amp-dtype", "float32"]
+    run = stages.run_script(probe.__file__, flags, tmp_path, stdin="\n")
+    assert run.status == 0, run.err
+    line = json.loads(run.out)
     assert line.keys() == {"kind", "step", "size", "peak", "copy"}
     assert line["peak"]["float32"] > 0
     assert line["copy"] > 0
