@@ -9,7 +9,7 @@ runtime := .venv/runtime
 dev := .venv/dev
 endif
 
-.PHONY: help setup bench amp limit scale loss test diff clean
+.PHONY: help setup bench amp limit scale loss memory test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
@@ -18,6 +18,7 @@ help:
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
 	@echo 'make loss          held-out loss of s06 to s09 after the same tokens, on five seeds'
+	@echo 'make memory        s01 with and without what the harness does for memory on a CPU'
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes     (A=s01 B=s12 for any two)'
 	@echo 'make clean         remove .venv and caches, keep results'
@@ -38,7 +39,7 @@ setup: $(runtime)
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
 
-amp limit scale loss: $(runtime)
+amp limit scale loss memory: $(runtime)
 	@$(PY) bench.py $@ $(ARGS)
 
 test: $(dev)

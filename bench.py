@@ -6,13 +6,16 @@
     python bench.py limit s05 s11      the largest batch that fits
     python bench.py scale              s12 on 1, 2, ... processes
     python bench.py loss               held-out loss of s06 to s09 after the same tokens, on several seeds
+    python bench.py memory s10         with and without what the harness does for memory on a CPU
 
 Every flag of a stage can be given and goes to all of them. The table goes to stdout and to results/NAME.md, each step
 to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in turn; on a
-GPU they run one after the other, in several rounds.
+GPU they run one after the other, in several rounds. The row `plain`, the first on a CPU, is s01 in a process whose
+memory the harness leaves alone.
 """
 
 import argparse
+import ctypes.util
 import fcntl
 import hashlib
 import json
@@ -28,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, machine, page
+from harness import ladder, machine, memory, page
 from harness.flags import Parser, add_flags, positive, resolve
 from harness.leader import Row, Session, say, silence
 from harness.log import end_as_by_ctrl_c
@@ -44,12 +47,31 @@ FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in res
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 
+# The variables of a row whose memory the harness leaves alone. The bench has asked for huge pages itself, and a user
+# may have set all of them.
+PLAIN = dict.fromkeys(memory.VARIABLES) | {"LADDER_PLAIN": "1"}
+HARNESS = dict.fromkeys(memory.VARIABLES)  # none set: the harness does what it always does
+# what glibc and PyTorch read from outside, in place of the harness's two calls
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# other allocators that PyTorch's launcher for CPUs preloads (torch/backends/xeon/run_cpu.py): the libraries that may
+# hold them, and the variables it sets for them
+ALLOCATORS = {
+    "tcmalloc": (["tcmalloc", "tcmalloc_minimal"], {}),
+    "jemalloc": (["jemalloc"], {"MALLOC_CONF": "oversize_threshold:1,background_thread:true,metadata_thp:auto"}),
+}
+
 
 def new_parser():
     """The parser of the bench's flags and of those that go to the stages."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("what", nargs="*", metavar="STAGE", help="stages, or one of the modes amp, limit, scale, loss (all stages)")
+    add(
+        "what",
+        nargs="*",
+        metavar="STAGE",
+        help="stages, or one of the modes amp, limit, scale, loss, memory (all stages)",
+    )
     add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (5; 1 on a CPU)")
     add("--out", metavar="NAME", help="of the files in results/ (date, time and mode)")
     add("--resume", metavar="NAME", help="continue a bench that was interrupted, with the flags it had")
@@ -66,8 +88,9 @@ def new_parser():
 def parse(argv):
     """The command line, a namespace, checked and with every default filled in for the device.
 
-    It gains mode, stages (names), interleaved (whether all processes are alive at once), given (names of the flags that
-    were given) and argv. A wrong flag ends the process with one line and exit status 2.
+    It gains mode, stages (names), plain (whether the row of that name runs), interleaved (whether all processes are
+    alive at once), given (names of the flags that were given) and argv. A wrong flag ends the process with one line and
+    exit status 2.
     """
     parser = new_parser()
     args = parser.parse_args(argv)
@@ -76,11 +99,15 @@ def parse(argv):
     if args.what and args.what[0] in MODES:
         args.mode = args.what.pop(0)
     try:
-        args.stages = stages_named(args.what) or ladder.of_mode(args.mode) or ladder.names()
         check_names(args)
+        names_plain = args.mode == "ladder" and ladder.PLAIN in args.what
+        args.stages = stages_named([word for word in args.what if not (names_plain and word == ladder.PLAIN)])
+        if not args.what:
+            args.stages = ladder.of_mode(args.mode) or ladder.names()
         args.given = {name for name, value in vars(args).items() if value is not None}
         resolve(args)
         args.interleaved = args.device.type == "cpu"
+        args.plain = names_plain or (args.mode == "ladder" and not args.what and args.interleaved)
         fill_in_defaults(args)
         check_mode(args)
     except InputError as error:
@@ -161,6 +188,13 @@ def check_mode(args):
             raise InputError(f"amp compares dtypes in one stage from {first} on: pass one, such as s10")
         if "amp_dtype" in args.given:
             raise InputError("amp runs every dtype: leave --amp-dtype out")
+    if memory.is_left_alone():
+        raise InputError("LADDER_PLAIN is set, and the bench has a row for that: unset it")
+    if (args.plain or args.mode == "memory") and not args.interleaved:
+        what = ladder.PLAIN if args.plain else "memory"
+        raise InputError(f"{what} is about the memory of a CPU, and this is {args.device.type}: pass --device cpu")
+    if args.mode == "memory" and len(args.stages) > 1:
+        raise InputError("memory compares settings in one stage: pass one, such as s10")
     if args.mode == "scale" and args.stages != ladder.of_mode("scale"):
         raise InputError("scale is about s12, the one stage that knows several processes")
     if args.mode == "loss" and args.accum > 1:
@@ -175,7 +209,12 @@ def rows_of(args):
         return [Row(dtype, script, flags=("--amp-dtype", dtype)) for dtype in dtypes], [Row(PEAK, script_of(PROBE))]
     if args.mode == "scale":
         return rows_of_scale(args)
+    if args.mode == "memory":
+        return rows_of_memory(args), [Row(PEAK, script_of(PROBE))]
     rows = [Row(name, script_of(name), ladder.change(name)) for name in args.stages]
+    if args.plain:
+        first = ladder.names()[0]
+        rows.insert(0, Row(ladder.PLAIN, script_of(first), ladder.PLAIN_CHANGE, env=PLAIN))
     if args.mode == "ladder":
         return rows, [Row(PEAK, script_of(PROBE))]
     return rows, []
@@ -184,6 +223,26 @@ def rows_of(args):
 def script_of(name):
     """The path of a script in stages/."""
     return ROOT / "stages" / f"{name}.py"
+
+
+def rows_of_memory(args):
+    """The Rows of the mode `memory`: one stage, whose memory is had in several ways."""
+    script = script_of(args.stages[0])
+    rows = [
+        Row(ladder.PLAIN, script, "as without the harness", env=PLAIN),
+        Row("freed memory kept", script, "by mallopt", env=HARNESS | {"THP_MEM_ALLOC_ENABLE": "0"}),
+        Row("huge pages", script, "by THP_MEM_ALLOC_ENABLE=1", env=PLAIN | HUGE_PAGES),
+        Row("both", script, "what the harness does", env=HARNESS),
+        Row("both from outside", script, "three variables", env=PLAIN | KEEP_FREED_MEMORY | HUGE_PAGES),
+    ]
+    for name, (libraries, variables) in ALLOCATORS.items():
+        found = [ctypes.util.find_library(library) for library in libraries]
+        paths = [path for path in found if path]
+        if paths:
+            rows.append(Row(name, script, f"LD_PRELOAD={paths[0]}", env=PLAIN | {"LD_PRELOAD": paths[0]} | variables))
+        else:
+            say(f"{name} is not installed, so it has no row")
+    return rows
 
 
 def rows_of_scale(args):
@@ -273,15 +332,18 @@ def first_line(args, rows, tokens):
         "tokenizer": tokens.tokenizer,
         "corpus_tokens": len(tokens),
         "ids": hashlib.sha256(tokens).hexdigest(),
-        "sources": sources(args.stages),
+        "sources": sources(args),
         "environment": machine.environment(args.device),
         "memory_budget": memory_budget(args),
         "command": shlex.join(["python", "bench.py", *args.argv]),
     }
 
 
-def sources(stages):
+def sources(args):
     """{file or stage: sha256} of all code that a run depends on. Only page.py does nothing before the last step."""
+    stages = list(args.stages)
+    if args.plain:
+        stages.append(ladder.names()[0])
     paths = [ROOT / "model.py", ROOT / "data.py"]
     for path in sorted((ROOT / "stages" / "harness").glob("*.py")):
         if path.name != "page.py":
@@ -353,12 +415,11 @@ class Bench:
         return max(0, results.counted_wanted - len(results.counted_steps(name)))
 
     def with_neighbors(self, able, waiting):
-        """The rows that wait, after the first row and the row above them, with which the first of them is compared."""
+        """The rows that wait, after those with which they are compared: the bases, and the row above them."""
+        bases = self.results().bases()
         above = [row for row in able[: able.index(waiting[0])] if row in self.rows]
-        neighbors = []
-        if above:
-            neighbors.append(above[0])
-        if len(above) > 1:
+        neighbors = [row for row in above if row.name in bases]
+        if above and above[-1] not in neighbors:
             neighbors.append(above[-1])
         return neighbors + waiting
 

@@ -237,6 +237,8 @@ def start_nothing(running):
         ("loss --accum 2", "--accum"),
         ("loss --rounds 10", "pass --seeds instead of --rounds"),
         ("loss --seeds 0", "--seeds"),
+        ("memory s01 s10", "memory compares settings in one stage: pass one"),
+        ("memory plain", "plain is no stage"),
         ("--render gone", "results/gone.jsonl is not there"),
         ("--out old", "results/old.jsonl is there already: pass another --out, --resume old or --render old"),
         ("--out page", "results/page.md is there already"),
@@ -320,11 +322,52 @@ def test_stages_are_in_the_order_of_the_ladder_each_once():
         ("limit", "s05_flash", "s11_accum", 2),
         ("scale", "s12_ddp", "s12_ddp", 1),
         ("loss", "s06_vocab", "s09_decay", 4),
+        ("memory", "s01_baseline", "s01_baseline", 1),
     ],
 )
 def test_a_mode_has_stages_of_its_own(mode, first, last, count):
     stages = parse(*mode.split()).stages
     assert (stages[0], stages[-1], len(stages)) == (first, last, count)
+
+
+def names_of_rows(*words):
+    """The names of the rows of a bench."""
+    rows, _ = bench.rows_of(parse(*words))
+    return [row.name for row in rows]
+
+
+def test_on_a_cpu_the_ladder_begins_with_the_row_plain():
+    assert names_of_rows() == ["plain", *ladder.names()]
+    assert names_of_rows("plain", "s05") == ["plain", "s05_flash"]
+    assert names_of_rows("plain") == ["plain"]
+    assert names_of_rows("s01", "s05") == ["s01_baseline", "s05_flash"]
+
+
+def test_on_a_gpu_there_is_no_row_plain(gpu, capsys):
+    assert names_of_rows() == ladder.names()
+    for words in (["plain"], ["memory"]):
+        with pytest.raises(SystemExit):
+            parse(*words)
+        assert f"{words[0]} is about the memory of a CPU, and this is cuda" in capsys.readouterr().err
+
+
+def test_a_bench_in_a_process_that_is_plain_itself_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("LADDER_PLAIN", "1")
+    with pytest.raises(SystemExit):
+        parse("s01")
+    assert "LADDER_PLAIN is set, and the bench has a row for that: unset it" in capsys.readouterr().err
+
+
+def test_the_row_plain_runs_s01_and_every_row_is_compared_with_both(repo, monkeypatch):
+    monkeypatch.setattr(Session, "room", lambda session: 5 - len(session.live))
+    assert repo.run("plain", "s01", "s02", "s03").status == 0
+    results = repo.results()
+    assert results.header("plain")["stage"] == S01
+    for name in (S02, S03):
+        for base in {"plain", S01, results.row_above(name)}:
+            assert results.compare(name, base) is not None
+    assert "| vs previous | vs plain | vs s01 |" in repo.page.read_text()
+    assert f"[plain](../stages/{S01}.py)" in repo.page.read_text()
 
 
 def test_a_cpu_takes_one_round_in_which_all_take_turns():

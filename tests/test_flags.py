@@ -1,7 +1,7 @@
 """The flags: which are refused and how, what they are by default, and what happens before torch loads."""
 
 import harness
-from harness import flags, ladder, log, machine
+from harness import flags, ladder, log, machine, memory
 
 import io
 import json
@@ -69,7 +69,7 @@ def changes(monkeypatch):
     def note(what):
         return lambda *values: changes.append((what, *values))
 
-    monkeypatch.setattr(machine, "keep_freed_memory", note("memory is kept"))
+    monkeypatch.setattr(memory, "keep_freed", note("memory is kept"))
     monkeypatch.setattr(torch, "set_num_threads", note("threads"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", note("device"))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note("fraction of memory"))
@@ -497,7 +497,7 @@ def import_again(monkeypatch):
     def import_again(stdout):
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "stdout", stdout)
-        runpy.run_path(harness.__file__)
+        runpy.run_path(harness.__file__, run_name="harness.again")  # of the package, so that it can import from it
 
     return import_again
 

@@ -348,7 +348,7 @@ def test_s01_bytes_are_what_the_tensors_of_s01_hold(on_meta):
 LAYERS = [
     ["data"],
     ["model"],
-    ["harness.ladder", "harness.machine"],
+    ["harness.ladder", "harness.machine", "harness.memory"],
     ["harness.results"],
     ["harness.log", "harness.page", "harness.leader"],
     ["harness.flags"],

@@ -127,6 +127,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(log, "time", clock)
     monkeypatch.setattr(torch.cpu, "synchronize", clock.synchronize)
+    monkeypatch.setattr(log.memory, "page_faults", lambda: int(clock.now))  # one in each second
     return clock
 
 
@@ -143,6 +144,7 @@ def known_machine(monkeypatch):
     """What a header says about the machine and the code is the same everywhere."""
     monkeypatch.setattr(log.machine, "device_name", lambda device: "A CPU")
     monkeypatch.setattr(log.machine, "environment", lambda device: {"device": device.type})
+    monkeypatch.setattr(log.memory, "variables", lambda: {"THP_MEM_ALLOC_ENABLE": "1"})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(log, "git_state", lambda folder: ("631ea59", True))
     monkeypatch.setattr(log.ladder, "code_sha256", lambda stage: f"the hash of {stage}")
@@ -320,6 +322,7 @@ def test_the_header_of_a_record(tmp_path):
             "amp_dtype": "bfloat16",
             "corpus": "ids.bin",
             "tokenizer": "gpt2",
+            "memory_variables": {"THP_MEM_ALLOC_ENABLE": "1"},
         },
         "shape": {"vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64},
         "parameters": 6,
@@ -345,6 +348,7 @@ def test_the_steps_and_the_summary_of_a_record(clock, tmp_path):
         "tokens": 72_000,
         "memory": 1e9,
         "meter": "peak RSS",
+        "page_faults": 36,
     }
     assert summary == {
         "kind": "summary",

@@ -3,7 +3,6 @@
 from harness import machine
 from harness.machine import command_output, read_text  # before a fixture replaces them
 
-import ctypes
 import json
 import mmap
 import os
@@ -545,22 +544,6 @@ def test_where_linux_does_not_tell_half_the_memory_counts_as_free(monkeypatch):
     sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__, raising=False)
     assert machine.free_memory() == 2_048_000
-
-
-def test_glibc_keeps_what_is_freed(monkeypatch):
-    calls = []
-    glibc = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: glibc)
-    machine.keep_freed_memory()
-    assert calls == [(-4, 0), (-1, -1)]  # M_MMAP_MAX and M_TRIM_THRESHOLD, by malloc.h
-
-
-def test_a_system_without_glibc_goes_on(monkeypatch):
-    def no_such_library(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", no_such_library)
-    machine.keep_freed_memory()
 
 
 def test_the_text_of_a_file_that_is_not_there_is_empty(tmp_path):

@@ -325,6 +325,20 @@ def test_a_page_shows_the_median_rates_of_the_probe():
     assert "A token takes 187 MFLOP" in text
 
 
+def test_a_page_shows_the_median_rates_of_clearing_pages():
+    rates = [peak_step(float32=1e12, copy=1e9, clear={"4 kB": rate * 1e9, "2 MB": rate * 2e9}) for rate in (1, 4, 9)]
+    text = "\n".join(lines_under_the_table(run_lines("a", [1.0] * 3), probe_lines(rates)))
+    assert "hands it out at 4.00 GB/s in pages of 4 kB and at 8.00 GB/s in pages of 2 MB." in text
+
+
+def test_memory_shows_the_page_faults_of_each_setting():
+    runs = [run_lines("plain", [2.0] * 3, faults=[99_000] * 3), run_lines("both", [1.0] * 3, faults=[12] * 3)]
+    results = results_of(*runs, mode="memory")
+    assert cell(results, "plain", "note") == "99,000 page faults in a step"
+    assert cell(results, "both", "note").startswith("12 page faults in a step")
+    assert cell(results, "both", "vs plain") == "2.00 ± 0.00"
+
+
 def test_a_page_says_how_its_rows_were_run():
     runs = [run_lines("a", [1.0] * 3), run_lines("a", [1.0] * 3, session=1)]
     turns = "Interleaved (rounds: 6, sessions: 2): all processes of a session are alive at once"

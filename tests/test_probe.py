@@ -1,8 +1,9 @@
 """The probe's figures, from timers whose answers are known: FLOP/s, bytes per second, an all-reduce."""
 
-from harness import probe
+from harness import memory, probe
 
 import json
+import mmap
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,15 @@ def test_all_copies_read_one_tensor_and_write_another(copies):
     assert copies[0].source.nbytes == copies[0].target.nbytes == 4000
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_each_fresh_page_is_touched_once(timer):
+    nbytes = 1000 * mmap.PAGESIZE
+    before = memory.page_faults()
+    assert probe.clearing_rate(nbytes, mmap.MADV_NOHUGEPAGE) == pytest.approx(nbytes / 0.1)
+    assert 1000 <= memory.page_faults() - before < 1500
+    assert timer.repeats == [1]
+
+
 def test_the_device_is_synchronized_before_each_reading_of_the_clock(monkeypatch):
     events = []
     clock = iter([10.0, 10.75])
@@ -142,6 +152,7 @@ def test_ranks_start_an_all_reduce_together(timer, monkeypatch):
 def rates(monkeypatch):
     """Takes the place of what measures a device. Notes the device, size and seconds that are asked for."""
     rates = SimpleNamespace(peak={torch.float32: 1e11, torch.bfloat16: 4e11}, copy=2e10, asked=[])
+    clearing_rates = {mmap.MADV_NOHUGEPAGE: 2e9, mmap.MADV_HUGEPAGE: 8e9}
 
     def matmul_peak(device, dtype, n, seconds):
         rates.asked.append((device.type, n, seconds))
@@ -152,6 +163,7 @@ def rates(monkeypatch):
 
     monkeypatch.setattr(probe, "matmul_peak", matmul_peak)
     monkeypatch.setattr(probe, "copy_bandwidth", copy_bandwidth)
+    monkeypatch.setattr(probe, "clearing_rate", lambda nbytes, advice: clearing_rates[advice])
     return rates
 
 
@@ -160,6 +172,7 @@ def test_rates_of_a_cpu(rates):
         "size": 2048,
         "peak": {"float32": 1e11, "bfloat16": 4e11},
         "copy": 2e10,
+        "clear": {"4 kB": 2e9, "2 MB": 8e9},
     }
     assert rates.asked == [("cpu", 2048, 0.2), ("cpu", 2048, 0.2)]
 
@@ -199,7 +212,8 @@ def bench(monkeypatch, rates):
 def test_the_probe_measures_when_the_bench_asks(bench):
     bench.wanted = 2
     probe.main()
-    rates = {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 4e11}, "copy": 2e10}
+    clear = {"4 kB": 2e9, "2 MB": 8e9}
+    rates = {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 4e11}, "copy": 2e10, "clear": clear}
     assert bench.lines == [{"kind": "step", "step": 0, **rates}, {"kind": "step", "step": 1, **rates}]
 
 
@@ -241,6 +255,6 @@ def test_the_probe_is_a_worker_that_takes_a_step_for_each_line_of_its_stdin(stag
     run = stages.run_script(probe.__file__, flags, tmp_path, stdin="\n")
     assert run.status == 0, run.err
     line = json.loads(run.out)
-    assert line.keys() == {"kind", "step", "size", "peak", "copy"}
+    assert line.keys() == {"kind", "step", "size", "peak", "copy", "clear"}
     assert line["peak"]["float32"] > 0
     assert line["copy"] > 0

@@ -169,6 +169,8 @@ def test_a_bench_that_could_not_have_run_is_refused(key, value):
         pytest.param([{"kind": "step", "step": 0, "size": 8, "peak": {"x": 0}}], id="a peak of 0"),
         pytest.param([{"kind": "step", "step": 0, "size": 8, "peak": {"a|b": 1}}], id="a dtype with a bar"),
         pytest.param([{"kind": "step", "step": 0} | peak_step(x=1, copy=-1)], id="a negative copy"),
+        pytest.param([{"kind": "step", "step": 0} | peak_step(x=1, clear={"4 kB": 1})], id="a rate of pages missing"),
+        pytest.param([{"kind": "step", "step": 0} | peak_step(x=1, clear={"4 kB": 1, "2 MB": 0})], id="clears nothing"),
         pytest.param([squares(1)[0] | {"loss": -1}], id="a negative loss"),
         pytest.param([squares(1)[0] | {"memory": -1}], id="negative memory"),
     ],
@@ -197,7 +199,10 @@ def test_a_row_with_the_steps_of_the_probe_is_refused():
 
 def test_the_probe_measures_the_same_rates_in_every_step():
     first = peak_step(float32=1e9)
-    for second in (peak_step(float32=1e9, bfloat16=1e9), peak_step(float32=1e9, copy=1e9)):
+    clear = {"4 kB": 1e9, "2 MB": 1e9}
+    others = [peak_step(float32=1e9, bfloat16=1e9), peak_step(float32=1e9, copy=1e9)]
+    others.append(peak_step(float32=1e9, clear=clear))
+    for second in others:
         with pytest.raises(ResultsError, match="other rates"):
             results_of(run_lines(S01, [1.0]), probe_lines([first, second]))
 
@@ -557,7 +562,10 @@ def test_without_a_control_no_difference_is_called_one():
     assert read.verdict("b") == ""
 
 
-@pytest.mark.parametrize("mode, verdict", [("ladder", "slower"), ("amp", "faster"), ("scale", "faster")])
+@pytest.mark.parametrize(
+    "mode, verdict",
+    [("ladder", "slower"), ("amp", "faster"), ("scale", "faster"), ("memory", "faster")],
+)
 def test_the_ladder_compares_with_the_row_above_and_the_other_modes_with_the_first(mode, verdict):
     runs = [run_lines("a", [1.0] * 2), run_lines("a" + CONTROL, [1.0] * 2)]
     runs += [run_lines("b", [0.25] * 2), run_lines("c", [0.5] * 2)]
@@ -684,3 +692,18 @@ def test_the_attention_kernel_is_that_of_any_run():
     read = results_of(run_lines(S01, [1.0]), run_lines(S01, [1.0], session=1, end=summary(sdpa="cudnn")))
     assert read.sdpa(S01) == "cudnn"
     assert read.sdpa(S02) is None
+
+
+def test_below_plain_each_row_is_compared_with_it_and_with_s01():
+    runs = [run_lines("plain", [4.0]), run_lines(S01, [2.0]), run_lines(S02, [1.0])]
+    results = results_of(*runs)
+    assert results.bases() == ["plain", S01]
+    assert results.compare(S02, "plain").value == 4
+    assert results.row_above(S01) == "plain"
+    assert results_of(*runs[1:]).bases() == [S01]
+
+
+def test_page_faults_are_the_median_of_the_counted_steps():
+    results = results_of(run_lines(S01, [1.0] * 3, faults=[1, 4, 9]), run_lines(S02, [1.0] * 3))
+    assert results.page_faults(S01) == 4
+    assert results.page_faults(S02) is None

@@ -4,12 +4,13 @@ import os
 import sys
 from pathlib import Path
 
+from . import memory
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # where data and model are, from any folder
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints to stderr
-# large tensors in pages of 2 MB where Linux offers them: a CPU step is faster, and varies less between runs
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+memory.ask_for_huge_pages()
 
 if hasattr(sys.stdout, "reconfigure"):  # not where stdout is closed, and not in a notebook
     sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark

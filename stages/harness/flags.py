@@ -12,7 +12,7 @@ import torch
 from data import VOCAB, InputError
 from model import CONTEXT, SIZES, check_save
 
-from . import ladder, log, machine
+from . import ladder, log, machine, memory
 from .results import BAD_INPUT, NOT_FOR_THIS_DEVICE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -213,7 +213,7 @@ def prepare_process(args):
         if machine.is_wsl():  # the driver would take system memory for what does not fit, and crawl
             torch.cuda.set_per_process_memory_fraction(0.95, args.device)
     if args.device.type == "cpu":
-        machine.keep_freed_memory()
+        memory.keep_freed()
         ranks_here = machine.local_world_size()
         if ranks_here > 1 and torch.get_num_threads() == 1:
             # torchrun gives each of several ranks one thread, however many cores there are

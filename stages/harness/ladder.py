@@ -11,6 +11,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1]  # stages/
 FOR_THE_LOSS = "for the loss, not the speed"
+# The row above s01 on a CPU. It is no stage: it runs s01's text, in a process whose memory nobody has prepared.
+PLAIN = "plain"
+PLAIN_CHANGE = "s01 without the harness's memory settings"
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Stage:
 NO_GLOO_FOR_MPS = "not for mps: s12 averages gradients by gloo or nccl, which can't: pass --device cpu"
 
 STAGES = (
-    Stage("s01_baseline"),
+    Stage("s01_baseline", modes=("memory",)),
     Stage("s02_tf32", (1, 0), tf32),
     Stage("s03_bf16", (5, 2), autocast, flag="amp_dtype", modes=("amp",)),
     Stage("s04_compile", (2, 0), compilation, flag="compile"),

@@ -35,7 +35,7 @@ class Row:
 
     name: in the records and the table. script: the path of the file that Python runs. change: the words of the table.
     flags: what it gets beyond the flags that all rows share. ranks: processes under torchrun; 0 runs the script without
-    it. env: variables that take the place of those in the bench's own environment.
+    it. env: variables that take the place of those in the bench's own environment; None leaves one out.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row:
     change: str = ""
     flags: tuple[str, ...] = ()
     ranks: int = 0
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,12 @@ def error_message(text):
     return lines[-1][:200] if lines else ""
 
 
+def environment_of(row):
+    """The environment variables of a row's process, a dict."""
+    env = os.environ | {"PYTHONSAFEPATH": ""} | row.env  # without the safe path a stage finds the harness beside itself
+    return {name: value for name, value in env.items() if value is not None}
+
+
 class Worker:
     """A row at work, in a process of its own. It takes a step for each ask() and ends by itself when the bench dies.
 
@@ -115,7 +121,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.stderr,
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its workers in order
-            env=os.environ | {"PYTHONSAFEPATH": ""} | row.env,  # a stage finds the harness beside itself
+            env=environment_of(row),
         )
         self.lines = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from data import InputError, load_tokens
 from model import evaluate
 
-from . import ladder, machine, results
+from . import ladder, machine, memory, results
 from .results import WARMUP, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +185,7 @@ class StepLog:
                 "amp_dtype": str(args.amp_dtype).removeprefix("torch."),
                 "corpus": self.corpus,
                 "tokenizer": self.tokenizer,
+                "memory_variables": memory.variables(),
             },
             "shape": args.shape,
             "parameters": self._parameters(),
@@ -207,6 +208,7 @@ class StepLog:
             # a step of the warm-up, which no figure counts: its profile tells which attention kernel ran
             self._begin_profile(activities=[torch.profiler.ProfilerActivity.CPU])
         synchronize(self.device)
+        self.page_faults_before = memory.page_faults()
         self.began = time.perf_counter()
 
     def _begin_profile(self, activities):
@@ -235,12 +237,13 @@ class StepLog:
         """
         synchronize(self.device)
         dt = time.perf_counter() - self.began
+        page_faults = memory.page_faults() - self.page_faults_before
         if self.profiler:
             self._end_profile()
         loss = loss.item()
         figures = {name: float(value) for name, value in figures.items()}
         step = len(self.steps)
-        self._record_step(step, loss, figures, dt)
+        self._record_step(step, loss, figures, dt, page_faults)
         self._say_step(step, loss, figures, dt)
         if not math.isfinite(loss):
             raise LossNotFinite(f"the loss is {loss} at step {step}: try another --seed or --amp-dtype")
@@ -249,12 +252,13 @@ class StepLog:
         if len(self.steps) < self.args.steps:
             self._begin_step()
 
-    def _record_step(self, step, loss, figures, dt):
-        memory, meter = machine.peak_memory(self.device)
+    def _record_step(self, step, loss, figures, dt, page_faults):
+        held, meter = machine.peak_memory(self.device)
         entry = {"step": step, "loss": number_or_none(loss)}
         for name, value in figures.items():
             entry[name] = number_or_none(value)
-        entry |= {"dt": dt, "tokens": self.tokens_per_step, "memory": memory, "meter": meter}
+        entry |= {"dt": dt, "tokens": self.tokens_per_step, "memory": held, "meter": meter}
+        entry["page_faults"] = page_faults
         self.steps.append(entry)
         self.record.write("step", **entry)
 
@@ -291,10 +295,10 @@ class StepLog:
             steps = "1 step"
         else:
             steps = f"{figures['counted']} steps"
-        memory = f"{figures['memory'] / 1e9:.2f} GB ({figures['meter']})"
+        held = f"{figures['memory'] / 1e9:.2f} GB ({figures['meter']})"
         parts = [f"median dt {figures['dt_ms']:.2f}ms {quartiles} over {steps}"]
         parts.append(f"tok/sec {figures['tok_per_sec']:,.0f}")
-        parts.append(f"memory {memory}")
+        parts.append(f"memory {held}")
         parts.append(f"warm-up {figures['warmup_s']:.1f}s")
         if "eval" in figures:
             parts.append(f"held-out loss {figures['eval']:.4f}")

@@ -1,7 +1,6 @@
 """What this machine is: which device a run takes, what the device does natively, and how much it holds."""
 
 import contextlib
-import ctypes
 import os
 import platform
 import re
@@ -19,10 +18,6 @@ from data import InputError
 NO_CARD = "this machine has no NVIDIA card, or its driver is not installed"
 COMPILERS = ["g++", "clang++", "gcc", "clang"]
 LARGEST_NUMBER = 65535  # that torchrun's variables can hold: the last port, and more ranks than a run has
-
-# Parameters of glibc's mallopt(3), as malloc.h numbers them.
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4
 
 
 def find_device(name=None):
@@ -218,18 +213,6 @@ def triton_problem(device):
 def is_wsl():
     """Tell whether this is Linux inside Windows, whose kernel is Microsoft's."""
     return "microsoft" in platform.release().lower()
-
-
-def keep_freed_memory():
-    """Let glibc keep freed memory for the next tensor, as PyTorch's own allocator does on a GPU."""
-    # Otherwise the system clears the pages of every new activation: up to a third of a step, and its least
-    # steady part.
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except OSError:
-        return  # not glibc
-    mallopt(M_MMAP_MAX, 0)  # no tensor, however large, gets a mapping of its own, which freeing would unmap
-    mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
 
 
 def environment(device):

@@ -119,16 +119,17 @@ def cells(results, name, link):
     """{column: cell} of a row. link: the way from the page to the folder of the stages."""
     row = {"stage": name, "change": escape(results.bench["change"][name])}
     if results.mode in ("ladder", "loss"):
-        row["stage"] = f"[{name}]({link}{name}.py)"
+        stage = ladder.names()[0] if name == ladder.PLAIN else name
+        row["stage"] = f"[{name}]({link}{stage}.py)"
     if results.mode == "loss":
         row |= loss_cells(results, name)
         digits_of_previous, digits_of_first = 4, 4
     else:
         row |= speed_cells(results, name)
         digits_of_previous, digits_of_first = 3, 2  # neighbors differ by little
-    first = results.rows[0]
     row["vs previous"] = comparison(results, name, results.row_above(name), digits_of_previous)
-    row[f"vs {short(first)}"] = comparison(results, name, first, digits_of_first)
+    for base in results.bases():
+        row[f"vs {short(base)}"] = comparison(results, name, base, digits_of_first)
     if results.mode != "loss":
         share = results.peak_share(name)
         row["% of peak"] = f"{100 * share:.1f}" if share else NOTHING
@@ -198,7 +199,15 @@ def answer(results, name):
         return recommendation(results, name)
     if results.mode == "scale":
         return efficiency(results, name)
+    if results.mode == "memory":
+        return pages_of_a_step(results, name)
     return ""
+
+
+def pages_of_a_step(results, name):
+    """How many pages the system clears for a step of a row."""
+    faults = results.page_faults(name)
+    return "" if faults is None else f"{faults:,.0f} page faults in a step"
 
 
 def recommendation(results, name):
@@ -335,6 +344,15 @@ def bandwidth_line(results):
     return f"Memory bandwidth: copying a large tensor moves {rate / 1e9:.1f} GB/s, reads and writes counted."
 
 
+def clearing_line(results):
+    """How fast the system clears the pages that a process asks for."""
+    rates = []
+    for size in ("4 kB", "2 MB"):
+        rate = statistics.median(step["clear"][size] for step in results.counted_steps(PEAK))
+        rates.append(f"{rate / 1e9:.2f} GB/s in pages of {size}")
+    return f"Fresh memory: the system clears it and hands it out at {' and at '.join(rates)}."
+
+
 def memory_line(results):
     """Where the memory's figures are from."""
     meters = set()
@@ -381,6 +399,8 @@ def conditions(results):
         lines.append(peak_line(results))
         if "copy" in peak[0]:
             lines.append(bandwidth_line(results))
+        if "clear" in peak[0]:
+            lines.append(clearing_line(results))
     if results.mode != "loss":
         lines.append(memory_line(results))
     if any(results.is_stale(name) for name in results.rows):
@@ -497,7 +517,7 @@ def readme_cells(results, name):
     """{column: cell} of a row in README.md, without quartiles and reserved memory: it is narrow."""
     row = cells(results, name, "stages/")
     summary = results.summary(name)
-    vs_first = f"vs {short(results.rows[0])}"
+    vs_first = f"vs {short(results.bases()[-1])}"
     return {
         "stage": row["stage"],
         "change": row["change"],

@@ -5,6 +5,7 @@ every stage with. It times a copy as well, for all that waits on memory. Several
 the all-reduce of one gradient instead, for mode scale.
 """
 
+import mmap
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 COPY_LENGTH = 2**25  # float32 numbers: 134 MB, more than most caches hold
 COPIES = 4
+FRESH_BYTES = 2**28  # that the system clears, in pages of either size
 
 
 def main():
@@ -49,7 +51,8 @@ def device_rates(device, amp_dtype):
     """Return what one step measures on a device, as a dict.
 
     size: n of the (n, n) matmuls. peak: their FLOP/s in float32 and in amp_dtype, a dict by the dtype's name.
-    copy: bytes per second, read and written, of a copy.
+    copy: bytes per second, read and written, of a copy. clear: on a CPU under Linux the bytes per second that
+    the system clears for a process that asks for memory, a dict by the size of a page.
     """
     if device.type == "cpu":
         size, seconds = 2048, 0.2
@@ -59,7 +62,13 @@ def device_rates(device, amp_dtype):
     if amp_dtype != torch.float32:
         name = str(amp_dtype).removeprefix("torch.")
         peak[name] = matmul_peak(device, amp_dtype, size, seconds)
-    return dict(size=size, peak=peak, copy=copy_bandwidth(device, COPY_LENGTH))
+    rates = dict(size=size, peak=peak, copy=copy_bandwidth(device, COPY_LENGTH))
+    if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        rates["clear"] = {
+            "4 kB": clearing_rate(FRESH_BYTES, mmap.MADV_NOHUGEPAGE),
+            "2 MB": clearing_rate(FRESH_BYTES, mmap.MADV_HUGEPAGE),
+        }
+    return rates
 
 
 def matmul_peak(device, dtype, n, seconds):
@@ -85,6 +94,16 @@ def copy_bandwidth(device, length):
     target.copy_(source)  # before the clock: the first one also gets the target's pages from the system
     copied = COPIES * (source.nbytes + target.nbytes)
     return copied / seconds_of(COPIES, device, target.copy_, source)
+
+
+def clearing_rate(nbytes, advice):
+    """Return the bytes per second at which the system clears fresh memory. advice: for madvise(2), on its pages."""
+    with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(advice)
+        a_byte_in_each_page = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
+        seconds = seconds_of(1, a_byte_in_each_page.device, a_byte_in_each_page.fill_, 1)
+        del a_byte_in_each_page  # else the mapping can't be closed
+    return nbytes / seconds
 
 
 def all_reduce_seconds(gradient):

@@ -15,7 +15,8 @@ line.
      "commit": "569c6896ba9f02081652514135fcf8a37681b9b6", "dirty": false,
      "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "data": null,
                   "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
-                  "corpus": "Tiny Shakespeare", "tokenizer": "gpt2"},
+                  "corpus": "Tiny Shakespeare", "tokenizer": "gpt2",
+                  "memory_variables": {"THP_MEM_ALLOC_ENABLE": "1"}},
      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256}, "parameters": 16287232,
      "tokens_per_step": 1024,
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
@@ -23,18 +24,18 @@ line.
                      "torch": "2.13.0+cpu", "cuda": null, "cudnn": null, "driver": null},
      "fallbacks": {"compile": "left out, no C++ compiler found"}, "started": "2026-11-21T02:13:12+00:00"}
     {"kind": "step", "step": 0, "loss": 10.94, "norm": 7.12, "lr": 3e-05, "dt": 0.465, "tokens": 1024,
-     "memory": 1870000000, "meter": "peak RSS"}
+     "memory": 1870000000, "meter": "peak RSS", "page_faults": 212}
     {"kind": "summary", "dt_ms": 465.1, "dt_q1_ms": 460.2, "dt_q3_ms": 471.9, "tok_per_sec": 2201.7,
      "memory": 1870000000, "meter": "peak RSS", "loss": 6.01, "counted": 20, "warmup_s": 5.6, "eval": 6.12,
      "sdpa": "flash"}
     {"kind": "error", "reason": "out-of-memory", "error": "out of memory at batch size 4: try --batch-size 2"}
 
 dt is in seconds, memory in bytes, a loss in nats per token. A figure that is not finite is null, and so is
-one that this machine can't measure. A step has "norm" and "lr" only where its stage logs them. The steps of a
-run are numbered from 0 without a gap. A header starts its run afresh: what the same run wrote before it no
-longer counts. A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, with
---eval "eval", the held-out loss, and on CUDA "reserved", the bytes that PyTorch took from the driver. A
-reason is one of REASONS.
+one that this machine can't measure. A step has "norm" and "lr" only where its stage logs them; "page_faults" is
+how many pages it got from the system. The steps of a run are numbered from 0 without a gap. A header starts its
+run afresh: what the same run wrote before it no longer counts. A summary has the figures of summarize(),
+"sdpa", the attention kernel that ran, or null, with --eval "eval", the held-out loss, and on CUDA "reserved",
+the bytes that PyTorch took from the driver. A reason is one of REASONS.
 
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
@@ -53,7 +54,7 @@ together; in the mode `loss` that of the seed) and "name" (of the row). The prob
 figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 
     {"kind": "step", "session": 0, "name": "peak", "step": 0, "size": 2048,
-     "peak": {"float32": 1.8e11, "bfloat16": 6.1e11}, "copy": 3.5e10}
+     "peak": {"float32": 1.8e11, "bfloat16": 6.1e11}, "copy": 3.5e10, "clear": {"4 kB": 2.1e9, "2 MB": 7.9e9}}
     {"kind": "step", "session": 0, "name": "all-reduce 2 ranks", "step": 0, "bytes": 65000000, "dt": 0.05}
 """
 
@@ -71,7 +72,7 @@ WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory tou
 CONTROL = " again"  # ends the name of the A/A control, a second run of one row
 PEAK = "peak"  # the name of the run that times matmuls, see probe.py
 ALL_REDUCE = "all-reduce "  # begins the name of the run that times an all-reduce, before that of its row
-MODES = ("ladder", "amp", "limit", "scale", "loss")
+MODES = ("ladder", "amp", "limit", "scale", "loss", "memory")
 
 # the reasons of an error line; a message is for people, and nothing is decided by its wording
 OUT_OF_MEMORY = "out-of-memory"
@@ -158,6 +159,7 @@ TRAINING_STEP = {
     "meter": TEXT,
 }
 PEAK_STEP = {"size": WHOLE, "peak": OBJECT}
+CLEARING_RATES = {"4 kB": NUMBER, "2 MB": NUMBER}
 ALL_REDUCE_STEP = {"dt": NUMBER, "bytes": WHOLE}
 SUMMARY = {"sdpa": TEXT_OR_NONE}
 ERROR = {"reason": TEXT, "error": TEXT}
@@ -250,6 +252,8 @@ def check_step(entry):
         check_fields(entry, TRAINING_STEP)
         check_positive(entry, "dt", "tokens")
         check_not_negative(entry, "loss", "memory")
+        if "page_faults" in entry:
+            check_value("page_faults", entry["page_faults"], WHOLE)
 
 
 def check_peak_step(entry):
@@ -265,6 +269,9 @@ def check_peak_step(entry):
     if "copy" in entry:
         check_value("copy", entry["copy"], NUMBER)
         check_positive(entry, "copy")
+    if "clear" in entry:  # on Linux alone
+        check_fields(entry, {"clear": CLEARING_RATES})
+        check_positive(entry["clear"], *CLEARING_RATES)
 
 
 def check_summary(entry):
@@ -329,9 +336,9 @@ def check_place(entry):
 
 
 def check_rates(steps):
-    """Raise ValueError unless the probe measured the same dtypes, and a copy or none, in all of its steps."""
+    """Raise ValueError unless the probe measured the same things in all of its steps."""
     for step in steps:
-        if step["peak"].keys() != steps[0]["peak"].keys() or ("copy" in step) != ("copy" in steps[0]):
+        if step.keys() != steps[0].keys() or step["peak"].keys() != steps[0]["peak"].keys():
             raise ValueError(f"step {step['step']} of the probe has other rates than those before")
 
 
@@ -601,6 +608,12 @@ class Results:
             return mean_estimate([ours[key] - theirs[key] for key in rounds])
         return median_estimate([theirs[key] / ours[key] for key in rounds])
 
+    def bases(self):
+        """The rows that every row is compared with: the first one, and below `plain` the first stage too."""
+        if self.rows[0] == ladder.PLAIN:
+            return self.rows[:2]
+        return self.rows[:1]
+
     def row_above(self, name):
         """The name of the row above; for the first row its own."""
         return self.rows[max(0, self.rows.index(name) - 1)]
@@ -659,8 +672,8 @@ class Results:
 
         "faster" or "slower", in the mode `loss` "lower" or "higher", and "no difference" where the ratio is
         within its interval or within the noise. A row that took the very steps of the row above is within the
-        noise, since the noise is the worst of such pairs. The modes `amp` and `scale` compare with the first
-        row.
+        noise, since the noise is the worst of such pairs. The modes `amp`, `scale` and `memory` compare with
+        the first row.
         """
         if self.mode == "limit":
             return ""
@@ -685,6 +698,11 @@ class Results:
         if abs(difference.value) <= difference.spread:
             return "no difference"
         return "higher" if difference.value > 0 else "lower"
+
+    def page_faults(self, name):
+        """How many pages a row gets from the system in a step, the median; None where no record tells."""
+        faults = [step["page_faults"] for step in self.counted_steps(name) if "page_faults" in step]
+        return statistics.median(faults) if faults else None
 
     def peak_share(self, name):
         """The share of the machine's matmul peak that a row turned into training, from 0 to 1, or None.
