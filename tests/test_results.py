@@ -701,6 +701,7 @@ def test_below_plain_each_row_is_compared_with_it_and_with_s01():
     assert results.compare(S02, "plain").value == 4
     assert results.row_above(S01) == "plain"
     assert results_of(*runs[1:]).bases() == [S01]
+    assert results_of(*runs, mode="memory").bases() == ["plain"]
 
 
 def test_page_faults_are_the_median_of_the_counted_steps():

@@ -609,8 +609,8 @@ class Results:
         return median_estimate([theirs[key] / ours[key] for key in rounds])
 
     def bases(self):
-        """The rows that every row is compared with: the first one, and below `plain` the first stage too."""
-        if self.rows[0] == ladder.PLAIN:
+        """The rows that every row is compared with: the first one, and in the ladder below `plain` that of s01 too."""
+        if self.mode == "ladder" and self.rows[0] == ladder.PLAIN:
             return self.rows[:2]
         return self.rows[:1]
 
