@@ -189,8 +189,12 @@ def test_a_card_that_torch_does_not_find_has_an_old_driver(commands):
         ((8, 0), ["sm_86"], False),  # an earlier one does not
         ((8, 6), ["sm_75", "sm_90"], False),  # nor does one of another major version
         ((6, 1), ["sm_75", "sm_90a", "sm_100"], False),
-        ((12, 0), ["sm_75", "sm_90a"], True),  # a newer card is not judged
-        ((9, 0), ["gfx90a"], True),  # nor is one of AMD's
+        ((10, 0), ["sm_90", "sm_100a"], True),
+        ((10, 3), ["sm_90", "sm_100f"], True),
+        ((12, 0), ["sm_90", "sm_100", "sm_120"], True),
+        ((12, 0), ["sm_90", "compute_90"], True),  # PTX runs on every later card
+        ((8, 0), ["sm_75", "compute_90"], False),  # and on no earlier one
+        ((9, 0), ["gfx90a"], True),  # AMD's cards are not judged
     ],
 )
 def test_a_card_needs_a_torch_with_kernels_for_it(fake_cuda, capability, kernels, works):
@@ -202,6 +206,15 @@ def test_a_card_needs_a_torch_with_kernels_for_it(fake_cuda, capability, kernels
     else:
         reason = f"this torch has no kernels for compute capability {capability[0]}.{capability[1]}: "
         assert machine.cuda_problem() == f"{reason}install one for an older CUDA"
+
+
+@pytest.mark.parametrize("capability, name", [((10, 0), "10.0"), ((12, 0), "12.0")])
+def test_a_card_that_is_newer_than_all_kernels_needs_a_newer_torch(fake_cuda, capability, name):
+    fake_cuda.cards = 1
+    fake_cuda.capability = capability
+    fake_cuda.kernels = ["sm_75", "sm_90a"]
+    reason = f"this torch has no kernels for compute capability {name}"
+    assert machine.cuda_problem() == f"{reason}: install one for a newer CUDA"
 
 
 def test_a_number_of_torchrun_has_a_default(monkeypatch):
@@ -409,8 +422,9 @@ def test_the_environment_of_a_card_has_its_libraries_and_its_driver(files, monke
     "file, nvidia_smi, version",
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Wed", "", "570.86.10"),
-        ("NVRM version: 570.86.10  Release", "Driver Version : 550.54", "570.86.10"),
-        ("", "Driver Version : 570.86.10", "570.86.10"),
+        ("NVRM version: 570.86.10  Release", "550.54", "570.86.10"),
+        ("", "570.86.10", "570.86.10"),
+        ("", "570.86.10\n570.86.10", "570.86.10"),  # a line for each card
         ("", "", None),
     ],
 )
@@ -418,6 +432,19 @@ def test_the_driver_is_known_though_nvidia_smi_may_time_out(files, commands, fil
     files["/proc/driver/nvidia/version"] = file
     commands["nvidia-smi"] = nvidia_smi
     assert machine.driver_version() == version
+
+
+def test_nvidia_smi_is_asked_for_the_driver_alone(monkeypatch):
+    asked = []
+
+    def answer(command):
+        asked.append(command)
+        return "570.86.10"
+
+    monkeypatch.setattr(machine, "command_output", answer)
+    machine.driver_version()
+    # not -q, which asks every card for all that it knows, and takes seconds under WSL
+    assert asked == [["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]]
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,9 @@ def device_name(device):
 def driver_version():
     """Return the version of NVIDIA's driver as a text, "570.86.10", or None when nothing tells."""
     # The file comes first, since nvidia-smi can take longer than command_output waits.
-    report = read_text("/proc/driver/nvidia/version") or command_output(["nvidia-smi", "-q"])
+    report = read_text("/proc/driver/nvidia/version")
+    if not report:
+        report = command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     match = re.search(r"\b\d{3}\.\d[\d.]*", report)
     return match[0] if match else None
 
