@@ -78,11 +78,7 @@ def cuda_device(number=None):
 def cuda_problem():
     """Return why CUDA can't be used here, with the remedy, or None when it can."""
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        if not has_kernels_for(major, minor):
-            remedy = "install one for an older CUDA"
-            return f"this torch has no kernels for compute capability {major}.{minor}: {remedy}"
-        return None
+        return kernels_problem(torch.cuda.get_device_capability())
     if not command_output(["nvidia-smi", "-L"]):
         return NO_CARD
     if not torch.version.cuda:
@@ -91,21 +87,28 @@ def cuda_problem():
     return f"the driver is too old for CUDA {torch.version.cuda}: {remedy}"
 
 
-def has_kernels_for(major, minor):
-    """Tell whether this torch was built for a card of this compute capability; True when that isn't known.
+def kernels_problem(capability):
+    """Return why this torch can't compute on a card, with the remedy, or None when it can or nothing tells.
 
-    A kernel runs on cards of its own major version whose minor version is its own or a later one.
+    capability: the card's compute capability, (major, minor). A kernel, sm_NN, runs on cards of its own major
+    version whose minor version is its own or a later one. PTX, compute_NN, is compiled for the card when it
+    is first used, and runs on its own capability and every later one.
     """
-    if major >= 10:
-        return True  # only old cards lose their kernels in newer builds
     built_for = []
     for name in torch.cuda.get_arch_list():
-        match = re.fullmatch(r"sm_(\d)(\d)[a-z]?", name)  # "sm_75" and "sm_90a", but not "sm_100"
-        if match:
-            built_for.append((int(match[1]), int(match[2])))
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name)  # sm_75, sm_90a, sm_120, compute_120
+        if not match:
+            continue
+        built = (int(match[2]), int(match[3]))
+        is_ptx = match[1] == "compute"
+        if built <= capability and (is_ptx or built[0] == capability[0]):
+            return None
+        built_for.append(built)
     if not built_for:
-        return True  # ROCm's names are others
-    return any(built_major == major and built_minor <= minor for built_major, built_minor in built_for)
+        return None  # ROCm's names are others
+    age = "a newer" if capability > max(built_for) else "an older"
+    major, minor = capability
+    return f"this torch has no kernels for compute capability {major}.{minor}: install one for {age} CUDA"
 
 
 def environment_number(name, default):
