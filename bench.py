@@ -105,6 +105,8 @@ def parse(argv):
         if not args.what:
             args.stages = ladder.of_mode(args.mode) or ladder.names()
         args.given = {name for name, value in vars(args).items() if value is not None}
+        if args.device is None and not args.render:
+            machine.refuse_unusable_card()
         resolve(args)
         args.interleaved = args.device.type == "cpu"
         args.plain = names_plain or (args.mode == "ladder" and not args.what and args.interleaved)

@@ -187,6 +187,7 @@ def gpu(monkeypatch):
     """A machine with a GPU, as far as the bench looks at it."""
     environment = machine.environment(torch.device("cpu")) | {"device": "cuda", "device_name": "A GPU"}
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(machine, "cuda_problem", lambda: None)
     monkeypatch.setattr(machine, "total_memory", lambda device: 80e9)
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(machine, "compile_problem", lambda device: None)
@@ -303,6 +304,30 @@ def test_a_readme_that_is_not_utf_8_is_one_line(repo):
 
 def parse(*words):
     return bench.parse(["--device", "cpu", *words])
+
+
+@pytest.fixture
+def unusable_card(monkeypatch):
+    """A machine with a card, and a driver that is too old for this torch."""
+    problem = "The NVIDIA driver on your system is too old: update the driver"
+    monkeypatch.setattr(machine, "cuda_problem", lambda: problem)
+
+
+def test_a_card_that_can_not_be_used_is_one_line_and_exit_status_2(repo, unusable_card):
+    ended = repo.command("s01", "--data", str(repo.corpus), "--out", "x")
+    assert ended.status == 2
+    reason = "the card can't be used: The NVIDIA driver on your system is too old: update the driver"
+    assert ended.err == f"bench.py: error: {reason}; or pass --device cpu to measure the CPU\n"
+    assert not repo.records.exists()
+
+
+def test_the_cpu_is_measured_beside_a_card_where_it_is_named(unusable_card):
+    assert parse("s01").device.type == "cpu"
+
+
+def test_a_page_is_drawn_whatever_the_card(repo, unusable_card):
+    assert repo.run("s01", "s02").status == 0
+    assert repo.command("--render", "x").status == 0
 
 
 @pytest.mark.parametrize("word", ["s05", "5", "05", "s5", "s05_flash"])

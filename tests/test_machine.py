@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,18 @@ CPU = torch.device("cpu")
 MPS = torch.device("mps")
 CUDA_0 = torch.device("cuda", 0)
 CUDA_1 = torch.device("cuda", 1)
+
+# what torch.cuda.init() says where a card can't be used
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by "
+    "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+NOT_READY = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+    "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+)
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver"
+NO_GPUS = "No CUDA GPUs are available"
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +59,17 @@ def files(monkeypatch):
 def fake_cuda(monkeypatch):
     """torch.cuda as these attributes say: cards that can do everything, but none until a test says so."""
     cuda = SimpleNamespace(cards=0, capability=(9, 0), has_bfloat16=True, kernels=["sm_75", "sm_90a"])
+    cuda.error = RuntimeError(TOO_OLD)
 
     def is_bf16_supported(including_emulation=True):
         return including_emulation or cuda.has_bfloat16  # an emulated bfloat16 is there on every card
 
+    def init():
+        if cuda.error:
+            raise cuda.error
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda.cards > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda.cards)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda.capability)
@@ -159,7 +179,7 @@ def test_a_card_that_is_left_out_is_named_on_stderr(commands, capsys):
     commands["nvidia-smi"] = "GPU 0: H100"
     assert machine.find_device() == CPU
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("cuda: the driver is too old for CUDA 13.0: ")
+    assert line.startswith("cuda: The NVIDIA driver on your system is too old (found version 12040): ")
     assert line.endswith("; using cpu")
 
 
@@ -175,9 +195,73 @@ def test_a_card_under_a_torch_for_cpus_asks_for_another_torch(commands, monkeypa
     assert "this torch is a CPU build: install PyTorch's CUDA build" in machine.cuda_problem()
 
 
-def test_a_card_that_torch_does_not_find_has_an_old_driver(commands):
+@pytest.mark.parametrize(
+    "error, problem",
+    [
+        (
+            RuntimeError(TOO_OLD),
+            "The NVIDIA driver on your system is too old (found version 12040): "
+            "update the driver, or install a torch for CUDA 12.6",
+        ),
+        (
+            RuntimeError(NOT_READY + "\nand a second line"),
+            f"{NOT_READY}: start NVIDIA's fabric manager (systemctl start nvidia-fabricmanager)",
+        ),
+        (
+            RuntimeError(NO_DRIVER),
+            "Found no NVIDIA driver on your system: install the driver, or start the container with --gpus all",
+        ),
+        (AssertionError("libcudart is broken"), "libcudart is broken: restart the machine, or update the driver"),
+        (RuntimeError(NO_GPUS), f"{NO_GPUS}: restart the machine, or update the driver"),
+        (None, "torch finds no CUDA device: restart the machine, or update the driver"),
+    ],
+    ids=["old driver", "fabric manager", "no driver", "another error", "no card", "no error"],
+)
+def test_a_card_that_torch_can_not_use_is_explained_in_torchs_words(fake_cuda, commands, error, problem):
     commands["nvidia-smi"] = "GPU 0: H100"
-    assert machine.cuda_problem().startswith("the driver is too old for CUDA 13.0: update it")
+    fake_cuda.error = error
+    assert machine.cuda_problem() == problem
+
+
+@pytest.mark.parametrize("value", ["", "-1", "7"])
+def test_a_card_that_the_environment_hides_is_no_matter_of_the_driver(fake_cuda, commands, monkeypatch, value):
+    commands["nvidia-smi"] = "GPU 0: H100"
+    fake_cuda.error = RuntimeError(NO_GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert machine.cuda_problem() == f"{NO_GPUS}: CUDA_VISIBLE_DEVICES is {value!r} and hides the card, unset it"
+
+
+def test_without_nvidia_smi_the_drivers_file_tells_of_a_card(fake_cuda, files):
+    files["/proc/driver/nvidia/version"] = "NVRM version: 570.86.10  Release"
+    fake_cuda.error = RuntimeError(NO_DRIVER)
+    assert machine.cuda_problem().startswith("Found no NVIDIA driver on your system: ")
+
+
+def test_torchs_own_warning_of_what_is_said_here_is_not_shown(commands, monkeypatch, recwarn):
+    def is_available():
+        warnings.warn(f"CUDA initialization: {TOO_OLD}", stacklevel=2)
+        return False
+
+    commands["nvidia-smi"] = "GPU 0: H100"
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert "too old" in machine.cuda_problem()
+    assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize("cards", [0, 1])
+def test_what_measures_speed_goes_on_without_a_card_or_with_one_that_works(fake_cuda, cards):
+    fake_cuda.cards = cards
+    machine.refuse_unusable_card()
+
+
+def test_what_measures_speed_does_not_take_a_cpu_for_a_card(commands):
+    commands["nvidia-smi"] = "GPU 0: H100"
+    with pytest.raises(InputError) as refusal:
+        machine.refuse_unusable_card()
+    assert str(refusal.value) == (
+        "the card can't be used: The NVIDIA driver on your system is too old (found version 12040): "
+        "update the driver, or install a torch for CUDA 12.6; or pass --device cpu to measure the CPU"
+    )
 
 
 @pytest.mark.parametrize(

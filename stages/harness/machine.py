@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -77,14 +78,52 @@ def cuda_device(number=None):
 
 def cuda_problem():
     """Return why CUDA can't be used here, with the remedy, or None when it can."""
-    if torch.cuda.is_available():
+    with warnings.catch_warnings(action="ignore"):  # of what is said below in one line
+        works = torch.cuda.is_available()
+    if works:
         return kernels_problem(torch.cuda.get_device_capability())
-    if not command_output(["nvidia-smi", "-L"]):
+    if not has_nvidia_card():
         return NO_CARD
     if not torch.version.cuda:
         return "this torch is a CPU build: install PyTorch's CUDA build, and pass PY=python3 to make"
-    remedy = "update it, or install a torch for an older CUDA"
-    return f"the driver is too old for CUDA {torch.version.cuda}: {remedy}"
+    reason = cuda_error()
+    return f"{reason}: {cuda_remedy(reason)}"
+
+
+def has_nvidia_card():
+    """Tell whether this machine has a card with NVIDIA's driver, by the driver's file or by nvidia-smi."""
+    return bool(read_text("/proc/driver/nvidia/version") or command_output(["nvidia-smi", "-L"]))
+
+
+def cuda_error():
+    """Return the first line of what torch raises when it starts CUDA, without its advice; CUDA must not work."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).split("\n")[0]
+        return first_line.split(" Please ")[0].removesuffix(".")
+    return "torch finds no CUDA device"
+
+
+def cuda_remedy(reason):
+    """Return what can be done where torch doesn't start CUDA for this reason."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if "No CUDA GPUs" in reason and visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r} and hides the card, unset it"
+    if "Error 802" in reason:
+        return "start NVIDIA's fabric manager (systemctl start nvidia-fabricmanager)"
+    if "too old" in reason:
+        return "update the driver, or install a torch for CUDA 12.6"
+    if "no NVIDIA driver" in reason:
+        return "install the driver, or start the container with --gpus all"
+    return "restart the machine, or update the driver"
+
+
+def refuse_unusable_card():
+    """Raise InputError where this machine has a card that can't be used: a bench would measure the CPU instead."""
+    problem = cuda_problem()
+    if problem is not None and problem != NO_CARD:
+        raise InputError(f"the card can't be used: {problem}; or pass --device cpu to measure the CPU")
 
 
 def kernels_problem(capability):
