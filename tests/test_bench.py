@@ -190,7 +190,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(machine, "cuda_problem", lambda: None)
     monkeypatch.setattr(machine, "total_memory", lambda device: 80e9)
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(machine, "compile_problem", lambda device: None)
+    monkeypatch.setattr(machine, "compile_problem", lambda device, amp_dtype: None)
     monkeypatch.setattr(machine, "environment", lambda device: environment)
 
 

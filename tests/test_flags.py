@@ -39,8 +39,13 @@ def process_as_before(monkeypatch):
 def fake(monkeypatch):
     """A machine as these attributes say; until a test changes them a CPU with bfloat16 and a compiler."""
     fake = SimpleNamespace(native=torch.bfloat16, problem=None, memory=80e9, cores=6, threads=1, wsl=False)
+    fake.problem_of_dtype = {}
+
+    def compile_problem(device, amp_dtype):
+        return fake.problem or fake.problem_of_dtype.get(amp_dtype)
+
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: fake.native)
-    monkeypatch.setattr(machine, "compile_problem", lambda device: fake.problem)
+    monkeypatch.setattr(machine, "compile_problem", compile_problem)
     monkeypatch.setattr(machine, "total_memory", lambda device: fake.memory)
     monkeypatch.setattr(machine, "cores", lambda: fake.cores)
     monkeypatch.setattr(machine, "is_wsl", lambda: fake.wsl)
@@ -387,6 +392,22 @@ def test_a_fallback_is_a_line_from_the_stage_of_its_flag_on(parse, best_device, 
     }
     assert args.fallbacks == why  # the record has both, whatever the stage
     assert capsys.readouterr().err.splitlines() == [f"{flag}: {why[flag]}" for flag in lines]
+
+
+@pytest.mark.parametrize("amp_dtype, compiled", [("bfloat16", False), ("float16", True)])
+def test_compile_falls_back_where_it_can_not_take_the_dtype_that_was_asked_for(
+    parse, best_device, fake, capsys, amp_dtype, compiled
+):
+    best_device(CUDA)
+    fake.native = torch.float16
+    fake.problem_of_dtype = {torch.bfloat16: "a T4 has no bfloat16"}
+    args = parse("--amp-dtype", amp_dtype, stage="s10_fused")
+    assert args.compile is compiled
+    if compiled:
+        assert args.fallbacks == {}
+    else:
+        assert args.fallbacks == {"compile": "left out, a T4 has no bfloat16"}
+        assert capsys.readouterr().err == "compile: left out, a T4 has no bfloat16\n"
 
 
 def test_what_the_user_asked_for_is_no_fallback(parse, best_device, fake, capsys):

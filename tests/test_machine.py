@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import warnings
 from pathlib import Path
@@ -381,11 +382,12 @@ def test_native_dtype_of_an_arm_cpu_is_the_systems_word(fake_cpu, files, command
 
 @pytest.fixture
 def compilers(monkeypatch):
-    """The names of the compilers on the PATH: g++ alone, until a test says otherwise."""
-    names = {"g++"}
+    """The names of the compilers on the PATH: g++ and gcc, until a test says otherwise. Python.h is there."""
+    names = {"g++", "gcc"}
     monkeypatch.setattr(shutil, "which", lambda name: name if name in names else None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
     return names
 
 
@@ -423,10 +425,63 @@ def test_a_compiler_that_the_environment_names_will_do(compilers, paths, monkeyp
     assert machine.compile_problem(CPU) is None
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA_0], ids=str)
-def test_without_a_compiler_nothing_compiles(compilers, paths, triton, device):
+def test_without_a_compiler_nothing_compiles(compilers, paths, triton):
     compilers.clear()
-    assert machine.compile_problem(device).startswith("no C++ compiler found: install g++")
+    assert machine.compile_problem(CPU).startswith("no C++ compiler found: install g++")
+    assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
+
+
+@pytest.mark.parametrize(
+    "names, works",
+    [({"gcc"}, True), ({"clang"}, True), ({"g++"}, False), ({"clang++"}, False)],
+    ids=["gcc", "clang", "g++", "clang++"],
+)
+def test_triton_needs_a_compiler_of_c(compilers, paths, triton, names, works):
+    compilers.clear()
+    compilers.update(names)
+    problem = machine.compile_problem(CUDA_0)
+    if works:
+        assert problem is None
+    else:
+        assert problem == "Triton finds no C compiler: install gcc"
+
+
+def test_triton_takes_the_compiler_that_cc_names_and_no_other(compilers, paths, triton, monkeypatch):
+    monkeypatch.setenv("CC", "icx")
+    assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: CC is 'icx', unset it"
+    compilers.add("icx")
+    assert machine.compile_problem(CUDA_0) is None
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA_0], ids=str)
+def test_without_pythons_headers_nothing_compiles(compilers, paths, triton, monkeypatch, device):
+    headers = Path(sysconfig.get_path("include", scheme="posix_prefix"))
+    monkeypatch.setattr(Path, "exists", lambda path: path != headers / "Python.h")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert machine.compile_problem(device) == f"Python.h is not in {headers}: install python3-dev"
+    monkeypatch.setattr(sys, "platform", "darwin")  # macOS's own Python keeps it somewhere else
+    assert machine.compile_problem(device) is None
+
+
+@pytest.mark.parametrize(
+    "capability, amp_dtype, works",
+    [
+        ((7, 5), torch.bfloat16, False),
+        ((7, 5), torch.float16, True),
+        ((7, 5), torch.float32, True),
+        ((8, 0), torch.bfloat16, True),
+    ],
+)
+def test_torch_compiles_bfloat16_only_for_a_card_that_has_it(
+    fake_cuda, compilers, paths, triton, capability, amp_dtype, works
+):
+    fake_cuda.capability = capability
+    problem = machine.compile_problem(CUDA_0, amp_dtype)
+    if works:
+        assert problem is None
+    else:
+        reason = "torch.compile skips bfloat16 on a card of compute capability 7.5"
+        assert problem == f"{reason}: pass --amp-dtype float16"
 
 
 def test_a_blank_in_a_path_stops_the_cpu_build_alone(compilers, paths, triton):

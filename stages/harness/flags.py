@@ -116,13 +116,13 @@ def resolve(args, stage=None):
     args.device = machine.find_device(args.device)
     check_stage(stage, args.device, world_size)
     given = {name for name, value in vars(args).items() if value is not None}
-    problem = machine.compile_problem(args.device)
     native = machine.native_amp_dtype(args.device)
+    args.amp_dtype = DTYPES[args.amp_dtype] if "amp_dtype" in given else native
+    problem = machine.compile_problem(args.device, args.amp_dtype)
     defaults = defaults_of(args.device, world_size) | {"compile": problem is None}
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
-    args.amp_dtype = DTYPES[args.amp_dtype] if "amp_dtype" in given else native
     args.shape = {"vocab_size": VOCAB, **SIZES[args.size]}
     args.fallbacks = {}
     if "amp_dtype" not in given and native == torch.float32:

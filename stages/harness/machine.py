@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import warnings
 from pathlib import Path
@@ -214,10 +215,10 @@ def cpu_has_bfloat16():
     return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
 
 
-def compile_problem(device):
+def compile_problem(device, amp_dtype=torch.float32):
     """Return why torch.compile can't work on a device, with the remedy, or None when it should.
 
-    This looks at what is installed and compiles nothing.
+    amp_dtype: autocast's. This looks at what is installed and compiles nothing.
     """
     if device.type == "mps":
         if torch.__version__ < "2.13":  # a TorchVersion: it compares number by number
@@ -227,28 +228,48 @@ def compile_problem(device):
     if device.type == "cpu" and (" " in torch.__file__ or " " in tempfile.gettempdir()):
         reason = "it can't build where PyTorch or the folder for temporary files has a blank in its path"
         return f"{reason}: move them"
-    if not has_compiler():
+    if device.type == "cpu" and not has_compiler():
         return "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if device.type == "cuda":
-        return triton_problem(device)
-    return None
+        problem = triton_problem(device, amp_dtype)
+        if problem:
+            return problem
+    return headers_problem()
 
 
 def has_compiler():
-    """Tell whether a compiler that torch.compile could call is on the PATH."""
+    """Tell whether a compiler that torch.compile could call for the CPU is on the PATH."""
     names = [os.environ.get("CXX"), os.environ.get("CC"), *COMPILERS]
     return any(name and shutil.which(name) for name in names)
 
 
-def triton_problem(device):
+def headers_problem():
+    """Return why no code can be compiled that Python is to load, with the remedy, or None when it can."""
+    if sys.platform == "darwin":
+        return None  # a Python of macOS has its headers, though not always in the folder that sysconfig names
+    headers = sysconfig.get_path("include", scheme="posix_prefix")  # the default is another one in Debian
+    if not Path(headers, "Python.h").exists():
+        return f"Python.h is not in {headers}: install python3-dev"
+    return None
+
+
+def triton_problem(device, amp_dtype):
     """Return why Triton, which torch.compile needs for CUDA, can't work here, with the remedy, or None."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         return f"Triton needs a GPU of compute capability 7.0 or more, this one has {major}.{minor}"
+    if major < 8 and amp_dtype == torch.bfloat16:  # torch would only warn, and run the model as it is
+        reason = f"torch.compile skips bfloat16 on a card of compute capability {major}.{minor}"
+        return f"{reason}: pass --amp-dtype float16"
     try:
         import triton  # noqa: F401
     except ImportError:
         return "Triton is not installed: pip install triton"
+    compiler = os.environ.get("CC")
+    if compiler and not shutil.which(compiler):
+        return f"Triton finds no C compiler: CC is {compiler!r}, unset it"
+    if not (compiler or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler: install gcc"
     return None
 
 
