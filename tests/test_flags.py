@@ -552,6 +552,35 @@ def test_what_the_user_set_in_the_environment_counts(import_again, monkeypatch):
     assert os.environ["KINETO_LOG_LEVEL"] == "99"
 
 
+@pytest.fixture
+def tf32_everywhere(monkeypatch):
+    """The environment of a container that lets every float32 matmul run in TF32."""
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+
+
+def test_no_environment_decides_on_tf32_in_place_of_a_stage(import_again, tf32_everywhere, capsys):
+    import_again(sys.stdout)
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
+    assert "NVIDIA_TF32_OVERRIDE" not in os.environ
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 and NVIDIA_TF32_OVERRIDE=1, since each stage itself says "
+        "where TF32 is used"
+    )
+    import_again(sys.stdout)
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0_alone_tells_that_the_environment_does_not_decide_on_tf32(
+    import_again, tf32_everywhere, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "1")
+    import_again(sys.stdout)
+    assert "NVIDIA_TF32_OVERRIDE" not in os.environ
+    assert capsys.readouterr().err == ""
+
+
 def test_harness_hands_on_two_names():
     assert harness.parse_args is flags.parse_args
     assert harness.StepLog is log.StepLog
