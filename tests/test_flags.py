@@ -40,6 +40,7 @@ def fake(monkeypatch):
     """A machine as these attributes say; until a test changes them a CPU with bfloat16 and a compiler."""
     fake = SimpleNamespace(native=torch.bfloat16, problem=None, memory=80e9, cores=6, threads=1, wsl=False)
     fake.problem_of_dtype = {}
+    fake.free_share = 1.0
 
     def compile_problem(device, amp_dtype):
         return fake.problem or fake.problem_of_dtype.get(amp_dtype)
@@ -49,6 +50,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(machine, "total_memory", lambda device: fake.memory)
     monkeypatch.setattr(machine, "cores", lambda: fake.cores)
     monkeypatch.setattr(machine, "is_wsl", lambda: fake.wsl)
+    monkeypatch.setattr(machine, "free_share", lambda device: fake.free_share)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: fake.threads)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -463,8 +466,9 @@ def test_a_stage_on_a_card_takes_that_card(parse, best_device, changes):
 def test_under_wsl_a_stage_leaves_the_system_memory_alone(parse, best_device, fake, changes):
     best_device(CUDA)
     fake.wsl = True
+    fake.free_share = 0.5  # the rest is what other programs hold, such as Windows itself
     parse()
-    assert changes == [("device", 0), ("fraction of memory", 0.95, CUDA)]
+    assert changes == [("device", 0), ("fraction of memory", 0.475, CUDA)]
 
 
 @pytest.mark.parametrize("ranks, threads", [(2, 3), (3, 2), (4, 1), (8, 1)])
@@ -472,6 +476,23 @@ def test_ranks_share_the_cores_of_a_cpu(parse, best_device, torchrun, changes, r
     torchrun(0, ranks)  # which gives each one thread
     parse(stage="s12_ddp")
     assert changes == [("memory is kept",), ("threads", threads)]
+
+
+@pytest.mark.parametrize("torch_threads, ranks", [(7, 1), (64, 1), (64, 2)])
+def test_torch_takes_no_more_threads_than_a_container_has_cores(
+    parse, best_device, fake, torchrun, changes, torch_threads, ranks
+):
+    fake.threads = torch_threads  # as many as the machine has cores, since torch knows of no quota
+    torchrun(0, ranks)
+    parse(stage="s12_ddp")
+    assert changes == [("memory is kept",), ("threads", 6 // ranks)]
+
+
+def test_more_threads_than_cores_stay_where_the_user_chose_them(parse, best_device, fake, changes, monkeypatch):
+    fake.threads = 8
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    parse()
+    assert changes == [("memory is kept",)]
 
 
 def test_threads_that_the_user_chose_stay(parse, best_device, fake, torchrun, changes):

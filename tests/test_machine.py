@@ -607,6 +607,32 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "quota, cores",
+    [
+        ("max 100000\n", 4),
+        ("200000 100000\n", 2),
+        ("250000 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("800000 100000\n", 4),
+        ("20000 10000\n", 2),
+        ("", 4),
+    ],
+    ids=["no limit", "2 cores", "2.5 cores", "half a core", "more than there are", "another period", "no container"],
+)
+def test_cores_heed_a_containers_limit(files, monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    files["/sys/fs/cgroup/cpu.max"] = quota
+    assert machine.cores() == cores
+
+
+def test_the_free_share_of_a_card_is_what_its_driver_tells(monkeypatch):
+    memory = {CUDA_0: (1_000, 4_000), CUDA_1: (4_000, 4_000)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: memory[device])
+    assert machine.free_share(CUDA_0) == 0.25
+    assert machine.free_share(CUDA_1) == 1
+
+
+@pytest.mark.parametrize(
     "release, wsl",
     [
         ("5.15.167.4-microsoft-standard-WSL2", True),

@@ -211,10 +211,19 @@ def prepare_process(args):
     if args.device.type == "cuda":
         torch.accelerator.set_device_index(args.device.index)
         if machine.is_wsl():  # the driver would take system memory for what does not fit, and crawl
-            torch.cuda.set_per_process_memory_fraction(0.95, args.device)
+            fraction = 0.95 * machine.free_share(args.device)
+            torch.cuda.set_per_process_memory_fraction(fraction, args.device)
     if args.device.type == "cpu":
         memory.keep_freed()
-        ranks_here = machine.local_world_size()
-        if ranks_here > 1 and torch.get_num_threads() == 1:
-            # torchrun gives each of several ranks one thread, however many cores there are
-            torch.set_num_threads(max(1, machine.cores() // ranks_here))
+        set_threads()
+
+
+def set_threads():
+    """Let torch use this process's share of the cores, unless the user chose another number of threads."""
+    threads, cores, ranks_here = torch.get_num_threads(), machine.cores(), machine.local_world_size()
+    # torchrun gives each of several ranks one thread, however many cores there are
+    too_few = ranks_here > 1 and threads == 1
+    # torch counts the cores of the machine, of which a container may have a part
+    too_many = threads > cores and "OMP_NUM_THREADS" not in os.environ
+    if too_few or too_many:
+        torch.set_num_threads(max(1, cores // ranks_here))

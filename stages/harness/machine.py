@@ -319,10 +319,16 @@ def driver_version():
 
 
 def cores():
-    """Return how many CPU cores this process may use."""
+    """Return how many CPU cores this process may use. Linux tells, and so does a container of its own limit."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count()
+    match = re.match(r"(\d+) (\d+)", read_text("/sys/fs/cgroup/cpu.max"))  # "max 100000" where there is no limit
+    if match:
+        quota, period = int(match[1]), int(match[2])  # microseconds on all cores together, in each period
+        count = max(1, min(count, quota // period))
+    return count
 
 
 def total_memory(device):
@@ -330,6 +336,12 @@ def total_memory(device):
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def free_share(device):
+    """Return the share of a card's memory that is free, from 0 to 1. This opens a context on the card."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free / total
 
 
 def peak_memory(device):
