@@ -358,8 +358,9 @@ class TokenLoader:
     """Batches in the order of the corpus, which is a ring: after its last token comes its first.
 
     In every step each rank takes the next batch_size * seq_len tokens after those of the rank before it, so
-    that world_size ranks read in one step what a single process reads in world_size steps.
-    Raises InputError if the corpus is too short for one batch on every rank.
+    that world_size ranks read in one step what a single process reads in world_size steps. A step that takes
+    more tokens than the corpus has reads some of them twice.
+    Raises InputError if the corpus is too short for one sequence on every rank.
     """
 
     def __init__(self, tokens, batch_size, seq_len, rank=0, world_size=1):
@@ -369,12 +370,14 @@ class TokenLoader:
         self.world_size = world_size
         self.tokens_per_batch = batch_size * seq_len
         self.position = rank * self.tokens_per_batch
-        needed = world_size * self.tokens_per_batch + 1  # one more, for the last target
+        needed = world_size * seq_len + 1  # one more, for the last target
         if len(tokens) < needed:
+            sequences = f"1 sequence of {seq_len} needs"
+            if world_size > 1:
+                sequences = f"{world_size} sequences of {seq_len} need"
             raise InputError(
-                f"{tokens.corpus} has {len(tokens):,} tokens to train on, and "
-                f"{world_size} x {batch_size} sequences of {seq_len} need {needed:,}: "
-                "pass a longer text, or a smaller --batch-size or --seq-len"
+                f"{tokens.corpus} has {len(tokens):,} tokens to train on, and {sequences} {needed:,}: "
+                "pass a longer text, or a smaller --seq-len"
             )
 
     def next_batch(self):

@@ -111,13 +111,26 @@ def test_a_batch_is_two_contiguous_int64_tensors():
         assert tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("world_size, need", [(1, 9), (4, 33)])
-def test_a_corpus_needs_a_batch_for_every_rank_and_one_token(world_size, need):
+@pytest.mark.parametrize("world_size, need", [(1, 5), (4, 17)])
+def test_a_corpus_needs_a_sequence_for_every_rank_and_one_token(world_size, need):
     last_rank = world_size - 1
-    TokenLoader(ring(need), 2, 4, last_rank, world_size).next_batch()
+    x, y = TokenLoader(ring(need), 2, 4, last_rank, world_size).next_batch()
+    first = last_rank * 8  # of the batch of 2 sequences of 4, which goes on at the start of the ring
+    assert x.flatten().tolist() == [position % need for position in range(first, first + 8)]
+    assert y.flatten().tolist() == [position % need for position in range(first + 1, first + 9)]
     message = message_of_input_error(TokenLoader, ring(need - 1), 2, 4, last_rank, world_size)
-    assert f"has {need - 1} tokens to train on, and {world_size} x 2 sequences of 4 need {need}" in message
-    assert "pass a longer text, or a smaller --batch-size or --seq-len" in message
+    sequences = "1 sequence of 4 needs" if world_size == 1 else "4 sequences of 4 need"
+    assert f"has {need - 1} tokens to train on, and {sequences} {need}: " in message
+    assert message.endswith("pass a longer text, or a smaller --seq-len")
+
+
+def test_a_batch_may_be_larger_than_the_corpus():
+    loader = TokenLoader(ring(10), 7, 3)
+    inputs = []
+    for _ in range(4):
+        x, _ = loader.next_batch()
+        inputs += x.flatten().tolist()
+    assert inputs == [position % 10 for position in range(4 * 7 * 3)]
 
 
 @pytest.mark.parametrize("in_use", [True, False])
