@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 
 from data import InputError
@@ -606,7 +607,10 @@ def test_without_profile_none_is_recorded(clock, tmp_path):
 
 
 class FakeProfiler:
-    """Stands in for torch.profiler.profile on a card: events with times of the CPU and the device, in us."""
+    """Stands in for torch.profiler.profile on a card: events with times of the CPU and the device, in us.
+
+    As there, the time of a kernel is told twice: with the operation that started it, and with the kernel itself.
+    """
 
     def __init__(self, activities, acc_events):
         pass
@@ -620,21 +624,32 @@ class FakeProfiler:
     def key_averages(self):
         slow_on_cpu = SimpleNamespace(
             key="aten::add",
+            device_type=DeviceType.CPU,
             count=2,
             self_cpu_time_total=9_000,
             cpu_time_total=9_000,
             self_device_time_total=1_000,
             device_time_total=1_500,
         )
+        kernel = SimpleNamespace(
+            key="sm90_xmma_gemm_f32f32",
+            device_type=DeviceType.CUDA,
+            count=5,
+            self_cpu_time_total=0,
+            cpu_time_total=0,
+            self_device_time_total=4_000,
+            device_time_total=4_000,
+        )
         slow_on_card = SimpleNamespace(
             key="aten::mm",
+            device_type=DeviceType.CPU,
             count=5,
             self_cpu_time_total=10,
             cpu_time_total=10,
             self_device_time_total=4_000,
             device_time_total=6_000,
         )
-        return [slow_on_cpu, slow_on_card]
+        return [slow_on_cpu, kernel, slow_on_card]
 
 
 def test_on_a_card_its_own_times_and_its_reserved_memory_count(clock, monkeypatch, tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 
 from data import InputError, load_tokens
 from model import evaluate
@@ -222,6 +223,8 @@ class StepLog:
         clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
         rows = []
         for event in self.profiler.key_averages():
+            if event.device_type != DeviceType.CPU:
+                continue  # a kernel, whose time is also that of the operation that started it
             own_ms = getattr(event, f"self_{clock}") / 1e3
             total_ms = getattr(event, clock) / 1e3
             rows.append((own_ms, total_ms, event.count, event.key))
