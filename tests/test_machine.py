@@ -540,6 +540,7 @@ def test_the_environment_of_a_cpu_is_a_flat_dict_for_json(fake_cpu, files, monke
         "cuda": None,
         "cudnn": None,
         "driver": None,
+        "hip": None,
     }
 
 
@@ -555,6 +556,40 @@ def test_the_environment_of_a_card_has_its_libraries_and_its_driver(files, monke
     assert environment["cuda"] == "13.0"
     assert environment["cudnn"] == 91002
     assert environment["driver"] == "570.86.10"
+    assert environment["hip"] is None
+
+
+def test_the_environment_of_a_card_of_amd_has_the_version_of_hip(fake_cuda, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.2.26015")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    environment = machine.environment(CUDA_0)
+    assert environment["hip"] == "7.2.26015"
+    assert environment["cuda"] is None
+
+
+def test_nothing_that_the_bench_asks_of_a_card_opens_a_context(
+    fake_cuda, compilers, paths, triton, monkeypatch
+):
+    def fail(*arguments):
+        pytest.fail("this opens a context, and a card in exclusive mode refuses every child of the bench")
+
+    for name in ("mem_get_info", "set_device", "synchronize", "current_stream", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    for name in ("empty", "zeros", "ones", "tensor"):
+        monkeypatch.setattr(torch, name, fail)
+    properties = SimpleNamespace(total_memory=80_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    fake_cuda.cards = 1
+    machine.refuse_unusable_card()
+    assert machine.find_device() == CUDA_0
+    assert machine.total_memory(CUDA_0) == 80_000
+    assert machine.native_amp_dtype(CUDA_0) == torch.bfloat16
+    assert machine.compile_problem(CUDA_0, torch.bfloat16) is None
+    assert machine.environment(CUDA_0)["device_name"] == "H100"
 
 
 @pytest.mark.parametrize(

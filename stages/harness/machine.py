@@ -294,6 +294,7 @@ def environment(device):
         cuda=torch.version.cuda if cuda else None,
         cudnn=torch.backends.cudnn.version() if cuda else None,
         driver=driver_version() if cuda else None,
+        hip=torch.version.hip if cuda else None,
     )
 
 

@@ -21,7 +21,7 @@ line.
      "tokens_per_step": 1024,
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "native_dtype": "bfloat16", "system": "Linux x86_64", "python": "3.11.7",
-                     "torch": "2.13.0+cpu", "cuda": null, "cudnn": null, "driver": null},
+                     "torch": "2.13.0+cpu", "cuda": null, "cudnn": null, "driver": null, "hip": null},
      "fallbacks": {"compile": "left out, no C++ compiler found"}, "started": "2026-11-21T02:13:12+00:00"}
     {"kind": "step", "step": 0, "loss": 10.94, "norm": 7.12, "lr": 3e-05, "dt": 0.465, "tokens": 1024,
      "memory": 1870000000, "meter": "peak RSS", "page_faults": 212}
@@ -44,7 +44,7 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
      "interleaved": true, "warmup": 4, "steps": 24, "rounds": 1, "corpus_tokens": 304222,
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "native_dtype": "bfloat16", "system": "Linux x86_64", "python": "3.11.7",
-                     "torch": "2.13.0+cpu", "cuda": null, "cudnn": null, "driver": null},
+                     "torch": "2.13.0+cpu", "cuda": null, "cudnn": null, "driver": null, "hip": null},
      "command": "python bench.py s01 s02"}
 
 "change" names the rows in the table's order, with the words of the table. "warmup" and "steps" are of each
