@@ -569,9 +569,7 @@ def test_the_environment_of_a_card_of_amd_has_the_version_of_hip(fake_cuda, monk
     assert environment["cuda"] is None
 
 
-def test_nothing_that_the_bench_asks_of_a_card_opens_a_context(
-    fake_cuda, compilers, paths, triton, monkeypatch
-):
+def test_nothing_that_the_bench_asks_of_a_card_opens_a_context(fake_cuda, compilers, paths, triton, monkeypatch):
     def fail(*arguments):
         pytest.fail("this opens a context, and a card in exclusive mode refuses every child of the bench")
 

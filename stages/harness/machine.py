@@ -321,10 +321,9 @@ def driver_version():
 
 def cores():
     """Return how many CPU cores this process may use. Linux tells, and so does a container of its own limit."""
+    count = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count()
     match = re.match(r"(\d+) (\d+)", read_text("/sys/fs/cgroup/cpu.max"))  # "max 100000" where there is no limit
     if match:
         quota, period = int(match[1]), int(match[2])  # microseconds on all cores together, in each period
