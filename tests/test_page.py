@@ -233,6 +233,21 @@ def test_amp_says_how_much_memory_a_dtype_takes(memory, words):
     assert page.recommendation(results_of(*runs, mode="amp"), "bfloat16") == f"negligible{words}"
 
 
+@pytest.mark.parametrize(
+    "stage, fallbacks, words",
+    [
+        ("s10_fused", {"compile": "a T4 compiles no bfloat16"}, "; fallback to eager: a T4 compiles no bfloat16"),
+        ("s10_fused", {}, ""),
+        ("s03_bf16", {"compile": "a T4 compiles no bfloat16"}, ""),  # which compiles nothing anyway
+    ],
+)
+def test_amp_says_which_dtype_was_not_compiled(stage, fallbacks, words):
+    run = run_lines("bfloat16", [1.0], compile=not fallbacks, fallbacks=fallbacks)
+    run[0]["stage"] = stage
+    results = results_of(run_lines("float32", [1.0]), run, mode="amp")
+    assert page.answer(results, "bfloat16") == f"negligible; 0 % less memory{words}"
+
+
 def test_scale_shows_the_efficiency_and_the_median_all_reduce():
     """The all-reduce takes 10, 40 or 90 ms: their mean would be 46.7."""
     seconds = [0.01, 0.04, 0.09]

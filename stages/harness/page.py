@@ -196,7 +196,8 @@ def answer(results, name):
         effect = results.effect(name)
         return effect.note if effect else ""
     if results.mode == "amp":
-        return recommendation(results, name)
+        parts = [recommendation(results, name), reason_not_compiled(results, name)]
+        return "; ".join(part for part in parts if part)
     if results.mode == "scale":
         return efficiency(results, name)
     if results.mode == "memory":
@@ -224,6 +225,16 @@ def recommendation(results, name):
         return words
     direction = "less" if ours <= theirs else "more"
     return f"{words}; {100 * abs(1 - ours / theirs):.0f} % {direction} memory"
+
+
+def reason_not_compiled(results, name):
+    """Why a type ran without torch.compile in a stage that has it, since other types may have run with it."""
+    header = results.header(name)
+    if header is None or not ladder.is_used("compile", header["stage"]):
+        return ""
+    if "compile" not in header["fallbacks"]:
+        return ""
+    return f"fallback to eager: {header['fallbacks']['compile']}"
 
 
 def efficiency(results, name):
