@@ -51,7 +51,9 @@ def fake(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: fake.cores)
     monkeypatch.setattr(machine, "is_wsl", lambda: fake.wsl)
     monkeypatch.setattr(machine, "free_share", lambda device: fake.free_share)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch, "get_num_threads", lambda: fake.threads)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -486,6 +488,26 @@ def test_torch_takes_no_more_threads_than_a_container_has_cores(
     torchrun(0, ranks)
     parse(stage="s12_ddp")
     assert changes == [("memory is kept",), ("threads", 6 // ranks)]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_torch_compiles_with_no_more_workers_than_a_container_has_cores(parse, best_device, fake, device):
+    best_device(device)
+    fake.cores = 3
+    parse()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
+
+
+def test_torch_compiles_with_32_workers_at_most(parse, best_device, fake):
+    fake.cores = 128
+    parse()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "32"  # torch's own limit
+
+
+def test_compile_workers_that_the_user_chose_stay(parse, best_device, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    parse()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
 
 
 def test_more_threads_than_cores_stay_where_the_user_chose_them(parse, best_device, fake, changes, monkeypatch):

@@ -207,12 +207,14 @@ def check_record(record, save):
 
 
 def prepare_process(args):
-    """Give this process its device, its memory and its threads. The bench, which trains nothing, does not."""
+    """Give this process its device, its memory, its threads and its compile workers; not in the bench itself."""
     if args.device.type == "cuda":
         torch.accelerator.set_device_index(args.device.index)
         if machine.is_wsl():  # the driver would take system memory for what does not fit, and crawl
             fraction = 0.95 * machine.free_share(args.device)
             torch.cuda.set_per_process_memory_fraction(fraction, args.device)
+    # torch.compile would start a worker for every core of the machine, 32 at most, though a container has fewer
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, machine.cores())))
     if args.device.type == "cpu":
         memory.keep_freed()
         set_threads()
@@ -223,7 +225,7 @@ def set_threads():
     threads, cores, ranks_here = torch.get_num_threads(), machine.cores(), machine.local_world_size()
     # torchrun gives each of several ranks one thread, however many cores there are
     too_few = ranks_here > 1 and threads == 1
-    # torch counts the cores of the machine, of which a container may have a part
+    # torch counts the cores of the machine, though a container has fewer
     too_many = threads > cores and "OMP_NUM_THREADS" not in os.environ
     if too_few or too_many:
         torch.set_num_threads(max(1, cores // ranks_here))
