@@ -28,6 +28,15 @@ README = ROOT / "README.md"
 LESSONS = ROOT / "stages" / "README.md"
 RESULTS = ROOT / "results"
 
+LESSONS_BENCH = "epyc-2-cores"  # the record of the lessons' figures of a CPU, where they name no other
+MEMORY_BENCH = "zen3-memory"  # begins the names of the records of the mode `memory` that the lessons show
+# what a step of micro at T 1024 allocates in tensors of over 32 MB, which glibc always gives back: how many as large
+# as the logits in float32, and how many as large as the embedding's weight
+LARGE_TENSORS = {
+    "s01": (4, 4),  # logits, log_softmax and their gradients; two gradients, and two temporaries of AdamW
+    "s04": (2, 4),  # log_softmax and its gradient are fused into the logits' own
+    "s10": (2, 2),  # fused AdamW has no temporaries
+}
 PROFILED = ("s01", "s03", "s04", "s05", "s09", "s10", "s11")  # the stages with a results/profile/sNN.jsonl
 # what torch.profiler calls the operations of each row of the profile, as patterns of whole names
 OPERATIONS = {
@@ -124,6 +133,58 @@ def bad_batch_table():
         rows.append([str(i), *(f"{figure:.2f}" for figure in figures)])
     head = ["step", "loss, clipped at 1", "norm", "loss, not clipped", "norm"]
     return page.markdown("rrrrr", head, rows)
+
+
+def memory_bench(stage):
+    """The Results of the mode `memory` of a stage, such as "s04"."""
+    return record(f"{MEMORY_BENCH}-{stage}")
+
+
+def memory_table():
+    """What each way to get memory is worth, by stage, with the memory and the page faults of s01."""
+    first = memory_bench("s01")
+    rows = []
+    for name in first.rows:
+        ratios = []
+        for stage in LARGE_TENSORS:
+            bench = memory_bench(stage)
+            estimate = bench.compare(name, ladder.PLAIN)
+            ratios.append(estimate.text() if estimate else "1")
+        memory = page.gigabytes(first.summary(name)["memory"])
+        rows.append([name, *ratios, memory, f"{first.page_faults(name):,.0f}"])
+    stages = list(LARGE_TENSORS)
+    return page.markdown("lrrrrr", ["", *stages, f"{stages[0]}, GB", f"{stages[0]}, page faults in a step"], rows)
+
+
+def large_bytes(stage, shape, seq_len):
+    """The bytes of the large tensors that a step of a stage allocates, by LARGE_TENSORS; B is 1."""
+    logits, weights = LARGE_TENSORS[stage]
+    vocab_size = shape["vocab_size"]
+    return 4 * vocab_size * (logits * seq_len + weights * shape["n_embd"])
+
+
+def clearing_table():
+    """What the system's clearing of pages should cost a step of the row `plain`, and what keeping them saves."""
+    rows = []
+    for stage in LARGE_TENSORS:
+        bench = memory_bench(stage)
+        header = bench.any_header()
+        nbytes = large_bytes(stage, header["shape"], header["settings"]["seq_len"])
+        rate = statistics.median(step["clear"]["4 kB"] for step in bench.counted_steps(PEAK))
+        saved = bench.summary(ladder.PLAIN)["dt_ms"] - bench.summary("freed memory kept")["dt_ms"]
+        rows.append(
+            [
+                stage,
+                f"{nbytes / 1e9:.2f}",
+                f"{nbytes / 4096:,.0f}",
+                f"{bench.page_faults(ladder.PLAIN):,.0f}",
+                f"{rate / 1e9:.2f}",
+                f"{1e3 * nbytes / rate:.0f}",
+                f"{saved:.0f}",
+            ]
+        )
+    head = ["", "GB in large tensors", "pages", "page faults measured", "GB/s cleared", "predicted ms", "measured ms"]
+    return page.markdown("lrrrrrr", head, rows)
 
 
 def misread_table(bench):
@@ -327,7 +388,7 @@ def run_figure(words, name):
 def figure(words, bench):
     """The figure that the words of a comment stand for, as text. Raises ResultsError where none is called so.
 
-    bench: the Results that README.md shows. words: "ms s04" is a figure of that bench, "ms s04 of NAME" one
+    bench: the Results that the page is about. words: "ms s04" is a figure of that bench, "ms s04 of NAME" one
     of results/NAME.jsonl, and "last loss of NAME" one of results/exercises/NAME.jsonl.
     """
     what, _, name = words.partition(" of ")
@@ -372,14 +433,14 @@ def readme(text):
     return with_figures(text, record(name))
 
 
-def lessons(text, bench):
-    """stages/README.md's text with its diffs, tables and figures drawn again.
-
-    bench: the Results that README.md shows.
-    """
+def lessons(text):
+    """stages/README.md's text with its diffs, tables and figures drawn again."""
+    bench = record(LESSONS_BENCH)
     names = ladder.names()
     for old_stage, new_stage in zip(names, names[1:], strict=False):
         text = between(text, f"diff {page.short(new_stage)}", diff(old_stage, new_stage))
+    text = between(text, "memory", memory_table())
+    text = between(text, "clearing", clearing_table())
     text = between(text, "profile", profile_table())
     text = between(text, "bad batch", bad_batch_table())
     text = between(text, "misread", misread_table(bench))
@@ -404,7 +465,7 @@ def all_pages():
         yield path.with_suffix(".md"), page.page(record(path.stem))
     text = read_page(README)
     yield README, readme(text)
-    yield LESSONS, lessons(read_page(LESSONS), record(shown_in_readme(text)))
+    yield LESSONS, lessons(read_page(LESSONS))
 
 
 def replace(path, text):
