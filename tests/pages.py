@@ -34,8 +34,8 @@ MEMORY_BENCH = "zen3-memory"  # begins the names of the records of the mode `mem
 # as the logits in float32, and how many as large as the embedding's weight
 LARGE_TENSORS = {
     "s01": (4, 4),  # logits, log_softmax and their gradients; two gradients, and two temporaries of AdamW
-    "s04": (2, 4),  # log_softmax and its gradient are fused into the logits' own
-    "s10": (2, 2),  # fused AdamW has no temporaries
+    "s04": (1, 4),  # log_softmax is fused, and the gradient of the logits overwrites them
+    "s10": (1, 2),  # fused AdamW has no temporaries
 }
 PROFILED = ("s01", "s03", "s04", "s05", "s09", "s10", "s11")  # the stages with a results/profile/sNN.jsonl
 # what torch.profiler calls the operations of each row of the profile, as patterns of whole names

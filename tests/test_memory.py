@@ -5,6 +5,7 @@ from harness import leader, memory
 import ctypes
 import ctypes.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,9 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, definitions
+from pages import LARGE_TENSORS
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
+from model import GPT, VOCAB, GPTConfig
 
 THP = "THP_MEM_ALLOC_ENABLE"
 
@@ -165,3 +171,42 @@ def test_an_allocator_that_is_installed_has_a_row(monkeypatch):
         "libtcmalloc_minimal.so.4",
         "1",
     )
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the tensors of some sizes that operations allocate while it is active."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.counts = dict.fromkeys(sizes, 0)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            is_new = tensor.untyped_storage().data_ptr() not in known
+            if is_new and tensor.numel() in self.counts:
+                self.counts[tensor.numel()] += 1
+        return result
+
+
+def tensors_in(tree):
+    """The tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("stage, weights", [("s01", 4), ("s10", 2)])
+def test_the_lessons_count_of_large_tensors_is_that_of_a_step(stage, weights):
+    T, C = 16, 32
+    torch.manual_seed(0)
+    attention = definitions(stage, "attention", torch=torch, math=math, F=F)["attention"]
+    model = GPT(GPTConfig(block_size=T, n_layer=1, n_head=1, n_embd=C), attention)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True if stage == "s10" else None)
+    x = torch.zeros(1, T, dtype=torch.long)
+    for _ in range(2):  # AdamW's moments stay from the first step on
+        with LargeTensors(VOCAB * T, VOCAB * C) as large:
+            optimizer.zero_grad()
+            model(x, x).backward()
+            optimizer.step()
+    assert large.counts[VOCAB * C] == weights == LARGE_TENSORS[stage][1]
+    assert large.counts[VOCAB * T] == 4 == LARGE_TENSORS["s01"][0]  # before torch.compile fuses two of them

@@ -354,6 +354,11 @@ def test_memory_shows_the_page_faults_of_each_setting():
     assert cell(results, "both", "vs plain") == "2.00 ± 0.00"
 
 
+def test_a_title_of_the_record_heads_its_page():
+    results = results_of(run_lines("a", [1.0]), mode="memory", title="A | B")
+    assert page.page(results).startswith("# A \\| B on ")
+
+
 def test_a_page_says_how_its_rows_were_run():
     runs = [run_lines("a", [1.0] * 3), run_lines("a", [1.0] * 3, session=1)]
     turns = "Interleaved (rounds: 6, sessions: 2): all processes of a session are alive at once"

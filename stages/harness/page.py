@@ -502,6 +502,8 @@ def chart(results):
 def page(results):
     """The whole of results/NAME.md."""
     what = "The ladder" if results.mode == "ladder" else f"make {results.mode}"
+    if "title" in results.bench:
+        what = escape(results.bench["title"])
     device = escape(results.bench["environment"]["device_name"])
     rows = limit_table(results) if results.mode == "limit" else full_table(results)
     parts = [f"# {what} on {device}", rows, conditions(results), chart(results)]
