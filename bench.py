@@ -47,13 +47,15 @@ FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in res
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 
-# The variables of a row whose memory the harness leaves alone. The bench has asked for huge pages itself, and a user
-# may have set all of them.
-PLAIN = dict.fromkeys(memory.VARIABLES) | {"LADDER_PLAIN": "1"}
-HARNESS = dict.fromkeys(memory.VARIABLES)  # none set: the harness does what it always does
-# what glibc and PyTorch read from outside, in place of the harness's two calls
+# what glibc and PyTorch read from outside, in place of the harness's two settings
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# The row `plain`: neither the harness's settings nor these variables. A user may have set them, and the bench, which
+# imports the harness, has set the last one itself.
+PLAIN = {"LADDER_PLAIN": "1"} | dict.fromkeys([*KEEP_FREED_MEMORY, *HUGE_PAGES])
+# the rows of the mode `memory`: no variable is set but those of the row
+PREPARED = dict.fromkeys(memory.VARIABLES)  # by the harness, as always
+UNPREPARED = PREPARED | {"LADDER_PLAIN": "1"}
 # other allocators that PyTorch's launcher for CPUs preloads (torch/backends/xeon/run_cpu.py): the libraries that may
 # hold them, and the variables it sets for them
 ALLOCATORS = {
@@ -100,16 +102,20 @@ def parse(argv):
         args.mode = args.what.pop(0)
     try:
         check_names(args)
-        names_plain = args.mode == "ladder" and ladder.PLAIN in args.what
-        args.stages = stages_named([word for word in args.what if not (names_plain and word == ladder.PLAIN)])
-        if not args.what:
+        args.plain = args.mode == "ladder" and ladder.PLAIN in args.what
+        names_nothing = not args.what
+        if args.plain:
+            args.what = [word for word in args.what if word != ladder.PLAIN]
+        args.stages = stages_named(args.what)
+        if names_nothing:
             args.stages = ladder.of_mode(args.mode) or ladder.names()
         args.given = {name for name, value in vars(args).items() if value is not None}
         if args.device is None and not args.render:
             machine.refuse_unusable_card()
         resolve(args)
         args.interleaved = args.device.type == "cpu"
-        args.plain = names_plain or (args.mode == "ladder" and not args.what and args.interleaved)
+        if names_nothing and args.mode == "ladder":
+            args.plain = args.interleaved
         fill_in_defaults(args)
         check_mode(args)
     except InputError as error:
@@ -231,17 +237,18 @@ def rows_of_memory(args):
     """The Rows of the mode `memory`: one stage, whose memory is had in several ways."""
     script = script_of(args.stages[0])
     rows = [
-        Row(ladder.PLAIN, script, "as without the harness", env=PLAIN),
-        Row("freed memory kept", script, "by mallopt", env=HARNESS | {"THP_MEM_ALLOC_ENABLE": "0"}),
-        Row("huge pages", script, "by THP_MEM_ALLOC_ENABLE=1", env=PLAIN | HUGE_PAGES),
-        Row("both", script, "what the harness does", env=HARNESS),
-        Row("both from outside", script, "three variables", env=PLAIN | KEEP_FREED_MEMORY | HUGE_PAGES),
+        Row(ladder.PLAIN, script, "as without the harness", env=UNPREPARED),
+        Row("freed memory kept", script, "by mallopt", env=PREPARED | {"THP_MEM_ALLOC_ENABLE": "0"}),
+        Row("huge pages", script, "by THP_MEM_ALLOC_ENABLE=1", env=UNPREPARED | HUGE_PAGES),
+        Row("both", script, "what the harness does", env=PREPARED),
+        Row("both from outside", script, "three variables", env=UNPREPARED | KEEP_FREED_MEMORY | HUGE_PAGES),
     ]
     for name, (libraries, variables) in ALLOCATORS.items():
         found = [ctypes.util.find_library(library) for library in libraries]
         paths = [path for path in found if path]
         if paths:
-            rows.append(Row(name, script, f"LD_PRELOAD={paths[0]}", env=PLAIN | {"LD_PRELOAD": paths[0]} | variables))
+            env = UNPREPARED | {"LD_PRELOAD": paths[0]} | variables
+            rows.append(Row(name, script, f"LD_PRELOAD={paths[0]}", env=env))
         else:
             say(f"{name} is not installed, so it has no row")
     return rows

@@ -163,6 +163,15 @@ def test_a_row_of_the_mode_memory_has_its_variables_whatever_is_set(monkeypatch,
     assert row.script.name == "s10_fused.py"
 
 
+def test_the_row_plain_keeps_the_allocator_that_a_user_preloads(monkeypatch):
+    for variable in memory.VARIABLES:
+        monkeypatch.setenv(variable, "what a user set")
+    monkeypatch.delenv("LADDER_PLAIN")
+    env = leader.environment_of(rows("plain")[0])
+    kept = {variable: env[variable] for variable in memory.VARIABLES if variable in env}
+    assert kept == {"LADDER_PLAIN": "1", "LD_PRELOAD": "what a user set", "MALLOC_CONF": "what a user set"}
+
+
 def test_an_allocator_that_is_installed_has_a_row(monkeypatch):
     monkeypatch.setattr(ctypes.util, "find_library", {"tcmalloc_minimal": "libtcmalloc_minimal.so.4"}.get)
     *_, last = rows("memory")
