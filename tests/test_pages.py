@@ -338,10 +338,10 @@ def script_and_flags(folder, words):
     return folder / script, flags
 
 
-def run_python(stages, folder, words):
+def run_python(stages, folder, words, env):
     """Run the script of a command in a fork; torchrun's as one process, since other tests start several."""
     script, flags = script_and_flags(folder, words)
-    ended = stages.run_script(script, flags, folder)
+    ended = stages.run_script(script, flags, folder, **env)
     assert ended.status == 0, ended.err
 
 
@@ -359,12 +359,15 @@ def test_the_commands_of_a_page_run(stages, tmp_path, commands):
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("harness", "mine.py"))
     shutil.copy(ROOT / "Makefile", tmp_path)
     for command in commands:
-        words = shlex.split(command)
+        words, env = shlex.split(command), {}
+        while "=" in words[0]:  # NAME=VALUE before the program
+            name, value = words.pop(0).split("=")
+            env[name] = value
         if words[0] == "make":
             run_make(tmp_path, words[1:])
         elif words[:2] == ["python", "bench.py"]:
             check_bench(words[2:])
         elif words[0] in ("python", "torchrun"):
-            run_python(stages, tmp_path, words)
+            run_python(stages, tmp_path, words, env)
         else:
             run_shell(tmp_path, command)

@@ -218,7 +218,7 @@ def test_a_stage_trains_and_its_record_is_whole(stages, stage):
 def test_a_stage_logs_its_column_and_those_of_the_stages_before(stages, stage):
     columns = {row.column for row in ladder.STAGES if row.column and row.short <= stage}
     for step in stages(stage, *FLOAT32).run.steps:
-        assert set(step) == {"kind", "step", "loss", "dt", "tokens", "memory", "meter"} | columns
+        assert set(step) == {"kind", "step", "loss", "dt", "tokens", "memory", "meter", "page_faults"} | columns
 
 
 def held_out_loss(model, text):
