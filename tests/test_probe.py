@@ -96,18 +96,18 @@ def test_the_first_matmul_is_not_on_the_clock(matmuls):
 
 
 def test_copy_bandwidth_counts_bytes_read_and_written(timer):
-    # 4 copies of 1000 float32 numbers, each read and written: 4 * 2 * 4000 bytes.
-    assert probe.copy_bandwidth(CPU, 1000) == pytest.approx(32_000 / 0.1)
-    assert timer.repeats == [4]
+    # 3 copies of 1000 float32 numbers, each read and written: 3 * 2 * 4000 bytes.
+    assert probe.copy_bandwidth(CPU, 1000, copies=3) == pytest.approx(24_000 / 0.1)
+    assert timer.repeats == [3]
 
 
 def test_the_first_copy_is_not_on_the_clock(copies):
-    probe.copy_bandwidth(CPU, 1000)
+    probe.copy_bandwidth(CPU, 1000, copies=4)
     assert [copy.timed for copy in copies] == [False, True, True, True, True]
 
 
 def test_all_copies_read_one_tensor_and_write_another(copies):
-    probe.copy_bandwidth(CPU, 1000)
+    probe.copy_bandwidth(CPU, 1000, copies=4)
     (source,) = {copy.source.data_ptr() for copy in copies}
     (target,) = {copy.target.data_ptr() for copy in copies}
     assert source != target
@@ -150,15 +150,16 @@ def test_ranks_start_an_all_reduce_together(timer, monkeypatch):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Takes the place of what measures a device. Notes the device, size and seconds that are asked for."""
-    rates = SimpleNamespace(peak={torch.float32: 1e11, torch.bfloat16: 4e11}, copy=2e10, asked=[])
+    """Takes the place of what measures a device. Notes what it is asked for."""
+    rates = SimpleNamespace(peak={torch.float32: 1e11, torch.bfloat16: 4e11}, copy=2e10, asked=[], copied=[])
     clearing_rates = {mmap.MADV_NOHUGEPAGE: 2e9, mmap.MADV_HUGEPAGE: 8e9}
 
     def matmul_peak(device, dtype, n, seconds):
         rates.asked.append((device.type, n, seconds))
         return rates.peak[dtype]
 
-    def copy_bandwidth(device, length):
+    def copy_bandwidth(device, length, copies):
+        rates.copied.append((device.type, length, copies))
         return rates.copy
 
     monkeypatch.setattr(probe, "matmul_peak", matmul_peak)
@@ -175,11 +176,27 @@ def test_rates_of_a_cpu(rates):
         "clear": {"4 kB": 2e9, "2 MB": 8e9},
     }
     assert rates.asked == [("cpu", 2048, 0.2), ("cpu", 2048, 0.2)]
+    assert rates.copied == [("cpu", 2**25, 4)]
 
 
-def test_an_accelerator_multiplies_larger_matrices_for_longer(rates):
+def test_an_accelerator_multiplies_larger_matrices_for_longer(rates, monkeypatch):
+    monkeypatch.setattr(probe.machine, "total_memory", lambda device: 80 * 10**9)
     assert probe.device_rates(torch.device("cuda"), torch.bfloat16)["size"] == 8192
     assert rates.asked == [("cuda", 8192, 0.5), ("cuda", 8192, 0.5)]
+
+
+def test_an_accelerator_makes_more_copies_of_a_tensor_that_no_cache_holds(rates, monkeypatch):
+    monkeypatch.setattr(probe.machine, "total_memory", lambda device: 80 * 10**9)
+    probe.device_rates(torch.device("cuda"), torch.bfloat16)
+    assert rates.copied == [("cuda", 2**28, 40)]
+
+
+def test_a_small_card_copies_within_a_quarter_of_its_memory(rates, monkeypatch):
+    monkeypatch.setattr(probe.machine, "total_memory", lambda device: 4 * 10**9)
+    probe.device_rates(torch.device("cuda"), torch.bfloat16)
+    ((_, length, _),) = rates.copied
+    source_and_target = 2 * 4 * length
+    assert source_and_target == 10**9
 
 
 def test_float32_is_measured_once_where_there_is_no_other_type(rates):

@@ -20,8 +20,10 @@ from harness.log import Record
 import torch
 import torch.distributed as dist
 
-COPY_LENGTH = 2**25  # float32 numbers: 134 MB, more than most caches hold
-COPIES = 4
+CPU_COPY_LENGTH = 2**25  # float32 numbers: 134 MB, more than most caches of a CPU hold
+CPU_COPIES = 4
+CARD_COPY_LENGTH = 2**28  # 1.07 GB, more than any card's cache holds
+CARD_COPIES = 40  # since a fast card takes half a millisecond for one
 FRESH_BYTES = 2**28  # that the system clears, in pages of either size
 
 
@@ -56,13 +58,15 @@ def device_rates(device, amp_dtype):
     """
     if device.type == "cpu":
         size, seconds = 2048, 0.2
+        copy_length, copies = CPU_COPY_LENGTH, CPU_COPIES
     else:
         size, seconds = 8192, 0.5
+        copy_length, copies = card_copy_length(machine.total_memory(device)), CARD_COPIES
     peak = {"float32": matmul_peak(device, torch.float32, size, seconds)}
     if amp_dtype != torch.float32:
         name = str(amp_dtype).removeprefix("torch.")
         peak[name] = matmul_peak(device, amp_dtype, size, seconds)
-    rates = dict(size=size, peak=peak, copy=copy_bandwidth(device, COPY_LENGTH))
+    rates = dict(size=size, peak=peak, copy=copy_bandwidth(device, copy_length, copies))
     if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         rates["clear"] = {
             "4 kB": clearing_rate(FRESH_BYTES, mmap.MADV_NOHUGEPAGE),
@@ -87,13 +91,22 @@ def matmul_peak(device, dtype, n, seconds):
     return flops / seconds_of(repeats, device, torch.matmul, a, b, out=product)
 
 
-def copy_bandwidth(device, length):
-    """Return the bytes per second of copying so many float32 numbers; each is read once and written once."""
+def card_copy_length(total_memory):
+    """Return how many float32 numbers a card copies; both tensors take a quarter of its bytes at most."""
+    bytes_of_a_number = 4 + 4  # in the source and in the target
+    return min(CARD_COPY_LENGTH, total_memory // 4 // bytes_of_a_number)
+
+
+def copy_bandwidth(device, length, copies):
+    """Return the bytes per second of so many copies of a tensor; each float32 number is read and written.
+
+    length: how many numbers the tensor has.
+    """
     source = torch.ones(length, device=device)
     target = torch.empty_like(source)
     target.copy_(source)  # before the clock: the first one also gets the target's pages from the system
-    copied = COPIES * (source.nbytes + target.nbytes)
-    return copied / seconds_of(COPIES, device, target.copy_, source)
+    copied = copies * (source.nbytes + target.nbytes)
+    return copied / seconds_of(copies, device, target.copy_, source)
 
 
 def clearing_rate(nbytes, advice):
