@@ -340,6 +340,43 @@ def test_a_page_shows_the_median_rates_of_the_probe():
     assert "A token takes 187 MFLOP" in text
 
 
+def peak_of(device_name, **rates):
+    """The line on the peak of a page on a device whose probe found these FLOP/s."""
+    environment = T4 | {"device_name": device_name}
+    run = run_lines("a", [1.0], environment=environment)
+    lines = lines_under_the_table(run, probe_lines([peak_step(**rates)]), environment=environment)
+    (line,) = [line for line in lines if line.startswith("- Peak: ")]
+    return line
+
+
+@pytest.mark.parametrize(
+    "name, rates, words",
+    [
+        ("NVIDIA H200", {"bfloat16": 7.4175e14}, "989 TFLOP/s in 16 bits for this card, without sparsity: .* 75 %"),
+        ("NVIDIA A100-SXM4-80GB", {"bfloat16": 2.652e14, "float32": 1.9e13}, "312 TFLOP/s .* 85 %"),
+        ("Tesla T4", {"float16": 2.6e13, "float32": 8e12}, "65 TFLOP/s .* 40 %"),
+        ("NVIDIA GeForce RTX 4090", {"bfloat16": 1.652e14}, "165.2 TFLOP/s .* 100 %"),
+    ],
+)
+def test_the_peak_of_a_known_card_stands_beside_its_datasheet(name, rates, words):
+    assert re.search(f"This peak is measured. NVIDIA specifies {words} of that.$", peak_of(name, **rates))
+
+
+@pytest.mark.parametrize(
+    "name, rates",
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", {"bfloat16": 1e14}),  # another chip
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", {"bfloat16": 1e14}),  # a seventh of a card
+        ("AMD EPYC", {"bfloat16": 1e12}),
+        ("Tesla T4", {"float32": 8e12}),  # the datasheet's figure is of 16 bits
+    ],
+)
+def test_what_has_no_known_datasheet_has_its_measured_peak_alone(name, rates):
+    line = peak_of(name, **rates)
+    assert "NVIDIA specifies" not in line
+    assert line.endswith("attention counted in full).")
+
+
 def test_a_page_shows_the_median_rates_of_clearing_pages():
     rates = [peak_step(float32=1e12, copy=1e9, clear={"4 kB": rate * 1e9, "2 MB": rate * 2e9}) for rate in (1, 4, 9)]
     text = "\n".join(lines_under_the_table(run_lines("a", [1.0] * 3), probe_lines(rates)))

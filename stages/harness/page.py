@@ -28,6 +28,20 @@ COLORS = {
     "red": "#d14b4b",
     "gray": "#8a8a8a",
 }
+# TFLOP/s of matmuls in 16 bits with sums in float32, without sparsity, by the name that the driver gives a card: from
+# NVIDIA's datasheets of the A100, the H100 SXM, the H200 and the T4, and its whitepapers on Ada (RTX 4090) and GA102
+# (RTX 3090)
+DATASHEETS = {
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3090": 71,
+    "Tesla T4": 65,
+}
 # the least speed-up over float32 that earns a 16-bit type each recommendation
 GRADES = {
     1.5: "excellent: switch it on",
@@ -346,6 +360,24 @@ def peak_line(results):
         f"Peak: {', '.join(rates)}, reached by matmuls of size {steps[0]['size']} (rounds: {len(steps)}). "
         f"The column is the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
         "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
+        f"{datasheet_sentence(results)}"
+    )
+
+
+def datasheet_sentence(results):
+    """What NVIDIA specifies for a card and what share of it the matmuls reached; "" for a card that is not known."""
+    specified = DATASHEETS.get(results.any_header()["environment"]["device_name"])
+    steps = results.counted_steps(PEAK)
+    rates = []
+    for dtype in ("bfloat16", "float16"):
+        if dtype in steps[0]["peak"]:
+            rates.append(statistics.median(step["peak"][dtype] for step in steps))
+    if specified is None or not rates:
+        return ""
+    share = max(rates) / (1e12 * specified)
+    return (
+        f" This peak is measured. NVIDIA specifies {specified:g} TFLOP/s in 16 bits for this card, without sparsity: "
+        f"the matmuls reached {100 * share:.0f} % of that."
     )
 
 
