@@ -154,15 +154,17 @@ def test_a_stage_changes_nothing_that_it_imports(stage):
 # What a technique does on a machine
 
 
-def facts(tf32, amp_dtype, compile, accum=4, world_size=1, fallbacks=None, warmup_s=None, sdpa=None):
+def facts(tf32, amp_dtype, compile, accum=4, world_size=1, fallbacks=None, warmup_s=None, sdpa=None, cache=None):
     """The Facts of a run."""
     settings = {"amp_dtype": amp_dtype, "compile": compile, "accum": accum, "world_size": world_size}
-    return ladder.Facts({"tf32": tf32}, settings, fallbacks or {}, warmup_s, sdpa)
+    return ladder.Facts({"tf32": tf32}, settings, fallbacks or {}, warmup_s, sdpa, cache)
 
 
 NO_16_BITS = "this cpu has no 16-bit arithmetic, so float32 stays"
 MACHINES = {
     "H100": facts(tf32=True, amp_dtype="bfloat16", compile=True, warmup_s=40.4, sdpa="cudnn"),
+    "H100 that has compiled it before": facts(tf32=True, amp_dtype="bfloat16", compile=True, warmup_s=9.1, cache="hit"),
+    "H100 that compiles it first": facts(tf32=True, amp_dtype="bfloat16", compile=True, warmup_s=40.4, cache="miss"),
     "two H100s": facts(tf32=True, amp_dtype="bfloat16", compile=True, world_size=2),
     "T4": facts(tf32=False, amp_dtype="float16", compile=True, warmup_s=61.5, sdpa="efficient"),
     "laptop without a compiler": facts(
@@ -186,6 +188,8 @@ MACHINES = {
         ("H100", "s02", "active"),
         ("H100", "s03", "active: bfloat16"),
         ("H100", "s04", "active: 40 s of warm-up"),
+        ("H100 that has compiled it before", "s04", "active: 9 s of warm-up, found in the cache"),
+        ("H100 that compiles it first", "s04", "active: 40 s of warm-up"),
         ("H100", "s05", "active: the cudnn kernel ran"),
         ("H100", "s06", ""),
         ("H100", "s07", "for the loss, not the speed"),

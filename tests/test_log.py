@@ -1,7 +1,7 @@
 """The log of a stage: its clock, its lines, its record, what it tells the bench, and how a run ends."""
 
 from harness import log, results
-from harness.log import Record, StepLog, end_run, git_state
+from harness.log import Record, StepLog, compile_cache, end_run, git_state  # before a fixture replaces one
 from harness.machine import environment
 
 import datetime
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,6 +150,7 @@ def known_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(log, "git_state", lambda folder: ("631ea59", True))
     monkeypatch.setattr(log.ladder, "code_sha256", lambda stage: f"the hash of {stage}")
+    monkeypatch.setattr(log, "compile_cache", lambda: None)
 
 
 def new_args(**changes):
@@ -363,6 +365,7 @@ def test_the_steps_and_the_summary_of_a_record(clock, tmp_path):
         "counted": 3,
         "warmup_s": 30.0,
         "sdpa": None,
+        "compile_cache": None,
     }
 
 
@@ -666,6 +669,102 @@ def test_on_a_card_its_own_times_and_its_reserved_memory_count(clock, monkeypatc
     assert capsys.readouterr().out.endswith(
         "     4.00 ms in    5 x aten::mm\n     1.00 ms in    2 x aten::add\n",
     )
+
+
+@pytest.fixture
+def card(monkeypatch, clock):
+    """A card whose clock is read in 70 seconds, and that is one degree warmer each time. Notes who is asked."""
+    card = SimpleNamespace(asked=[])
+
+    def card_state(device):
+        card.asked.append(device)
+        clock.now += 70
+        return {"temperature": 40 + len(card.asked)}
+
+    monkeypatch.setattr(log.machine, "card_state", card_state)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2_000_000)
+    monkeypatch.setattr(torch.profiler, "profile", FakeProfiler)
+    return card
+
+
+def test_the_state_of_a_card_is_noted_around_the_counted_steps_and_outside_of_their_clocks(clock, card, tmp_path):
+    asked_before = []
+    steplog = new_log(device=CUDA, record=tmp_path / "r.jsonl")
+    for _ in range(7):
+        asked_before.append(len(card.asked))
+        clock.now += 4
+        steplog.step(LOSS)
+    steplog.finish(None)
+    assert asked_before == [0, 0, 0, 0, 1, 1, 1]
+    assert card.asked == [CUDA, CUDA]
+    _, *steps, summary = lines_of(tmp_path / "r.jsonl")
+    assert [step["dt"] for step in steps] == [4] * 7
+    assert summary["card"] == {"start": {"temperature": 41}, "end": {"temperature": 42}}
+
+
+def test_a_worker_notes_the_end_of_its_steps_before_it_waits_for_the_bench(clock, card, new_bench):
+    bench = new_bench(lines=5)
+    asked_before = []
+    readline = bench.readline
+
+    def noted_readline():
+        asked_before.append(len(card.asked))
+        return readline()
+
+    bench.readline = noted_readline
+    steplog = new_log(device=CUDA, worker=True, steps=5)
+    take_steps(steplog, clock, 5)
+    steplog.finish(None)
+    assert asked_before == [0, 0, 0, 0, 1, 2]
+
+
+def test_no_card_is_asked_where_nobody_reads_it(clock, card, monkeypatch, tmp_path):
+    for changes in ({"device": CUDA}, {"record": tmp_path / "cpu.jsonl"}):
+        steplog = new_log(**changes)
+        take_steps(steplog, clock, 7)
+        steplog.finish(None)
+    monkeypatch.setenv("RANK", "1")
+    steplog = new_log(device=CUDA, record=tmp_path / "rank_1.jsonl")
+    take_steps(steplog, clock, 7)
+    steplog.finish(None)
+    assert card.asked == []
+    assert "card" not in lines_of(tmp_path / "cpu.jsonl")[-1]
+
+
+def test_a_run_without_a_counted_step_has_no_card(clock, card, tmp_path):
+    steplog = new_log(device=CUDA, steps=3, record=tmp_path / "r.jsonl")
+    take_steps(steplog, clock, 3)
+    steplog.finish(None)
+    assert "card" not in lines_of(tmp_path / "r.jsonl")[-1]
+
+
+@pytest.mark.parametrize(
+    "counted, word",
+    [
+        ({}, None),
+        ({"fxgraph_cache_hit": 2}, "hit"),
+        ({"fxgraph_cache_miss": 2}, "miss"),
+        ({"fxgraph_cache_hit": 1, "fxgraph_cache_miss": 1}, "miss"),  # one of the two was compiled
+    ],
+)
+def test_inductor_counts_whether_its_cache_had_the_graphs(monkeypatch, counted, word):
+    monkeypatch.setitem(torch._dynamo.utils.counters, "inductor", Counter(counted))
+    assert compile_cache() == word
+
+
+def test_without_torch_compile_there_is_no_word_of_its_cache(monkeypatch):
+    monkeypatch.setitem(torch._dynamo.utils.counters, "inductor", Counter(fxgraph_cache_hit=2))
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert compile_cache() is None
+
+
+def test_the_record_says_whether_the_graphs_were_in_the_cache(clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(log, "compile_cache", lambda: "hit")
+    steplog = new_log(steps=1, record=tmp_path / "r.jsonl")
+    take_steps(steplog, clock, 1)
+    steplog.finish(None)
+    assert lines_of(tmp_path / "r.jsonl")[-1]["compile_cache"] == "hit"
 
 
 def test_the_record_names_the_attention_kernel_that_ran(clock, tmp_path):

@@ -619,6 +619,57 @@ def test_nvidia_smi_is_asked_for_the_driver_alone(monkeypatch):
     assert asked == [["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]]
 
 
+@pytest.fixture
+def card_with_uuid(monkeypatch):
+    """A card whose UUID torch knows, in the form in which torch tells it."""
+    properties = SimpleNamespace(uuid="ffc79498-8ff3-c2dc-3b0d-fafd804516ae")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return properties
+
+
+@pytest.mark.parametrize(
+    "answer, figures",
+    [
+        ("1980, 310.52, 45, 700.00", [1980.0, 310.52, 45.0, 700.0]),
+        ("1980, [N/A], 45, [Not Supported]", [1980.0, None, 45.0, None]),
+        ("[N/A], nan, inf, -", [None] * 4),
+        ("No devices were found", [None] * 4),
+        ("", [None] * 4),  # no nvidia-smi, or one that takes too long
+    ],
+)
+def test_the_state_of_a_card_is_what_nvidia_smi_tells(card_with_uuid, commands, answer, figures):
+    commands["nvidia-smi"] = answer
+    state = machine.card_state(CUDA_1)
+    assert list(state) == ["sm_clock", "power", "temperature", "power_limit"]
+    assert list(state.values()) == figures
+
+
+def test_nvidia_smi_is_asked_for_the_card_of_the_run_by_its_uuid(card_with_uuid, monkeypatch):
+    """Its numbers are others than torch's, above all under CUDA_VISIBLE_DEVICES."""
+    asked = []
+
+    def answer(command):
+        asked.append(command)
+        return "1980, 310.52, 45, 700.00"
+
+    monkeypatch.setattr(machine, "command_output", answer)
+    machine.card_state(CUDA_1)
+    (command,) = asked
+    assert command == [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,power.draw,temperature.gpu,power.limit",
+        "--format=csv,noheader,nounits",
+        "-i",
+        "GPU-ffc79498-8ff3-c2dc-3b0d-fafd804516ae",
+    ]
+
+
+def test_the_state_of_a_card_without_a_uuid_is_not_that_of_another(card_with_uuid, commands):
+    del card_with_uuid.uuid
+    commands["nvidia-smi"] = "1980, 310.52, 45, 700.00"
+    assert set(machine.card_state(CUDA_1).values()) == {None}
+
+
 @pytest.mark.parametrize(
     "sysctl, processor, name", [("Apple M4", "arm", "Apple M4"), ("", "arm", "arm"), ("", "", "aarch64")]
 )

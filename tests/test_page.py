@@ -404,6 +404,30 @@ def test_a_page_says_how_its_rows_were_run():
     assert fresh in "\n".join(lines_under_the_table(*runs, rounds=2, interleaved=False))
 
 
+def card(power, sm_clock=1980.0):
+    """What nvidia-smi tells of a card before and after its counted steps: 50 W more at the end."""
+    start = {"sm_clock": sm_clock, "power": power, "temperature": 40.0, "power_limit": None}
+    return {"start": start, "end": start | {"power": power + 50, "temperature": 61.4}}
+
+
+def test_a_page_tells_the_state_of_the_card_over_all_runs():
+    runs = [
+        run_lines("a", [1.0], end=summary(card=card(power=300.0))),
+        run_lines("a", [1.0], session=1, end=summary(card=card(power=200.0, sm_clock=1410.0))),
+        run_lines("b", [1.0], end=None),
+    ]
+    lines = lines_under_the_table(*runs, interleaved=False)
+    figures = "SM clock 1,410–1,980 MHz, power 200–350 W, temperature 40–61 °C"
+    assert f"- Card: {figures}, before the first and after the last counted step of all runs." in lines
+
+
+def test_a_page_on_a_card_that_tells_nothing_has_no_such_line():
+    silent = dict.fromkeys(("sm_clock", "power", "temperature", "power_limit"))
+    end = summary(card={"start": silent, "end": silent})
+    for run in (run_lines("a", [1.0], end=end), run_lines("a", [1.0])):
+        assert not [line for line in lines_under_the_table(run) if line.startswith("- Card")]
+
+
 def test_a_page_of_losses_names_the_passes_over_the_corpus():
     """20 steps of 4 sequences of 256 tokens are 20,480."""
     run = run_lines("a", [1.0] * 16, end=summary(eval=6.0))
@@ -590,7 +614,7 @@ def test_escaped_text_is_markdown_for_the_same_text():
 def small_benches():
     """Lines of a bench of each mode, lists of dicts, with few steps."""
     ladder = [
-        run_lines("s01_baseline", [1.0], end=summary(reserved=5)),
+        run_lines("s01_baseline", [1.0], end=summary(reserved=5, card=card(power=300.0), compile_cache="hit")),
         run_lines("s02_tf32", [], end=failure("boom")),
         run_lines("s03_bf16", [1.0]),
         probe_lines([peak_step(float32=1e9, copy=1e9)]),

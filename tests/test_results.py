@@ -28,6 +28,7 @@ from fixtures.records import (
 
 S01, S02, S03 = "s01_baseline", "s02_tf32", "s03_bf16"
 S04, S07, S08 = "s04_compile", "s07_clip", "s08_cosine"
+CARD = {"sm_clock": 1980.0, "power": 310.5, "temperature": 45.0, "power_limit": None}
 
 
 def squares(n):
@@ -162,6 +163,9 @@ def test_a_bench_that_could_not_have_run_is_refused(key, value):
         pytest.param([summary(eval=None)], id="an evaluation without a loss"),
         pytest.param([summary(eval=-1)], id="an evaluation with a negative loss"),
         pytest.param([summary(reserved="x")], id="reserved memory that is no number"),
+        pytest.param([summary(card={"start": CARD})], id="a card without its end"),
+        pytest.param([summary(card={"start": CARD, "end": CARD | {"power": "x"}})], id="a power that is no number"),
+        pytest.param([summary(compile_cache="x")], id="a cache that neither hit nor missed"),
         pytest.param([failure("boom", reason="another")], id="a reason that is none of ours"),
         pytest.param([{"kind": "step", "step": 0, "dt": 0.1, "bytes": 0}], id="an all-reduce of no bytes"),
         pytest.param([{"kind": "step", "step": 0, "dt": 0, "bytes": 8}], id="an all-reduce in no time"),
@@ -692,6 +696,17 @@ def test_the_attention_kernel_is_that_of_any_run():
     read = results_of(run_lines(S01, [1.0]), run_lines(S01, [1.0], session=1, end=summary(sdpa="cudnn")))
     assert read.sdpa(S01) == "cudnn"
     assert read.sdpa(S02) is None
+
+
+def test_the_cache_of_torch_compile_is_that_of_the_first_run_whose_warm_up_is_shown():
+    first = run_lines(S04, [1.0], end=summary(compile_cache="miss"))
+    second = run_lines(S04, [1.0], session=1, end=summary(compile_cache="hit"))
+    assert results_of(first, second).compile_cache(S04) == "miss"
+    assert results_of(first, second).effect(S04).note == "active: 8 s of warm-up"
+    assert results_of(second).effect(S04).note == "active: 8 s of warm-up, found in the cache"
+    assert results_of(run_lines(S04, [1.0], end=None)).compile_cache(S04) is None
+    assert results_of(run_lines(S04, [1.0])).compile_cache(S04) is None  # in an older record
+    assert results_of(first, rows=[S01, S04]).compile_cache(S01) is None
 
 
 def test_below_plain_each_row_is_compared_with_it_and_with_s01():

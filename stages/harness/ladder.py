@@ -21,7 +21,8 @@ class Facts:
     """What the record of a run tells about its machine, for the functions below to judge a technique by.
 
     environment, settings, fallbacks: as in the record's header. warmup_s: seconds of the warm-up, or None where
-    no step was counted. sdpa: the attention kernel that ran, such as "flash", or None.
+    no step was counted. sdpa: the attention kernel that ran, such as "flash", or None. compile_cache: whether
+    torch.compile found its graphs in its cache, "hit" or "miss", or None where nothing tells.
     """
 
     environment: dict
@@ -29,6 +30,7 @@ class Facts:
     fallbacks: dict
     warmup_s: float | None = None
     sdpa: str | None = None
+    compile_cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ def compilation(facts):
         return Effect(f"fallback to eager: {reason}", no_op=True)
     if facts.warmup_s is None:
         return Effect()
-    return Effect(f"active: {facts.warmup_s:.0f} s of warm-up")
+    words = f"active: {facts.warmup_s:.0f} s of warm-up"
+    if facts.compile_cache == "hit":
+        words += ", found in the cache"
+    return Effect(words)
 
 
 def attention_kernel(facts):

@@ -77,6 +77,18 @@ def number_or_none(value):
     return value if math.isfinite(value) else None
 
 
+def compile_cache():
+    """Whether torch.compile found all graphs of this process in its cache: "hit", "miss", or None without any."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    counters = torch._dynamo.utils.counters["inductor"]
+    if counters["fxgraph_cache_miss"] > 0:
+        return "miss"
+    if counters["fxgraph_cache_hit"] > 0:
+        return "hit"
+    return None
+
+
 class Record:
     """The lines of JSON that a run leaves, in the format of results.py.
 
@@ -141,6 +153,7 @@ class StepLog:
         self.profiler = None
         self.profile = {}
         self.held_out = None
+        self.card = {}
         self.record = Record(args)
         StepLog.current = self
         end_as_by_ctrl_c()  # not before: see end_at_once_by_ctrl_c()
@@ -252,8 +265,14 @@ class StepLog:
             raise LossNotFinite(f"the loss is {loss} at step {step}: try another --seed or --amp-dtype")
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
+            self._note_card("start")
         if len(self.steps) < self.args.steps:
             self._begin_step()
+
+    def _note_card(self, moment):
+        """Keep the state of a card, for the record. No step is on the clock: nvidia-smi can take a second."""
+        if self.device.type == "cuda" and self.record.file:
+            self.card[moment] = machine.card_state(self.device)
 
     def _record_step(self, step, loss, figures, dt, page_faults):
         held, meter = machine.peak_memory(self.device)
@@ -275,17 +294,22 @@ class StepLog:
 
     def finish(self, model):
         """End the run: the record's summary, the summary line, and the weights where --save asks for them."""
+        if self.card:
+            self._note_card("end")
         # a worker waits until the bench closes its stdin: leaving takes time, and others may be on the clock
         self.record.next_step_wanted()
         figures = summarize(self.steps)
         if self.device.type == "cuda":
             figures["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        if self.card:
+            figures["card"] = self.card
         if self.held_out is not None:
             figures["eval"] = evaluate(self.model, self.held_out)
         if self.args.profile:
             figures["profile"] = self.profile
         kernel = re.search(SDPA_KERNEL, " ".join(self.profile))  # none where attention is explicit
         figures["sdpa"] = kernel[1] if kernel else None
+        figures["compile_cache"] = compile_cache()
         self.record.write("summary", **figures)
         self._say_summary(figures)
         self.save()

@@ -319,6 +319,32 @@ def driver_version():
     return match[0] if match else None
 
 
+def card_state(device):
+    """Return the clock, the power, the temperature and the power limit of a CUDA card at this moment, a dict.
+
+    sm_clock: MHz of its multiprocessors. power, power_limit: watts. temperature: degrees Celsius. A figure is
+    None where nvidia-smi does not tell it.
+    """
+    query = "clocks.sm,power.draw,temperature.gpu,power.limit"
+    answer = ""
+    # nvidia-smi numbers the cards in another order than torch, and knows nothing of CUDA_VISIBLE_DEVICES
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is not None:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
+        answer = command_output(command)
+    figures = [figure_or_none(text) for text in answer.split(",")]
+    if len(figures) != 4:
+        figures = [None] * 4
+    sm_clock, power, temperature, power_limit = figures
+    return dict(sm_clock=sm_clock, power=power, temperature=temperature, power_limit=power_limit)
+
+
+def figure_or_none(text):
+    """Return the number that a text holds, or None for any other text, such as "[N/A]"."""
+    text = text.strip()
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
 def cores():
     """Return how many CPU cores this process may use. Linux tells, and so does a container of its own limit."""
     count = os.cpu_count()

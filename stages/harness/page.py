@@ -42,6 +42,13 @@ DATASHEETS = {
     "NVIDIA GeForce RTX 3090": 71,
     "Tesla T4": 65,
 }
+# what nvidia-smi tells of a card, by its key in a record, with its unit
+CARD_FIGURES = {
+    "sm_clock": ("SM clock", "MHz"),
+    "power": ("power", "W"),
+    "temperature": ("temperature", "°C"),
+    "power_limit": ("power limit", "W"),
+}
 # the least speed-up over float32 that earns a 16-bit type each recommendation
 GRADES = {
     1.5: "excellent: switch it on",
@@ -406,6 +413,31 @@ def memory_line(results):
     return f"Memory: {escape(' and '.join(sorted(meters)))}, of the steps after the warm-up."
 
 
+def card_line(results):
+    """How fast, how hot and at what power a card worked, over all runs; "" where no record tells."""
+    states = []
+    for run in results.runs.values():
+        card = run.summary.get("card") if run.summary else None
+        if card:
+            states += [card["start"], card["end"]]
+    parts = []
+    for key, (label, unit) in CARD_FIGURES.items():
+        figures = [state[key] for state in states if state[key] is not None]
+        if figures:
+            parts.append(f"{label} {span(figures)} {unit}")
+    if not parts:
+        return ""
+    return f"Card: {', '.join(parts)}, before the first and after the last counted step of all runs."
+
+
+def span(figures):
+    """The smallest and the largest of some figures, rounded; a single number where they are the same."""
+    smallest, largest = f"{min(figures):,.0f}", f"{max(figures):,.0f}"
+    if smallest == largest:
+        return smallest
+    return f"{smallest}–{largest}"
+
+
 def command_line(results):
     """How to run the same bench again."""
     header = results.any_header()
@@ -444,12 +476,13 @@ def conditions(results):
             lines.append(bandwidth_line(results))
         if "clear" in peak[0]:
             lines.append(clearing_line(results))
+    lines.append(card_line(results))
     if results.mode != "loss":
         lines.append(memory_line(results))
     if any(results.is_stale(name) for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     lines.append(command_line(results))
-    return markdown_list(lines)
+    return markdown_list(line for line in lines if line)
 
 
 def mermaid(lines):

@@ -27,15 +27,20 @@ line.
      "memory": 1870000000, "meter": "peak RSS", "page_faults": 212}
     {"kind": "summary", "dt_ms": 465.1, "dt_q1_ms": 460.2, "dt_q3_ms": 471.9, "tok_per_sec": 2201.7,
      "memory": 1870000000, "meter": "peak RSS", "loss": 6.01, "counted": 20, "warmup_s": 5.6, "eval": 6.12,
-     "sdpa": "flash"}
+     "sdpa": "flash", "compile_cache": null}
     {"kind": "error", "reason": "out-of-memory", "error": "out of memory at batch size 4: try --batch-size 2"}
 
 dt is in seconds, memory in bytes, a loss in nats per token. A figure that is not finite is null, and so is
 one that this machine can't measure. A step has "norm" and "lr" only where its stage logs them; "page_faults" is
 how many pages it got from the system. The steps of a run are numbered from 0 without a gap. A header starts its
-run afresh: what the same run wrote before it no longer counts. A summary has the figures of summarize(),
-"sdpa", the attention kernel that ran, or null, with --eval "eval", the held-out loss, and on CUDA "reserved",
-the bytes that PyTorch took from the driver. A reason is one of REASONS.
+run afresh: what the same run wrote before it no longer counts. A reason is one of REASONS.
+
+A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
+"eval", the held-out loss. "compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
+where it did not, and null where it compiled none. On CUDA there are two keys more: "reserved", the bytes that
+PyTorch took from the driver, and after a warm-up "card", what nvidia-smi told of the card before the first
+counted step, as "start", and after the last one, as "end". Each of the two has "sm_clock" in MHz, "power" and
+"power_limit" in watts, and "temperature" in degrees Celsius. Older records lack "compile_cache" and "card".
 
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
@@ -163,6 +168,13 @@ PEAK_STEP = {"size": WHOLE, "peak": OBJECT}
 CLEARING_RATES = {"4 kB": NUMBER, "2 MB": NUMBER}
 ALL_REDUCE_STEP = {"dt": NUMBER, "bytes": WHOLE}
 SUMMARY = {"sdpa": TEXT_OR_NONE}
+CARD_STATE = {
+    "sm_clock": NUMBER_OR_NONE,
+    "power": NUMBER_OR_NONE,
+    "temperature": NUMBER_OR_NONE,
+    "power_limit": NUMBER_OR_NONE,
+}
+CARD = {"start": CARD_STATE, "end": CARD_STATE}
 ERROR = {"reason": TEXT, "error": TEXT}
 
 
@@ -284,6 +296,11 @@ def check_summary(entry):
         if key in entry:
             check_value(key, entry[key], NUMBER)
             check_not_negative(entry, key)
+    if "card" in entry:
+        check_value("card", entry["card"], CARD)
+    compile_cache = entry.get("compile_cache")
+    if compile_cache not in ("hit", "miss", None):
+        raise ValueError(f"'compile_cache' is {compile_cache!r}")
 
 
 def check_error(entry):
@@ -633,6 +650,7 @@ class Results:
             fallbacks=header["fallbacks"],
             warmup_s=summary["warmup_s"] if summary else None,
             sdpa=self.sdpa(name),
+            compile_cache=self.compile_cache(name),
         )
         return stage.effect(facts)
 
@@ -642,6 +660,13 @@ class Results:
             if run.summary and run.summary.get("sdpa"):
                 return run.summary["sdpa"]
         return None
+
+    def compile_cache(self, name):
+        """Whether torch.compile found the graphs of a row's first run in its cache: "hit", "miss" or None."""
+        runs = self.runs_of(name)  # the warm-up that a table shows is the first one, too
+        if not runs or runs[0].summary is None:
+            return None
+        return runs[0].summary.get("compile_cache")
 
     def is_program_of_row_above(self, name):
         """Whether a row took the steps of the row above, since its technique does nothing to a step here."""
