@@ -355,7 +355,6 @@ def peak_of(device_name, **rates):
         ("NVIDIA H200", {"bfloat16": 7.4175e14}, "989 TFLOP/s in 16 bits for this card, without sparsity: .* 75 %"),
         ("NVIDIA A100-SXM4-80GB", {"bfloat16": 2.652e14, "float32": 1.9e13}, "312 TFLOP/s .* 85 %"),
         ("Tesla T4", {"float16": 2.6e13, "float32": 8e12}, "65 TFLOP/s .* 40 %"),
-        ("NVIDIA GeForce RTX 4090", {"bfloat16": 1.652e14}, "165.2 TFLOP/s .* 100 %"),
     ],
 )
 def test_the_peak_of_a_known_card_stands_beside_its_datasheet(name, rates, words):
@@ -365,7 +364,7 @@ def test_the_peak_of_a_known_card_stands_beside_its_datasheet(name, rates, words
 @pytest.mark.parametrize(
     "name, rates",
     [
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", {"bfloat16": 1e14}),  # another chip
+        ("NVIDIA GeForce RTX 4090", {"bfloat16": 1e14}),  # none was read
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", {"bfloat16": 1e14}),  # a seventh of a card
         ("AMD EPYC", {"bfloat16": 1e12}),
         ("Tesla T4", {"float32": 8e12}),  # the datasheet's figure is of 16 bits

@@ -29,8 +29,7 @@ COLORS = {
     "gray": "#8a8a8a",
 }
 # TFLOP/s of matmuls in 16 bits with sums in float32, without sparsity, by the name that the driver gives a card: from
-# NVIDIA's datasheets of the A100, the H100 SXM, the H200 and the T4, and its whitepapers on Ada (RTX 4090) and GA102
-# (RTX 3090)
+# NVIDIA's datasheets of the A100, the H100 SXM, the H200 and the T4
 DATASHEETS = {
     "NVIDIA A100-SXM4-40GB": 312,
     "NVIDIA A100-SXM4-80GB": 312,
@@ -38,8 +37,6 @@ DATASHEETS = {
     "NVIDIA A100 80GB PCIe": 312,
     "NVIDIA H100 80GB HBM3": 989,
     "NVIDIA H200": 989,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 3090": 71,
     "Tesla T4": 65,
 }
 # what nvidia-smi tells of a card, by its key in a record, with its unit
