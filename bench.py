@@ -53,9 +53,9 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # The row `plain`: neither the harness's settings nor these variables. A user may have set them, and the bench, which
 # imports the harness, has set the last one itself.
 PLAIN = {"LADDER_PLAIN": "1"} | dict.fromkeys([*KEEP_FREED_MEMORY, *HUGE_PAGES])
-# the rows of the mode `memory`: no variable is set but those of the row
-PREPARED = dict.fromkeys(memory.VARIABLES)  # by the harness, as always
-UNPREPARED = PREPARED | {"LADDER_PLAIN": "1"}
+# The rows of the mode `memory` have no variable but their own: None leaves out what a user has set.
+HARNESS_SETTINGS = dict.fromkeys(memory.VARIABLES)  # both, as always
+NO_SETTINGS = HARNESS_SETTINGS | {"LADDER_PLAIN": "1"}
 # other allocators that PyTorch's launcher for CPUs preloads (torch/backends/xeon/run_cpu.py): the libraries that may
 # hold them, and the variables it sets for them
 ALLOCATORS = {
@@ -103,18 +103,18 @@ def parse(argv):
     try:
         check_names(args)
         args.plain = args.mode == "ladder" and ladder.PLAIN in args.what
-        names_nothing = not args.what
+        no_stage_named = not args.what
         if args.plain:
             args.what = [word for word in args.what if word != ladder.PLAIN]
         args.stages = stages_named(args.what)
-        if names_nothing:
+        if no_stage_named:
             args.stages = ladder.of_mode(args.mode) or ladder.names()
         args.given = {name for name, value in vars(args).items() if value is not None}
         if args.device is None and not args.render:
             machine.refuse_unusable_card()
         resolve(args)
         args.interleaved = args.device.type == "cpu"
-        if names_nothing and args.mode == "ladder":
+        if no_stage_named and args.mode == "ladder":
             args.plain = args.interleaved
         fill_in_defaults(args)
         check_mode(args)
@@ -196,7 +196,7 @@ def check_mode(args):
             raise InputError(f"amp compares dtypes in one stage from {first} on: pass one, such as s10")
         if "amp_dtype" in args.given:
             raise InputError("amp runs every dtype: leave --amp-dtype out")
-    if memory.is_left_alone():
+    if memory.is_plain():
         raise InputError("LADDER_PLAIN is set, and the bench has a row for that: unset it")
     if (args.plain or args.mode == "memory") and not args.interleaved:
         what = ladder.PLAIN if args.plain else "memory"
@@ -234,20 +234,20 @@ def script_of(name):
 
 
 def rows_of_memory(args):
-    """The Rows of the mode `memory`: one stage, whose memory is had in several ways."""
+    """The Rows of the mode `memory`: one stage under several memory settings."""
     script = script_of(args.stages[0])
     rows = [
-        Row(ladder.PLAIN, script, "as without the harness", env=UNPREPARED),
-        Row("freed memory kept", script, "by mallopt", env=PREPARED | {"THP_MEM_ALLOC_ENABLE": "0"}),
-        Row("huge pages", script, "by THP_MEM_ALLOC_ENABLE=1", env=UNPREPARED | HUGE_PAGES),
-        Row("both", script, "what the harness does", env=PREPARED),
-        Row("both from outside", script, "three variables", env=UNPREPARED | KEEP_FREED_MEMORY | HUGE_PAGES),
+        Row(ladder.PLAIN, script, "as without the harness", env=NO_SETTINGS),
+        Row("freed memory kept", script, "by mallopt", env=HARNESS_SETTINGS | {"THP_MEM_ALLOC_ENABLE": "0"}),
+        Row("huge pages", script, "by THP_MEM_ALLOC_ENABLE=1", env=NO_SETTINGS | HUGE_PAGES),
+        Row("both", script, "what the harness does", env=HARNESS_SETTINGS),
+        Row("both from outside", script, "three variables", env=NO_SETTINGS | KEEP_FREED_MEMORY | HUGE_PAGES),
     ]
     for name, (libraries, variables) in ALLOCATORS.items():
         found = [ctypes.util.find_library(library) for library in libraries]
         paths = [path for path in found if path]
         if paths:
-            env = UNPREPARED | {"LD_PRELOAD": paths[0]} | variables
+            env = NO_SETTINGS | {"LD_PRELOAD": paths[0]} | variables
             rows.append(Row(name, script, f"LD_PRELOAD={paths[0]}", env=env))
         else:
             say(f"{name} is not installed, so it has no row")
@@ -424,7 +424,7 @@ class Bench:
         return max(0, results.counted_wanted - len(results.counted_steps(name)))
 
     def with_neighbors(self, able, waiting):
-        """The rows that wait, after those with which they are compared: the bases, and the row above them."""
+        """The waiting rows after those they are compared with: the bases, and the row above the first of them."""
         bases = self.results().bases()
         above = [row for row in able[: able.index(waiting[0])] if row in self.rows]
         neighbors = [row for row in above if row.name in bases]

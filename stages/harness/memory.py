@@ -1,9 +1,9 @@
 """How a process gets its memory on a CPU: what the harness does about it in every stage, and how to see it.
 
 A step of training allocates and frees gigabytes. glibc gives a large tensor's pages back to the system when it is
-freed, and the system clears the pages of the next one before it hands them out. PyTorch's own allocator spares a GPU
-that, but not a CPU. Two settings do: keep_freed() and ask_for_huge_pages(). LADDER_PLAIN=1 leaves both out. Imports no
-torch, because huge pages must be asked for before torch loads.
+freed, and the system clears the pages of the next one before it hands them out. On a GPU, PyTorch keeps freed memory
+itself. On a CPU, keep_freed() lets glibc keep it, and ask_for_huge_pages() makes the pages larger. LADDER_PLAIN=1 leaves
+both out. Imports no torch, because huge pages must be asked for before torch loads.
 """
 
 import ctypes
@@ -26,20 +26,20 @@ VARIABLES = (
 )
 
 
-def is_left_alone():
+def is_plain():
     """Tell whether LADDER_PLAIN asks for a process whose memory is that of a script without this harness."""
     return os.environ.get("LADDER_PLAIN", "") not in ("", "0")
 
 
 def ask_for_huge_pages():
     """Let PyTorch put large tensors into pages of 2 MB, where Linux offers them."""
-    if not is_left_alone():
+    if not is_plain():
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def keep_freed():
     """Let glibc keep freed memory for the next tensor, as PyTorch's own allocator does on a GPU."""
-    if is_left_alone():
+    if is_plain():
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -55,8 +55,9 @@ def variables():
 
 
 def page_faults():
-    """Return how many pages the system has handed out to this process so far, without reading them from a disk.
+    """Return the page faults of this process so far that needed no disk.
 
-    It clears each before: 4 kB, or 2 MB where the process asked for huge pages.
+    In a step nearly all are for fresh memory, which the system clears first: 4 kB for each, or 2 MB where the
+    process asked for huge pages.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
