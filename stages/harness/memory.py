@@ -2,8 +2,8 @@
 
 A step of training allocates and frees gigabytes. glibc gives a large tensor's pages back to the system when it is
 freed, and the system clears the pages of the next one before it hands them out. On a GPU, PyTorch keeps freed memory
-itself. On a CPU, keep_freed() lets glibc keep it, and ask_for_huge_pages() makes the pages larger. LADDER_PLAIN=1 leaves
-both out. Imports no torch, because huge pages must be asked for before torch loads.
+itself. On a CPU, keep_freed() lets glibc keep it, and ask_for_huge_pages() makes the pages larger. LADDER_PLAIN=1
+leaves both out. Imports no torch, because huge pages must be asked for before torch loads.
 """
 
 import ctypes
