@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, page
+from harness import arithmetic, ladder, page, parts
 from harness.results import PEAK, Results, ResultsError, read, run_of
 
 README = ROOT / "README.md"
@@ -38,16 +38,27 @@ LARGE_TENSORS = {
     "s10": (1, 2),  # fused AdamW has no temporaries
 }
 PROFILED = ("s01", "s03", "s04", "s05", "s09", "s10", "s11")  # the stages with a results/profile/sNN.jsonl
-# what torch.profiler calls the operations of each row of the profile, as patterns of whole names
-OPERATIONS = {
-    "matmuls": r"aten::(mm|addmm|bmm|baddbmm)|.*mkl.*linear.*",
-    "softmax, loss and mask": r"aten::(_(log_)?softmax(_backward_data)?|nll_loss.*|masked_fill_?|triu|where)",
-    "GELU and LayerNorm": r"aten::(gelu|native_layer_norm)(_backward)?",
-    "casts and copies": r"aten::(copy_|_to_copy|clone|contiguous)",
-    "fused kernels": r"## Call CompiledFxGraph .*",
-    "attention kernel": r"aten::_scaled_dot_product.*",
-    "optimizer": r"Optimizer\.step#.*",
-}
+# the records whose measurements stand beside the lessons' predictions, with what the table calls their machines
+CPU_BENCHES = {"epyc-2-cores": "EPYC with bf16", "zen3-2-cores": "EPYC, Zen 3"}
+# An A100 with 80 GB by NVIDIA's datasheet, and the steps of gpt2 at B 16, T 1024 that the lecture shows on one, in ms.
+# It has no figure for s07 to s09, s11 and s12, and fuses AdamW right after it has padded the vocabulary.
+A100 = arithmetic.Rates({"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, copy=2.039e12)
+ON_A100 = ladder.Facts(
+    environment={"tf32": True, "device": "cuda"},
+    settings={"amp_dtype": "bfloat16", "compile": True, "accum": 4, "world_size": 1, "batch_size": 16, "seq_len": 1024},
+    fallbacks={},
+)
+GPT2 = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
+LECTURE_MS = {"s01": 1000, "s02": 333, "s03": 300, "s04": 130, "s05": 96, "s06": 93, "s10": 90}
+# what the operations between two matmuls go over: its name, how many numbers it has, what PyTorch does with it one by
+# one, and what a compiler leaves of that
+PASSES = (
+    ("scores", "L B n_head T²", arithmetic.EAGER_SCORES, arithmetic.FUSED_SCORES),
+    ("logits", "B T V", arithmetic.EAGER_LOGITS, arithmetic.FUSED_LOGITS),
+    ("residual stream", "(2 L + 1) B T C", arithmetic.EAGER_RESIDUAL, arithmetic.FUSED_RESIDUAL),
+    ("GELU's input", "4 L B T C", arithmetic.GELU, arithmetic.GELU),
+    ("weights, by autocast", "12 L C² + V C", arithmetic.WEIGHT_CASTS, arithmetic.WEIGHT_CASTS),
+)
 MISREAD = """\
 | mistake | what it says | what the records say |
 | :-- | :-- | :-- |
@@ -97,24 +108,120 @@ def diff(old_stage, new_stage):
 
 @functools.cache
 def profile(stage):
-    """{row of the profile: ms} of the last step of a stage, such as "s04", by results/profile."""
+    """{part: (ms measured, ms predicted or None)} of the last step of a stage, such as "s04", by results/profile."""
     run = run_of(read(RESULTS / "profile" / f"{stage}.jsonl"))
-    times = dict.fromkeys(OPERATIONS, 0.0)
-    for operation, (own_ms, total_ms, _) in run.summary["profile"].items():
-        for row, pattern in OPERATIONS.items():
-            if re.fullmatch(pattern, operation):
-                # what the optimizer calls counts as the optimizer's: none of it is in another row
-                times[row] += total_ms if row == "optimizer" else own_ms
-    step = 1e3 * run.steps[-1]["dt"]
-    return times | {"everything else": step - sum(times.values()), "the step": step}
+    step_ms = 1e3 * run.steps[-1]["dt"]
+    lines = parts.table(run.header, run.summary["profile"], step_ms, record(LESSONS_BENCH).rates())
+    return {part: (measured, predicted) for part, measured, predicted in lines}
 
 
 def profile_table():
-    """Where the time of a step goes, in ms: a column for each stage that was profiled."""
+    """Where the time of a step goes, in ms, with what arithmetic says: a column for each stage that was profiled."""
     rows = []
-    for row in (*OPERATIONS, "everything else", "the step"):
-        rows.append([row, *(f"{profile(stage)[row]:.0f}" for stage in PROFILED)])
+    for part in (*parts.PATTERNS, "optimizer", parts.REST, "the step"):
+        cells = [part]
+        for stage in PROFILED:
+            measured, predicted = profile(stage).get(part, (None, None))
+            cell = page.NOTHING if measured is None else f"{measured:.0f}"
+            if predicted is not None:
+                cell += f" ({predicted:.0f})"
+            cells.append(cell)
+        rows.append(cells)
     return page.markdown("lrrrrrrr", ["ms", *PROFILED], rows)
+
+
+def words_of_numbers(kinds):
+    """What a row of the table of passes says of the numbers that an operation reads or writes: "2 wide"."""
+    words = []
+    for kind in dict.fromkeys(kinds):
+        count = kinds.count(kind)
+        words.append(kind if count == 1 else f"{count} {kind}")
+    return ", ".join(words) or page.NOTHING
+
+
+def passes_table():
+    """Every operation between two matmuls, with the numbers that it reads and writes for each one of its tensor."""
+    rows = []
+    for tensor, _, eager, _ in PASSES:
+        for operation in eager:
+            name = f"{operation.name} *" if operation.is_cast else operation.name
+            rows.append([tensor, name, words_of_numbers(operation.reads), words_of_numbers(operation.writes)])
+    return page.markdown("llll", ["tensor", "operation", "reads", "writes"], rows)
+
+
+def bytes_table():
+    """The bytes that a step moves for each number of a tensor: one operation after the other, and fused."""
+    works = [
+        arithmetic.Work(GPT2, 1, 1024),
+        arithmetic.Work(GPT2, 1, 1024, amp_dtype="bfloat16"),
+        arithmetic.Work(GPT2, 1, 1024, amp_dtype="bfloat16", softmax_is_wide=True),
+    ]
+    rows = []
+    for tensor, count, eager, fused in PASSES:
+        row = [tensor, count]
+        for work in works:
+            row.append(f"{arithmetic.bytes_of(eager, work)} → {arithmetic.bytes_of(fused, work)}")
+        rows.append(row)
+    head = ["tensor", "numbers", "float32", "bf16 on a CPU", "bf16 on CUDA"]
+    return page.markdown("llrrr", head, rows)
+
+
+def a100_parts(stage):
+    """{part: seconds} of a stage's micro-batch on an A100."""
+    return arithmetic.seconds(ladder.work_of(stage, ON_A100, GPT2), A100)
+
+
+def cpu_parts(bench, stage):
+    """{part: seconds} of a stage's micro-batch on the machine of a bench."""
+    work = ladder.work_of(stage, bench.facts(stage), bench.header(stage)["shape"])
+    return arithmetic.seconds(work, bench.rates())
+
+
+def s01_table():
+    """What the parts of s01's step should take, in ms, and what it took."""
+    s01 = ladder.names()[0]
+    machines = [("A100", a100_parts(s01), LECTURE_MS["s01"])]
+    for name, machine in CPU_BENCHES.items():
+        bench = record(name)
+        machines.append((machine, cpu_parts(bench, s01), bench.summary(s01)["dt_ms"]))
+    rows = []
+    for machine, seconds, measured_ms in machines:
+        predicted_ms = [1e3 * value for value in seconds.values()]
+        rows.append([machine, *(f"{ms:.0f}" for ms in predicted_ms), f"{sum(predicted_ms):.0f}", f"{measured_ms:,.0f}"])
+    head = ["ms", *machines[0][1], "all predicted", "measured"]
+    return page.markdown("lrrrrrrrr", head, rows)
+
+
+def a100_cells(name, above):
+    """The cells of an A100 in a stage's table: the step before, the saving, predicted, measured."""
+    short = page.short(name)
+    before_ms = [ms for stage, ms in LECTURE_MS.items() if stage < short][-1]
+    saved_ms = 1e3 * (sum(a100_parts(above).values()) - sum(a100_parts(name).values()))
+    saved, predicted = f"{saved_ms:.1f}", f"{before_ms / (before_ms - saved_ms):.2f}"
+    if not ladder.find(name).is_predictable:
+        saved, predicted = "unknown", "unknown"
+    measured = page.NOTHING
+    if short in LECTURE_MS:
+        measured = f"{before_ms / LECTURE_MS[short]:.2f} ({LECTURE_MS[short]} ms)"
+    return [f"{before_ms}", saved, predicted, measured]
+
+
+def cpu_cells(bench, name, above):
+    """The cells of a bench on a CPU in a stage's table: the step before, the saving, predicted, measured."""
+    before_ms = 1e3 * bench.seconds_per_micro_batch(above)
+    saving = bench.predicted_saving(name)
+    saved = "unknown" if saving is None else f"{1e3 * saving:.1f}"
+    measured = f"{bench.compare(name, above).text(3)} ({bench.verdict(name)})"
+    return [f"{before_ms:.0f}", saved, page.prediction(bench, name), measured]
+
+
+def worth_table(name, above):
+    """What a stage should be worth and what it was, in times as fast as the one before, on each machine."""
+    rows = [["A100, gpt2", *a100_cells(name, above)]]
+    for record_name, machine in CPU_BENCHES.items():
+        rows.append([f"{machine}, micro", *cpu_cells(record(record_name), name, above)])
+    head = ["", "ms before", "ms it should save", "predicted", "measured"]
+    return page.markdown("lrrrr", head, rows)
 
 
 @functools.cache
@@ -312,12 +419,6 @@ def loss_change(results, stage):
     return f"{difference.value:+.4f} ± {difference.spread:.4f} ({results.verdict(name)})"
 
 
-def unlisted_ms(stage):
-    """The ms of a stage's profiled step that are neither in matmuls nor in the optimizer."""
-    times = profile(stage)
-    return times["the step"] - times["matmuls"] - times["optimizer"]
-
-
 def last_figure(name, key):
     """A figure of the last step of an exercise's run: "loss" or "norm"."""
     return exercise(name)[-1][key]
@@ -372,10 +473,9 @@ def run_figure(words, name):
     name: of the run in results/exercises; "" for a figure of results/profile, whose words name the stage.
     """
     match words:
-        case ["profile", stage, *operations]:
-            return f"{profile(stage)[' '.join(operations)]:.0f}"
-        case ["unlisted", stage]:
-            return f"{unlisted_ms(stage):.0f}"
+        case ["profile", stage, *part]:
+            measured, _ = profile(stage)[" ".join(part)]
+            return f"{measured:.0f}"
         case ["last", key]:
             return f"{last_figure(name, key):.4f}"
         case ["quarter", key]:
@@ -439,8 +539,12 @@ def lessons(text):
     names = ladder.names()
     for old_stage, new_stage in zip(names, names[1:], strict=False):
         text = between(text, f"diff {page.short(new_stage)}", diff(old_stage, new_stage))
+        text = between(text, f"worth {page.short(new_stage)}", worth_table(new_stage, old_stage))
     text = between(text, "memory", memory_table())
     text = between(text, "clearing", clearing_table())
+    text = between(text, "passes", passes_table())
+    text = between(text, "bytes", bytes_table())
+    text = between(text, "s01", s01_table())
     text = between(text, "profile", profile_table())
     text = between(text, "bad batch", bad_batch_table())
     text = between(text, "misread", misread_table(bench))

@@ -1,6 +1,6 @@
 """The ladder's table against the stages' sources, their form, all imports, and the sums against torch."""
 
-from harness import ladder
+from harness import arithmetic, ladder
 
 import ast
 import difflib
@@ -313,7 +313,7 @@ def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
     shape = {"vocab_size": VOCAB, **SIZES[size]}
-    assert counter.get_total_flops() == seq_len * ladder.flops_per_token(shape, seq_len)
+    assert counter.get_total_flops() == seq_len * arithmetic.flops_per_token(shape, seq_len)
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def on_meta(monkeypatch):
 def test_weight_bytes_are_those_of_the_parameters(on_meta, size):
     parameters = sum(p.numel() for p in GPT(GPTConfig(block_size=512, **SIZES[size]), None).parameters())
     shape = {"vocab_size": VOCAB, **SIZES[size]}
-    assert ladder.weight_bytes(shape, 512) == pytest.approx(4 * parameters, rel=0.002)
+    assert arithmetic.weight_bytes(shape, 512) == pytest.approx(4 * parameters, rel=0.002)
 
 
 def test_s01_bytes_are_what_the_tensors_of_s01_hold(on_meta):
@@ -343,7 +343,7 @@ def test_s01_bytes_are_what_the_tensors_of_s01_hold(on_meta):
             model(x, x).backward()
             optimizer.step()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"]
-    assert ladder.s01_bytes(2) == pytest.approx(peak, rel=0.05)
+    assert arithmetic.s01_bytes(2) == pytest.approx(peak, rel=0.05)
 
 
 # All sources
@@ -352,8 +352,9 @@ def test_s01_bytes_are_what_the_tensors_of_s01_hold(on_meta):
 LAYERS = [
     ["data"],
     ["model"],
-    ["harness.ladder", "harness.machine", "harness.memory"],
-    ["harness.results"],
+    ["harness.arithmetic", "harness.machine", "harness.memory"],
+    ["harness.ladder", "harness.rates"],
+    ["harness.parts", "harness.results"],
     ["harness.log", "harness.page", "harness.leader"],
     ["harness.flags"],
     ["harness"],  # hands on two names

@@ -145,7 +145,10 @@ def meter(monkeypatch, clock):
 def known_machine(monkeypatch):
     """What a header says about the machine and the code is the same everywhere."""
     monkeypatch.setattr(log.machine, "device_name", lambda device: "A CPU")
-    monkeypatch.setattr(log.machine, "environment", lambda device: {"device": device.type})
+    monkeypatch.setattr(log.machine, "environment", lambda device: {"device": device.type, "tf32": False})
+    rates = {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 1e11}, "copy": 1e10}
+    monkeypatch.setattr(log.rates, "measure", lambda device, amp_dtype: rates)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(log.memory, "variables", lambda: {"THP_MEM_ALLOC_ENABLE": "1"})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(log, "git_state", lambda folder: ("631ea59", True))
@@ -330,7 +333,7 @@ def test_the_header_of_a_record(tmp_path):
         "shape": {"vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64},
         "parameters": 6,
         "tokens_per_step": 72_000,
-        "environment": {"device": "cpu"},
+        "environment": {"device": "cpu", "tf32": False},
         "fallbacks": {"compile": "left out, no compiler"},
     }
 
@@ -602,6 +605,41 @@ def test_profile_lists_the_operations_of_the_last_step(clock, tmp_path, capsys):
     assert f"{own_ms:9.2f} ms in    3 x aten::mm\n" in capsys.readouterr().out
 
 
+def test_profile_marks_what_adamw_calls(clock, tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([parameter])
+    steplog = new_log(profile=True, steps=1, record=tmp_path / "r.jsonl")
+    parameter.grad = torch.ones(8)
+    parameter.data.sqrt_()
+    optimizer.step()
+    clock.now += 1
+    steplog.step(LOSS)
+    steplog.finish(None)
+    profile = lines_of(tmp_path / "r.jsonl")[-1]["profile"]
+    assert "aten::sqrt_" in profile
+    assert "optimizer: aten::sqrt" in profile
+    assert "aten::sqrt" not in profile
+
+
+def test_profile_ends_with_the_parts_of_the_step_beside_what_arithmetic_says(clock, tmp_path, capsys):
+    matrix = torch.ones(8, 8)
+    steplog = new_log(stage="s01_baseline", profile=True, steps=1, record=tmp_path / "r.jsonl")
+    matrix @ matrix
+    clock.now += 1.5
+    steplog.step(LOSS)
+    steplog.finish(None)
+    lines = capsys.readouterr().out.splitlines()
+    summary = lines_of(tmp_path / "r.jsonl")[-1]
+    own_ms = summary["profile"]["aten::mm"][0]
+    assert summary["rates"] == {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 1e11}, "copy": 1e10}
+    assert lines[-4] == " measured predicted"
+    # 4 x 32 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 2.546 GFLOP at 0.1 TFLOP/s
+    assert lines[-3] == f"{own_ms:9.2f}     25.46 matmuls"
+    assert lines[-2].endswith("the rest")
+    assert lines[-1].startswith("  1500.00")
+    assert lines[-1].endswith("the step")
+
+
 def test_without_profile_none_is_recorded(clock, tmp_path):
     steplog = new_log(steps=1, record=tmp_path / "r.jsonl")
     take_steps(steplog, clock, 1)
@@ -624,35 +662,35 @@ class FakeProfiler:
     def __exit__(self, kind, error, trace):
         pass
 
-    def key_averages(self):
+    def events(self):
         slow_on_cpu = SimpleNamespace(
-            key="aten::add",
+            name="aten::add",
+            cpu_parent=None,
             device_type=DeviceType.CPU,
-            count=2,
             self_cpu_time_total=9_000,
             cpu_time_total=9_000,
             self_device_time_total=1_000,
             device_time_total=1_500,
         )
         kernel = SimpleNamespace(
-            key="sm90_xmma_gemm_f32f32",
+            name="sm90_xmma_gemm_f32f32",
+            cpu_parent=None,
             device_type=DeviceType.CUDA,
-            count=5,
             self_cpu_time_total=0,
             cpu_time_total=0,
             self_device_time_total=4_000,
             device_time_total=4_000,
         )
         slow_on_card = SimpleNamespace(
-            key="aten::mm",
+            name="aten::mm",
+            cpu_parent=None,
             device_type=DeviceType.CPU,
-            count=5,
             self_cpu_time_total=10,
             cpu_time_total=10,
-            self_device_time_total=4_000,
-            device_time_total=6_000,
+            self_device_time_total=2_000,
+            device_time_total=3_000,
         )
-        return [slow_on_cpu, kernel, slow_on_card]
+        return [slow_on_cpu, kernel, slow_on_card, slow_on_card]
 
 
 def test_on_a_card_its_own_times_and_its_reserved_memory_count(clock, monkeypatch, tmp_path, capsys):
@@ -665,10 +703,8 @@ def test_on_a_card_its_own_times_and_its_reserved_memory_count(clock, monkeypatc
     steplog.finish(None)
     summary = lines_of(tmp_path / "r.jsonl")[-1]
     assert summary["reserved"] == 2_000_000
-    assert summary["profile"] == {"aten::mm": [4, 6, 5], "aten::add": [1, 1.5, 2]}
-    assert capsys.readouterr().out.endswith(
-        "     4.00 ms in    5 x aten::mm\n     1.00 ms in    2 x aten::add\n",
-    )
+    assert summary["profile"] == {"aten::mm": [4, 6, 2], "aten::add": [1, 1.5, 1]}
+    assert "     4.00 ms in    2 x aten::mm\n     1.00 ms in    1 x aten::add\n" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -723,3 +723,83 @@ def test_page_faults_are_the_median_of_the_counted_steps():
     results = results_of(run_lines(S01, [1.0] * 3, faults=[1, 4, 9]), run_lines(S02, [1.0] * 3))
     assert results.page_faults(S01) == 4
     assert results.page_faults(S02) is None
+
+
+# predictions
+
+
+def predicted_ladder(*rows, rates=None, **settings):
+    """A bench of some stages of gpt2 at B 1, T 1024 in float32, each of whose steps takes a second."""
+    measured_rates = rates or peak_step(float32=1e12, copy=1e10)
+    about = {"shape": GPT2, "batch_size": 1, "seq_len": 1024, "amp_dtype": "float32", "compile": True} | settings
+    runs = [run_lines(stage, [1.0, 1.0], tokens=1024, **about) for stage in rows]
+    return results_of(*runs, probe_lines([measured_rates] * 2), rows=list(rows))
+
+
+def test_a_prediction_takes_the_saving_from_the_measured_step_of_the_row_above():
+    bench = predicted_ladder("s09_decay", "s10_fused")
+    # 13 numbers of 4 bytes for each of 124.3 million parameters, at 10 GB/s: 646 ms of 1000
+    assert bench.predicted_saving("s10_fused") == pytest.approx(0.646, rel=0.005)
+    assert bench.predicted("s10_fused") == pytest.approx(1 / (1 - 0.646), rel=0.01)
+
+
+def test_a_cost_makes_the_prediction_less_than_one():
+    bench = predicted_ladder("s06_vocab", "s07_clip")
+    # 3 numbers of 4 bytes: 149 ms
+    assert bench.predicted("s07_clip") == pytest.approx(1 / 1.149, rel=0.005)
+
+
+def test_a_prediction_for_accumulation_is_by_micro_batch():
+    bench = predicted_ladder("s10_fused", "s11_accum", accum=2)
+    # a half of 10 numbers, less a half of the 3 that adding takes: 3.5 numbers of 4 bytes, 174 ms
+    assert bench.predicted_saving("s11_accum") == pytest.approx(0.174, rel=0.005)
+
+
+def test_a_row_may_stand_two_stages_above():
+    bench = predicted_ladder("s02_tf32", "s04_compile")
+    assert bench.predicted_saving("s04_compile") > 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [("s05_flash", "s06_vocab"), ("s05_flash", "s07_clip"), ("mine", "s02_tf32"), ("s01_baseline", "mine")],
+    ids=str,
+)
+def test_what_arithmetic_can_not_tell_is_not_predicted(rows):
+    assert predicted_ladder(*rows).predicted(rows[-1]) is None
+
+
+def test_the_first_row_has_no_prediction():
+    assert predicted_ladder("s01_baseline", "s02_tf32").predicted("s01_baseline") is None
+
+
+def test_more_than_the_whole_step_is_not_saved():
+    slow_copy = peak_step(float32=1e12, copy=1e9)
+    assert predicted_ladder("s09_decay", "s10_fused", rates=slow_copy).predicted("s10_fused") is None
+
+
+def test_without_the_rate_of_a_copy_nothing_is_predicted():
+    assert predicted_ladder("s09_decay", "s10_fused", rates=peak_step(float32=1e12)).predicted("s10_fused") is None
+
+
+def test_without_the_rate_of_its_type_a_stage_is_not_predicted():
+    bench = predicted_ladder("s02_tf32", "s03_bf16", amp_dtype="float16")
+    assert bench.predicted("s03_bf16") is None
+
+
+def test_ranks_should_divide_the_step_of_one_and_wait_for_the_all_reduce():
+    one = run_lines("1 rank", [1.0, 1.0], accum=4)
+    two = run_lines("2 ranks", [0.7, 0.7], accum=4, world_size=2)
+    all_reduce = [{"dt": 0.125, "bytes": 65_000_000}] * 2
+    bench = results_of(
+        one, two, probe_lines(all_reduce, "all-reduce 2 ranks"), mode="scale", rows=["1 rank", "2 ranks"]
+    )
+    assert bench.predicted("2 ranks") == pytest.approx(1 / (0.5 + 0.125))
+    assert bench.predicted("1 rank") is None
+
+
+def test_rates_are_medians_over_the_rounds():
+    steps = [peak_step(float32=rate, copy=rate / 10) for rate in (1e12, 2e12, 9e12)]
+    bench = results_of(run_lines(S01, [1.0, 1.0, 1.0]), probe_lines(steps))
+    assert bench.rates().matmul == {"float32": 2e12}
+    assert bench.rates().copy == 2e11

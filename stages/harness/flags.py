@@ -12,7 +12,7 @@ import torch
 from data import VOCAB, InputError
 from model import CONTEXT, SIZES, check_save
 
-from . import ladder, log, machine, memory
+from . import arithmetic, ladder, log, machine, memory
 from .results import BAD_INPUT, NOT_FOR_THIS_DEVICE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -131,7 +131,7 @@ def resolve(args, stage=None):
         args.fallbacks["compile"] = f"left out, {problem}"
     check_numbers(args, world_size)
     if args.save is not None:  # refused now rather than when the work is done
-        check_save(args.save, nbytes=ladder.weight_bytes(args.shape, args.seq_len))
+        check_save(args.save, nbytes=arithmetic.weight_bytes(args.shape, args.seq_len))
     if args.record is not None and machine.is_rank_0():
         check_record(args.record, args.save)
 
@@ -179,7 +179,7 @@ def defaults_of(device, world_size):
 def fitting_batch_size(total_memory):
     """The largest power of two, at most 16, that s01 fits into so many bytes at gpt2 and T 1024."""
     for batch_size in (16, 8, 4, 2):
-        if ladder.s01_bytes(batch_size) <= 0.9 * total_memory:  # a tenth stays free for libraries
+        if arithmetic.s01_bytes(batch_size) <= 0.9 * total_memory:  # a tenth stays free for libraries
             return batch_size
     return 1
 

@@ -1,4 +1,4 @@
-"""The twelve stages in one table, and the sums about their model.
+"""The twelve stages in one table.
 
 Whatever the code and the tests know about one stage beside its text stands in its row of STAGES: adding a stage
 means adding its file, its row and its lesson. Imports no torch, because a table is drawn without it.
@@ -6,8 +6,11 @@ means adding its file, its row and its lesson. Imports no torch, because a table
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from . import arithmetic
+from .arithmetic import Work
 
 FOLDER = Path(__file__).resolve().parents[1]  # stages/
 FOR_THE_LOSS = "for the loss, not the speed"
@@ -114,6 +117,57 @@ def ddp(facts):
     return Effect()
 
 
+def same_work(work, facts):
+    """The technique changes nothing that FLOPs or bytes tell of."""
+    return work
+
+
+def work_in_tf32(work, facts):
+    """The matmuls run on TF32 units, where there are any."""
+    if facts.environment["tf32"]:
+        return replace(work, matmul_dtype="tf32")
+    return work
+
+
+def work_in_autocast(work, facts):
+    """The matmuls and what lies between them are in 16 bits, which takes casts."""
+    dtype = facts.settings["amp_dtype"]
+    if dtype == "float32":
+        return work
+    on_cuda = facts.environment["device"] == "cuda"
+    return replace(work, matmul_dtype=dtype, amp_dtype=dtype, softmax_is_wide=on_cuda)
+
+
+def compiled_work(work, facts):
+    """What lies between two matmuls is fused, where anything is compiled."""
+    return replace(work, is_compiled=facts.settings["compile"])
+
+
+def flash_work(work, facts):
+    """No score goes to memory, and none is computed that lies in the future."""
+    return replace(work, is_flash=True)
+
+
+def clipped_work(work, facts):
+    """The gradients are read for their norm, and scaled."""
+    return replace(work, clips=True)
+
+
+def fused_update(work, facts):
+    """AdamW reads and writes each of its numbers once."""
+    return replace(work, update_passes=arithmetic.UPDATE_IN_ONE_KERNEL)
+
+
+def work_with_accumulation(work, facts):
+    """One update for several micro-batches, whose gradients are added up. The ranks divide the micro-batches."""
+    return replace(work, accum=max(1, facts.settings["accum"] // facts.settings["world_size"]))
+
+
+def work_with_buckets(work, facts):
+    """Each gradient is copied into a bucket, and back."""
+    return replace(work, has_buckets=True)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One row of the ladder.
@@ -121,6 +175,8 @@ class Stage:
     name: of its file, without ".py".
     budget: how many lines of code its diff adds to the stage before, and how many it removes, exactly.
     effect: maps the Facts of a run to the Effect of the technique on that machine.
+    work: maps the Work of a micro-batch of the stage before, and the Facts of a run, to that of this stage.
+    is_predictable: whether FLOPs and bytes tell what the technique is worth.
     for_the_loss: whether the technique is to change the loss; all others must leave it as it was.
     flag: the stages' flag that has an effect from here on.
     column: the figure beside the loss that the log shows from here on.
@@ -132,6 +188,8 @@ class Stage:
     name: str
     budget: tuple[int, int] = (0, 0)
     effect: Callable[[Facts], Effect] = no_words
+    work: Callable[[Work, Facts], Work] = same_work
+    is_predictable: bool = True
     for_the_loss: bool = False
     flag: str | None = None
     column: str | None = None
@@ -149,17 +207,25 @@ NO_GLOO_FOR_MPS = "not for mps: s12 averages gradients by gloo or nccl, which ca
 
 STAGES = (
     Stage("s01_baseline", modes=("memory",)),
-    Stage("s02_tf32", (1, 0), tf32),
-    Stage("s03_bf16", (5, 2), autocast, flag="amp_dtype", modes=("amp",)),
-    Stage("s04_compile", (2, 0), compilation, flag="compile"),
-    Stage("s05_flash", (1, 7), attention_kernel, modes=("limit",)),
-    Stage("s06_vocab", (1, 1), modes=("loss",)),
-    Stage("s07_clip", (4, 2), loss_at_a_cost, for_the_loss=True, column="norm", modes=("loss",)),
+    Stage("s02_tf32", (1, 0), tf32, work_in_tf32),
+    Stage("s03_bf16", (5, 2), autocast, work_in_autocast, flag="amp_dtype", modes=("amp",)),
+    Stage("s04_compile", (2, 0), compilation, compiled_work, flag="compile"),
+    Stage("s05_flash", (1, 7), attention_kernel, flash_work, modes=("limit",)),
+    Stage("s06_vocab", (1, 1), is_predictable=False, modes=("loss",)),
+    Stage("s07_clip", (4, 2), loss_at_a_cost, clipped_work, for_the_loss=True, column="norm", modes=("loss",)),
     Stage("s08_cosine", (13, 2), loss_at_no_cost, for_the_loss=True, column="lr", modes=("loss",)),
     Stage("s09_decay", (5, 1), loss_at_no_cost, for_the_loss=True, modes=("loss",)),
-    Stage("s10_fused", (1, 1)),
-    Stage("s11_accum", (7, 3), accumulation, flag="accum", modes=("limit",)),
-    Stage("s12_ddp", (15, 3), ddp, modes=("scale",), takes_ranks=True, not_for={"mps": NO_GLOO_FOR_MPS}),
+    Stage("s10_fused", (1, 1), work=fused_update),
+    Stage("s11_accum", (7, 3), accumulation, work_with_accumulation, flag="accum", modes=("limit",)),
+    Stage(
+        "s12_ddp",
+        (15, 3),
+        ddp,
+        work_with_buckets,
+        modes=("scale",),
+        takes_ranks=True,
+        not_for={"mps": NO_GLOO_FOR_MPS},
+    ),
 )
 
 
@@ -203,6 +269,30 @@ def is_used(flag, name):
     return name in order and order.index(name) >= order.index(first_with(flag).name)
 
 
+def is_predictable(name, base):
+    """Whether FLOPs and bytes tell what a stage is worth against an earlier one: against another script, never."""
+    order = names()
+    if name not in order or base not in order or order.index(name) <= order.index(base):
+        return False
+    steps_of_the_ladder = STAGES[order.index(base) + 1 : order.index(name) + 1]
+    return all(stage.is_predictable for stage in steps_of_the_ladder)
+
+
+def work_of(name, facts, shape):
+    """The Work of a micro-batch of a stage on the machine of a run, or None for a script that is no stage.
+
+    facts: of the run, whose settings have batch_size and seq_len. shape: the model's, a dict.
+    """
+    if name not in names():
+        return None
+    work = Work(shape, facts.settings["batch_size"], facts.settings["seq_len"])
+    for stage in STAGES:
+        work = stage.work(work, facts)
+        if stage.name == name:
+            break
+    return work
+
+
 def docstring_and_code(name):
     """The docstring of a script in stages/ and the code below it; two empty texts if there is no such file."""
     path = FOLDER / f"{name}.py"
@@ -231,29 +321,3 @@ def code_sha256(name):
     """The sha256 of a stage's code below its docstring, by which a record names what ran."""
     _, code = docstring_and_code(name)
     return hashlib.sha256(code.encode()).hexdigest()
-
-
-def flops_per_token(shape, seq_len):
-    """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
-
-    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: GPT-2 asks for no work on padding).
-    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention
-    counted in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
-    """
-    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
-    return 6 * (12 * L * C**2 + V * C) + 12 * L * C * seq_len
-
-
-def weight_bytes(shape, block_size):
-    """Bytes of a GPT's weights in float32, or of its gradient. Biases and LayerNorms, 0.1 %, are left out."""
-    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
-    return 4 * (12 * L * C**2 + (V + block_size) * C)
-
-
-def s01_bytes(batch_size):
-    """The most bytes that the tensors of s01 hold at gpt2 and T 1024.
-
-    1.5 GB are the weights with AdamW's moments. A sequence takes 1.83 GB, in float32: 16 T C numbers and a
-    T x T softmax per head in each of 12 layers, and three copies of the logits.
-    """
-    return 1.5e9 + 1.83e9 * batch_size

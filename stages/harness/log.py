@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from data import InputError, load_tokens
 from model import evaluate
 
-from . import ladder, machine, memory, results
+from . import arithmetic, ladder, machine, memory, parts, rates, results
 from .results import WARMUP, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,16 @@ def end_as_by_ctrl_c():
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) != signal.SIG_IGN:
             signal.signal(signal_number, signal.default_int_handler)
+
+
+def operation_name(event):
+    """The name of a profiled operation, marked where AdamW's step called it: clipping calls some of the same."""
+    caller = event.cpu_parent
+    while caller is not None:
+        if caller.name.startswith("Optimizer.step#"):
+            return f"{parts.IN_OPTIMIZER}{event.name}"
+        caller = caller.cpu_parent
+    return event.name
 
 
 def synchronize(device):
@@ -234,15 +244,17 @@ class StepLog:
         """Keep {operation: (ms of its own, ms with what it called, calls)}, the longest first."""
         self.profiler.__exit__(None, None, None)
         clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
-        rows = []
-        for event in self.profiler.key_averages():
+        profile = {}
+        for event in self.profiler.events():
             if event.device_type != DeviceType.CPU:
                 continue  # a kernel, whose time is also that of the operation that started it
-            own_ms = getattr(event, f"self_{clock}") / 1e3
-            total_ms = getattr(event, clock) / 1e3
-            rows.append((own_ms, total_ms, event.count, event.key))
-        rows.sort(reverse=True)
-        self.profile = {key: (own_ms, total_ms, calls) for own_ms, total_ms, calls, key in rows}
+            name = operation_name(event)
+            own_ms, total_ms, calls = profile.get(name, (0.0, 0.0, 0))
+            own_ms += getattr(event, f"self_{clock}") / 1e3
+            total_ms += getattr(event, clock) / 1e3
+            profile[name] = (own_ms, total_ms, calls + 1)
+        longest_first = sorted(profile.items(), key=lambda item: item[1], reverse=True)
+        self.profile = dict(longest_first)
         self.profiler = None
 
     def step(self, loss, **figures):
@@ -307,6 +319,9 @@ class StepLog:
             figures["eval"] = evaluate(self.model, self.held_out)
         if self.args.profile:
             figures["profile"] = self.profile
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()  # the copy needs room
+            figures["rates"] = rates.measure(self.device, self.args.amp_dtype)
         kernel = re.search(SDPA_KERNEL, " ".join(self.profile))  # none where attention is explicit
         figures["sdpa"] = kernel[1] if kernel else None
         figures["compile_cache"] = compile_cache()
@@ -331,9 +346,19 @@ class StepLog:
             parts.append(f"held-out loss {figures['eval']:.4f}")
         self.say(" | ".join(parts))
         if "profile" in figures:
-            longest = list(figures["profile"].items())[:PROFILE_LINES]
-            for key, (own_ms, _, calls) in longest:
-                self.say(f"{own_ms:9.2f} ms in {calls:4d} x {key}")
+            self._say_profile(figures)
+
+    def _say_profile(self, figures):
+        longest = list(figures["profile"].items())[:PROFILE_LINES]
+        for name, (own_ms, _, calls) in longest:
+            self.say(f"{own_ms:9.2f} ms in {calls:4d} x {name}")
+        measured_rates = arithmetic.Rates(figures["rates"]["peak"], figures["rates"]["copy"])
+        step_ms = 1e3 * self.steps[-1]["dt"]
+        self.say("this step in ms, and what its FLOPs and bytes take at the rates of this machine:")
+        self.say(" measured predicted")
+        for part, measured_ms, predicted_ms in parts.table(self._header(), figures["profile"], step_ms, measured_rates):
+            shown = "" if predicted_ms is None else f"{predicted_ms:.2f}"
+            self.say(f"{measured_ms:9.2f} {shown:>9} {part}")
 
     def save(self):
         """Write the weights where --save asked for them. Raises InputError where they can't be written."""

@@ -278,6 +278,11 @@ def is_wsl():
     return "microsoft" in platform.release().lower()
 
 
+def has_tf32(device):
+    """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
+    return device.type == "cuda" and torch.cuda.is_tf32_supported()
+
+
 def environment(device):
     """Return what two records must share to be compared, hardware and versions, as a flat dict for JSON."""
     cuda = device.type == "cuda"
@@ -286,7 +291,7 @@ def environment(device):
         device_name=device_name(device),
         threads=torch.get_num_threads(),
         cores=cores(),
-        tf32=cuda and torch.cuda.is_tf32_supported(),
+        tf32=has_tf32(device),
         native_dtype=str(native_amp_dtype(device)).removeprefix("torch."),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),

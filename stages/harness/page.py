@@ -3,7 +3,7 @@
 import json
 import statistics
 
-from . import ladder
+from . import arithmetic, ladder
 from .results import ALL_REDUCE, PEAK, ResultsError
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
@@ -145,6 +145,8 @@ def cells(results, name, link):
     else:
         row |= speed_cells(results, name)
         digits_of_previous, digits_of_first = 3, 2  # neighbors differ by little
+    if has_predictions(results):
+        row["predicted"] = prediction(results, name)
     row["vs previous"] = comparison(results, name, results.row_above(name), digits_of_previous)
     for base in results.bases():
         row[f"vs {short(base)}"] = comparison(results, name, base, digits_of_first)
@@ -156,6 +158,24 @@ def cells(results, name, link):
         row[f"loss, step {step}"] = f"{loss:.4f}" if loss else NOTHING
     row["note"] = note(results, name)
     return row
+
+
+def has_predictions(results):
+    """Whether a page has the column "predicted": in the modes that have one, where the probe measured the rates."""
+    if results.mode == "scale":
+        return True
+    return results.mode == "ladder" and results.rates() is not None
+
+
+def prediction(results, name):
+    """How many times as fast as the row above a row should be; "unknown" for a stage that arithmetic can't judge."""
+    ratio = results.predicted(name)
+    if ratio is not None:
+        return f"{ratio:.3f}"
+    stage = ladder.find(name)
+    if stage is not None and not stage.is_predictable:
+        return "unknown"
+    return NOTHING
 
 
 def full_table(results):
@@ -336,6 +356,22 @@ def what_a_ratio_is():
     )
 
 
+def what_predicted_is(results):
+    """The line that explains the column "predicted"."""
+    if results.mode == "scale":
+        return (
+            "Predicted: the step of a single rank divided by the number of ranks, and the all-reduce after it, against "
+            "the row above."
+        )
+    rates = results.rates()
+    units = [f"{name} {rate / 1e12:.3f} TFLOP/s" for name, rate in rates.matmul.items()]
+    return (
+        "Predicted: the step of the row above as it was measured, less what arithmetic says that the technique saves: "
+        f"FLOPs at the rate of the matmuls ({', '.join(units)}) and bytes at that of the copy "
+        f"({rates.copy / 1e9:.1f} GB/s). [The lessons](../stages/README.md#before-s01--the-arithmetic) count both."
+    )
+
+
 def noise_line(results):
     """How far the runs of one program came out apart, pair by pair, and what follows for the verdicts."""
     controls = results.controls()
@@ -359,7 +395,7 @@ def peak_line(results):
         rate = statistics.median(step["peak"][dtype] for step in steps)
         rates.append(f"{rate / 1e12:.2f} TFLOP/s in {dtype}")
     header = results.any_header()
-    flops = ladder.flops_per_token(header["shape"], header["settings"]["seq_len"])
+    flops = arithmetic.flops_per_token(header["shape"], header["settings"]["seq_len"])
     return (
         f"Peak: {', '.join(rates)}, reached by matmuls of size {steps[0]['size']} (rounds: {len(steps)}). "
         f"The column is the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
@@ -465,6 +501,8 @@ def conditions(results):
     is_of_speed = results.mode not in ("limit", "loss")
     if is_of_speed:
         lines.append(what_a_ratio_is())
+        if has_predictions(results):
+            lines.append(what_predicted_is(results))
         lines.append(noise_line(results))
     peak = results.counted_steps(PEAK)
     if peak:

@@ -72,7 +72,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import ladder
+from . import arithmetic, ladder
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 CONTROL = " again"  # ends the name of the A/A control, a second run of one row
@@ -143,7 +143,7 @@ HEADER = {
     "dirty": FLAG,
     "started": TEXT,
     "settings": SETTINGS,
-    "shape": {"vocab_size": WHOLE, "n_layer": WHOLE, "n_embd": WHOLE},
+    "shape": {"vocab_size": WHOLE, "n_layer": WHOLE, "n_head": WHOLE, "n_embd": WHOLE},
     "environment": ENVIRONMENT,
     "fallbacks": OBJECT,
 }
@@ -247,7 +247,7 @@ def check_header(entry):
     """Raise ValueError where a run's header could not be drawn."""
     check_fields(entry, HEADER)
     check_positive(entry["settings"], "batch_size", "seq_len", "accum", "world_size")
-    check_positive(entry["shape"], "vocab_size", "n_layer", "n_embd")
+    check_positive(entry["shape"], "vocab_size", "n_layer", "n_head", "n_embd")
     if not re.fullmatch(r"[^/\\]{1,100}", entry["stage"]):  # the name of a file in stages/, without ".py"
         raise ValueError(f"'stage' is {entry['stage']!r}")
     for name, reason in entry["fallbacks"].items():
@@ -640,11 +640,18 @@ class Results:
 
     def effect(self, name):
         """The ladder.Effect of a stage's technique on this machine; None for no stage and before it ran."""
-        stage, header = ladder.find(name), self.header(name)
-        if stage is None or header is None:
+        stage, facts = ladder.find(name), self.facts(name)
+        if stage is None or facts is None:
+            return None
+        return stage.effect(facts)
+
+    def facts(self, name):
+        """The ladder.Facts of a row, or None before it ran."""
+        header = self.header(name)
+        if header is None:
             return None
         summary = self.summary(name)
-        facts = ladder.Facts(
+        return ladder.Facts(
             environment=header["environment"],
             settings=header["settings"],
             fallbacks=header["fallbacks"],
@@ -652,7 +659,75 @@ class Results:
             sdpa=self.sdpa(name),
             compile_cache=self.compile_cache(name),
         )
-        return stage.effect(facts)
+
+    def rates(self):
+        """The arithmetic.Rates that the probe measured, medians over the rounds; None where it left none."""
+        steps = self.counted_steps(PEAK)
+        if not steps or "copy" not in steps[0]:  # the oldest records have no copy
+            return None
+        matmul = {}
+        for dtype in steps[0]["peak"]:
+            matmul[dtype] = statistics.median(step["peak"][dtype] for step in steps)
+        return arithmetic.Rates(matmul, statistics.median(step["copy"] for step in steps))
+
+    def seconds_per_micro_batch(self, name):
+        """The median seconds that a row takes for one micro-batch of one rank, or None before it ran."""
+        summary, header = self.summary(name), self.header(name)
+        if summary is None:
+            return None
+        settings = header["settings"]
+        tokens = settings["batch_size"] * settings["seq_len"] * settings["world_size"]
+        return tokens / summary["tok_per_sec"]
+
+    def predicted_saving(self, name):
+        """The seconds of a micro-batch that a stage should save against the row above; below 0 where it costs some.
+
+        The FLOPs and bytes of both stages are divided by the rates that the probe measured in the same rounds. None
+        where arithmetic can't tell: without those rates, for a row that is no stage or stands below none, and for
+        stages whose worth FLOPs and bytes do not show.
+        """
+        above, rates, facts = self.row_above(name), self.rates(), self.facts(name)
+        if rates is None or facts is None or not ladder.is_predictable(name, above):
+            return None
+        shape = self.header(name)["shape"]
+        before, after = ladder.work_of(above, facts, shape), ladder.work_of(name, facts, shape)
+        if not arithmetic.is_known(before, rates) or not arithmetic.is_known(after, rates):
+            return None
+        return sum(arithmetic.seconds(before, rates).values()) - sum(arithmetic.seconds(after, rates).values())
+
+    def predicted(self, name):
+        """How many times as fast as the row above a row should be, or None where nothing can be said.
+
+        Of the time of the row above, as it was measured, the predicted saving is taken away. In the mode `scale` the
+        ranks divide the first row's step among them, and wait for the all-reduce that the probe measured.
+        """
+        if self.mode == "scale":
+            return self._predicted_of_ranks(name)
+        before, saved = self.seconds_per_micro_batch(self.row_above(name)), self.predicted_saving(name)
+        if before is None or saved is None or saved >= before:
+            return None
+        return before / (before - saved)
+
+    def _predicted_of_ranks(self, name):
+        """How many times as fast as the row above so many ranks should be; None for the first row."""
+        above = self.row_above(name)
+        before, now = self._predicted_step_of_ranks(above), self._predicted_step_of_ranks(name)
+        if name == above or before is None or now is None:
+            return None
+        return before / now
+
+    def _predicted_step_of_ranks(self, name):
+        """Seconds that a step should take on a row's ranks: the first row's by their number, and an all-reduce."""
+        one_rank, header = self.summary(self.rows[0]), self.header(name)
+        if one_rank is None or header is None:
+            return None
+        seconds = 1e-3 * one_rank["dt_ms"] / header["settings"]["world_size"]
+        if header["settings"]["world_size"] == 1:
+            return seconds
+        steps = self.counted_steps(ALL_REDUCE + name)
+        if not steps:
+            return None
+        return seconds + statistics.median(step["dt"] for step in steps)
 
     def sdpa(self, name):
         """The attention kernel that ran in a row, such as "flash", or None."""
@@ -740,7 +815,7 @@ class Results:
         ratio, header = self.compare(name, PEAK), self.header(name)
         if ratio is None or header is None:
             return None
-        flops = ladder.flops_per_token(header["shape"], header["settings"]["seq_len"])
+        flops = arithmetic.flops_per_token(header["shape"], header["settings"]["seq_len"])
         return ratio.value * flops / header["settings"]["world_size"]
 
     def problem(self, name):
