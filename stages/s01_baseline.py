@@ -34,7 +34,7 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
 
 config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
 model = GPT(config, attention).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):

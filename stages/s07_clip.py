@@ -31,7 +31,7 @@ config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])
 model = GPT(config, attention).to(device)
 if args.compile:
     model = torch.compile(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)

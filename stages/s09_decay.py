@@ -39,7 +39,7 @@ groups = [
 optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
 scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
 
-max_lr, min_lr = 6e-4, 6e-5
+max_lr, min_lr = args.lr, args.lr / 10
 warmup_steps = max(1, args.steps // 10)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ from data import VOCAB, InputError
 from model import CONTEXT, SIZES, check_save
 
 from . import arithmetic, ladder, log, machine, memory
-from .results import BAD_INPUT, NOT_FOR_THIS_DEVICE
+from .results import BAD_INPUT, LEARNING_RATE, NOT_FOR_THIS_DEVICE, rate_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,6 +37,17 @@ def positive(text):
     return int(text)
 
 
+def learning_rate(text):
+    """The finite number above 0 that --lr takes. Raises argparse.ArgumentTypeError."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not math.isfinite(rate) or rate <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as {rate_text(LEARNING_RATE)}")
+    return rate
+
+
 def add_flags(parser):
     """Add the flags that all stages take, so that the bench can pass one set to all of them."""
     amp_from = ladder.first_with("amp_dtype").short
@@ -53,6 +65,13 @@ def add_flags(parser):
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add(
+        "--lr",
+        type=learning_rate,
+        default=LEARNING_RATE,
+        metavar="RATE",
+        help=f"learning rate, the highest one where it decays ({rate_text(LEARNING_RATE)})",
+    )
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
     add(
         "--amp-dtype",

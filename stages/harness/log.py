@@ -202,6 +202,7 @@ class StepLog:
                 "seq_len": args.seq_len,
                 "size": args.size,
                 "seed": args.seed,
+                "lr": args.lr,
                 "data": args.data,
                 "compile": args.compile,
                 "accum": args.accum,

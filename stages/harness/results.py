@@ -13,8 +13,8 @@ line.
     {"kind": "header", "stage": "s10_fused", "title": "Stage 10 · fused: fused AdamW.",
      "code": "4ca2d2a6b5ad0c2a91e2f3a9370c324952541c28742fdee7a8391c06ca0ad7a7",
      "commit": "569c6896ba9f02081652514135fcf8a37681b9b6", "dirty": false,
-     "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "data": null,
-                  "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
+     "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "lr": 0.0006,
+                  "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
                   "corpus": "Tiny Shakespeare", "tokenizer": "gpt2",
                   "memory_variables": {"THP_MEM_ALLOC_ENABLE": "1"}},
      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256}, "parameters": 16287232,
@@ -32,7 +32,8 @@ line.
 
 dt is in seconds, memory in bytes, a loss in nats per token. A figure that is not finite is null, and so is
 one that this machine can't measure. A step has "norm" and "lr" only where its stage logs them; "page_faults" is
-how many pages it got from the system. The steps of a run are numbered from 0 without a gap. A header starts its
+how many pages it got from the system. "lr" in the settings is the learning rate, the highest one where it decays;
+older records lack it, and ran at 6e-4. The steps of a run are numbered from 0 without a gap. A header starts its
 run afresh: what the same run wrote before it no longer counts. A reason is one of REASONS.
 
 A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
@@ -75,6 +76,7 @@ from pathlib import Path
 from . import arithmetic, ladder
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+LEARNING_RATE = 6e-4  # of a run that was given none
 CONTROL = " again"  # ends the name of the A/A control, a second run of one row
 PEAK = "peak"  # the name of the run that times matmuls, see probe.py
 ALL_REDUCE = "all-reduce "  # begins the name of the run that times an all-reduce, before that of its row
@@ -178,6 +180,13 @@ CARD = {"start": CARD_STATE, "end": CARD_STATE}
 ERROR = {"reason": TEXT, "error": TEXT}
 
 
+def rate_text(rate):
+    """A learning rate as names, tables and charts show it, such as 6e-4 or 1.2e-3."""
+    digits, exponent = f"{rate:e}".split("e")
+    digits = digits.rstrip("0").rstrip(".")
+    return f"{digits}e{int(exponent)}"
+
+
 def check_value(key, value, types):
     """Raise ValueError unless a value has one of these types, or these fields, and is no absurd number."""
     if isinstance(types, dict):
@@ -247,6 +256,9 @@ def check_header(entry):
     """Raise ValueError where a run's header could not be drawn."""
     check_fields(entry, HEADER)
     check_positive(entry["settings"], "batch_size", "seq_len", "accum", "world_size")
+    if "lr" in entry["settings"]:  # not in older records
+        check_value("lr", entry["settings"]["lr"], NUMBER)
+        check_positive(entry["settings"], "lr")
     check_positive(entry["shape"], "vocab_size", "n_layer", "n_head", "n_embd")
     if not re.fullmatch(r"[^/\\]{1,100}", entry["stage"]):  # the name of a file in stages/, without ".py"
         raise ValueError(f"'stage' is {entry['stage']!r}")
