@@ -6,11 +6,14 @@
     python bench.py limit s05 s11      the largest batch that fits
     python bench.py scale              s12 on 1, 2, ... processes
     python bench.py loss               held-out loss of s06 to s09 after the same tokens, on several seeds
+    python bench.py loss --lr 3e-4 6e-4 1.2e-3   the same at each of these learning rates
     python bench.py memory s10         with and without what the harness does for memory on a CPU
 
-Every flag of a stage can be given and goes to all of them. The table goes to stdout and to results/NAME.md, each step
+Every flag of a stage can be given and goes to all of them. A script of your own in stages/ can be a row, too: pass
+stages/mine.py. The table goes to stdout and to results/NAME.md, each step
 to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in turn; on a
-GPU they run one after the other, in several rounds. The row `plain`, the first on a CPU, is s01 in a process whose
+GPU they run one after the other, in several rounds. The mode loss, which times nothing, trains on a CPU as many runs
+side by side as there are cores. The row `plain`, the first on a CPU, is s01 in a process whose
 memory the harness leaves alone.
 """
 
@@ -32,10 +35,10 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
 from harness import ladder, machine, memory, page
-from harness.flags import Parser, add_flags, positive, resolve
-from harness.leader import Row, Session, say, silence
+from harness.flags import Parser, add_flags, learning_rate, positive, resolve
+from harness.leader import Row, Session, Trainings, say, silence
 from harness.log import end_as_by_ctrl_c
-from harness.results import ALL_REDUCE, CONTROL, MODES, PEAK, WARMUP, Results, ResultsError
+from harness.results import ALL_REDUCE, CONTROL, MODES, PEAK, WARMUP, Results, ResultsError, name_at_rate, rate_text
 
 import torch
 
@@ -44,6 +47,7 @@ from data import InputError, write_whole
 
 PROBE = "harness/probe"
 FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in results/
+SCRIPT_NAME = r"[\w-]{1,50}"  # of a user's script in stages/, without ".py"
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 
@@ -76,14 +80,18 @@ def new_parser():
     )
     add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (5; 1 on a CPU)")
     add("--out", metavar="NAME", help="of the files in results/ (date, time and mode)")
-    add("--resume", metavar="NAME", help="continue a bench that was interrupted, with the flags it had")
+    add(
+        "--resume",
+        metavar="NAME",
+        help="continue a bench that was interrupted, with the flags it had; rates of --lr are added to its own",
+    )
     add("--render", metavar="NAME", help="draw results/NAME.md again from its records, and run nothing")
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
     add("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take (%(default)s)")
     add("--memory-budget", type=float, metavar="GB", help="for limit on a CPU: what a run may hold (half of the free)")
     add("--seeds", type=positive, default=5, metavar="N", help="for loss: runs of each stage (%(default)s)")
     add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
-    add_flags(parser)
+    add_flags(parser, several_rates=True)
     return parser
 
 
@@ -124,31 +132,63 @@ def parse(argv):
 
 
 def parse_resume(argv):
-    """The name and the --timeout (seconds, or None) of a command line with --resume, which takes no other flag."""
+    """(name, --timeout in seconds or None, rates to add) of a command line with --resume, which takes no other flag."""
     parser = Parser(allow_abbrev=False)
     parser.add_argument("--resume", required=True)
     parser.add_argument("--timeout", type=positive)
+    parser.add_argument("--lr", type=learning_rate, nargs="+", default=[])
     args, others = parser.parse_known_args(argv)
     if others:
-        parser.error(f"--resume {args.resume} continues with the flags of before: pass no other than --timeout")
+        remedy = "pass no other than --timeout, and --lr for rates to add"
+        parser.error(f"--resume {args.resume} continues with the flags of before: {remedy}")
     if not re.fullmatch(FILE_NAME, args.resume):
         parser.error(wrong_name(args.resume))
-    return args.resume, args.timeout
+    return args.resume, args.timeout, args.lr
 
 
 def stages_named(words):
-    """The names of the stages that s05, 5, 05 or s05_flash stand for, in ladder order. Raises InputError."""
-    wanted = set()
+    """The names of the stages that these words stand for, in ladder order, and below them those of a user's scripts.
+
+    A stage is s05, 5, 05, s05_flash or stages/s05_flash.py, a user's script the path of a file in stages/. Raises
+    InputError.
+    """
+    names = []
     for word in words:
-        for stage in ladder.STAGES:
-            number = int(stage.short[1:])
-            if word in (stage.name, stage.short, f"s{number}", f"{number:02d}", f"{number}"):
-                wanted.add(stage.name)
-                break
-        else:
-            last = ladder.STAGES[-1].short
-            raise InputError(f"{word} is no stage: pass s01 to {last}, or one of {', '.join(MODES)}")
-    return [name for name in ladder.names() if name in wanted]
+        name = stage_of_word(word) or own_script(word)
+        if name not in names:
+            names.append(name)
+    stages = [name for name in ladder.names() if name in names]
+    own_scripts = [name for name in names if name not in stages]
+    return stages + own_scripts
+
+
+def stage_of_word(word):
+    """The name of the stage that a word stands for, or None."""
+    for stage in ladder.STAGES:
+        number = int(stage.short[1:])
+        if word in (stage.name, stage.short, f"s{number}", f"{number:02d}", f"{number}"):
+            return stage.name
+    return None
+
+
+def own_script(word):
+    """The name, without ".py", of the script in stages/ that a word is the path of. Raises InputError."""
+    path = Path(word)
+    if path.suffix != ".py" or not path.is_file():
+        last = ladder.STAGES[-1].short
+        raise InputError(
+            f"{word} is no stage: pass s01 to {last}, the path of a script in stages/, or one of {', '.join(MODES)}"
+        )
+    if path.resolve().parent != ROOT / "stages":
+        raise InputError(f"{word} is not in stages/, where a script finds the harness: copy it there")
+    name = path.stem
+    if not re.fullmatch(SCRIPT_NAME, name) or name in (PEAK, ladder.PLAIN):
+        raise InputError(f"{word} can't name a row: call it by other letters, digits, '-' and '_'")
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{word} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    return name
 
 
 def wrong_name(name):
@@ -205,6 +245,12 @@ def check_mode(args):
         raise InputError("memory compares settings in one stage: pass one, such as s10")
     if args.mode == "scale" and args.stages != ladder.of_mode("scale"):
         raise InputError("scale is about s12, the one stage that knows several processes")
+    args.lr.sort()  # the order of the table's columns
+    if len(args.lr) > 1:
+        if args.mode != "loss":
+            raise InputError("--lr takes several rates in the mode loss alone: pass one")
+        if len({rate_text(rate) for rate in args.lr}) < len(args.lr):
+            raise InputError(f"--lr names a rate twice: {' '.join(rate_text(rate) for rate in args.lr)}")
     if args.mode == "loss" and args.accum > 1:
         raise InputError("loss compares stages after the same tokens, which --accum multiplies: leave it out")
 
@@ -219,6 +265,8 @@ def rows_of(args):
         return rows_of_scale(args)
     if args.mode == "memory":
         return rows_of_memory(args), [Row(PEAK, script_of(PROBE))]
+    if args.mode == "loss":
+        return rows_of_loss(args), []
     rows = [Row(name, script_of(name), ladder.change(name)) for name in args.stages]
     if args.plain:
         first = ladder.names()[0]
@@ -226,6 +274,24 @@ def rows_of(args):
     if args.mode == "ladder":
         return rows, [Row(PEAK, script_of(PROBE))]
     return rows, []
+
+
+def rows_of_loss(args):
+    """The Rows of the mode `loss`: each stage, at each rate where there are several.
+
+    On a CPU the runs share the cores, a thread each where there are as many runs as cores.
+    """
+    env = {}
+    if args.interleaved:
+        runs = len(args.stages) * len(args.lr) * args.seeds
+        env["OMP_NUM_THREADS"] = str(max(1, machine.cores() // runs))
+    rows = []
+    for stage in args.stages:
+        for rate in args.lr:
+            name = stage if len(args.lr) == 1 else name_at_rate(stage, rate)
+            flags = ("--lr", repr(rate), "--eval")
+            rows.append(Row(name, script_of(stage), ladder.change(stage), flags, env=env))
+    return rows
 
 
 def script_of(name):
@@ -303,6 +369,8 @@ def shared_flags(args):
     flags = ["--device", device, "--steps", str(args.steps)]
     for name in ("batch_size", "seq_len", "size", "seed", "accum"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    if args.mode != "loss":  # where each row has a rate of its own
+        flags += ["--lr", repr(args.lr[0])]
     if args.data:
         flags += ["--data", str(Path(args.data).resolve())]
     if "amp_dtype" in args.given:
@@ -328,7 +396,7 @@ def memory_budget(args):
 
 def first_line(args, rows, tokens):
     """The bench's own line in the records: all that must be the same where it continues."""
-    return {
+    line = {
         "kind": "bench",
         "mode": args.mode,
         "change": {row.name: row.change for row in rows},
@@ -346,6 +414,9 @@ def first_line(args, rows, tokens):
         "memory_budget": memory_budget(args),
         "command": shlex.join(["python", "bench.py", *args.argv]),
     }
+    if args.mode == "loss":
+        line["rates"] = args.lr
+    return line
 
 
 def sources(args):
@@ -448,17 +519,20 @@ class Bench:
         return now_failed
 
     def compare_losses(self):
-        """Train every row once for each seed, in a fresh process; runs that have a held-out loss are not repeated."""
+        """Train every row once for each seed, in a fresh process; runs that have a held-out loss are not repeated.
+
+        All rows of the first seed come first, so that the records of an interrupted bench can be compared.
+        """
         runs = self.results().runs
         waiting = []
         for seed in range(self.args.seeds):
             for row in self.rows:
                 run = runs.get((seed, row.name))
                 if run is None or run.error or run.summary is None:
-                    waiting.append((seed, row))
-        for i, (seed, row) in enumerate(waiting):
-            row = replace(row, flags=("--seed", str(self.args.seed + seed), "--eval"))
-            self.lead(seed, [row], self.counted_steps, sessions_after=len(waiting) - i - 1)
+                    flags = (*row.flags, "--seed", str(self.args.seed + seed))
+                    waiting.append((seed, replace(row, flags=flags)))
+        at_once = machine.cores() if self.args.interleaved else 1
+        Trainings(self.path, shared_flags(self.args), self.args.timeout, self.args.steps, at_once).lead(waiting)
 
     def find_limits(self):
         """Double the batch of each row until it no longer fits, and bisect: a fresh process for each batch."""
@@ -545,24 +619,53 @@ def corpus_of(args):
     return tokens
 
 
-def continue_old(name, timeout):
-    """(Bench, its locked file) of one that was interrupted. Raises InputError where anything that runs has changed."""
+def continue_old(name, timeout, more_rates):
+    """(Bench, its locked file) of one that was interrupted. Raises InputError where anything that runs has changed.
+
+    timeout: seconds in place of those of before, or None. more_rates: learning rates that the bench had not.
+    """
     path = existing(name)
     lock = locked(path, "r+b")
     before = Results(path).bench
-    args = parse(shlex.split(before["command"])[2:])
+    argv = shlex.split(before["command"])[2:]
+    old, now = as_before(argv, before, path)
+    refuse_changes(name, before, now)
+    drop_unfinished_line(path)
+    if more_rates:
+        old, now = as_before(with_rates(name, before, argv, more_rates), before, path)
+        replace_first_line(path, now)
+        lock.close()
+        lock = locked(path, "r+b")  # the file is another one now
     if timeout is not None:
-        args.timeout = timeout
+        old.args.timeout = timeout
+    return old, lock
+
+
+def as_before(argv, before, path):
+    """(Bench, its line) of a command line, which adds to the records that began with this line."""
+    args = parse(argv)
     tokens = corpus_of(args)
     if args.steps is None:
         args.steps = steps_of_loss(args, tokens)
     rows, probes = rows_of(args)
-    now = first_line(args, rows, tokens)
+    line = first_line(args, rows, tokens)
     if args.memory_budget is None:
-        now["memory_budget"] = before.get("memory_budget")  # half of what was free then
-    refuse_changes(name, before, now)
-    drop_unfinished_line(path)
-    return Bench(args, path, rows, probes), lock
+        line["memory_budget"] = before.get("memory_budget")  # half of what was free then
+    return Bench(args, path, rows, probes), line
+
+
+def with_rates(name, before, argv, more_rates):
+    """A bench's command line with more rates after its --lr. Raises InputError where it had fewer than two."""
+    if len(before.get("rates", [])) < 2 or "--lr" not in argv:
+        raise InputError(f"--resume {name}: rates can be added to a bench of several rates alone: start a new bench")
+    place = argv.index("--lr") + 1
+    return argv[:place] + [rate_text(rate) for rate in more_rates] + argv[place:]
+
+
+def replace_first_line(path, line):
+    """Put another line, a dict, in the place of the bench's own in its records."""
+    _, others = path.read_bytes().split(b"\n", 1)
+    write_whole(path, json.dumps(line).encode() + b"\n" + others)
 
 
 def refuse_changes(name, before, now):

@@ -48,8 +48,11 @@ def learning_rate(text):
     return rate
 
 
-def add_flags(parser):
-    """Add the flags that all stages take, so that the bench can pass one set to all of them."""
+def add_flags(parser, several_rates=False):
+    """Add the flags that all stages take, so that the bench can pass one set to all of them.
+
+    several_rates: whether --lr takes one rate or more, and is a list.
+    """
     amp_from = ladder.first_with("amp_dtype").short
     compile_from = ladder.first_with("compile").short
     accum_from = ladder.first_with("accum").short
@@ -68,7 +71,8 @@ def add_flags(parser):
     add(
         "--lr",
         type=learning_rate,
-        default=LEARNING_RATE,
+        nargs="+" if several_rates else None,
+        default=[LEARNING_RATE] if several_rates else LEARNING_RATE,
         metavar="RATE",
         help=f"learning rate, the highest one where it decays ({rate_text(LEARNING_RATE)})",
     )

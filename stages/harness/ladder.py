@@ -312,8 +312,16 @@ def title(name):
 
 
 def change(name):
-    """What a stage changes, by its title: "flash attention, no T x T matrix"."""
-    _, words = title(name).split(": ", 1)
+    """What a stage changes, by its title: "flash attention, no T x T matrix".
+
+    For a user's script it is the whole title, or the name of the file where the title is that of a stage.
+    """
+    words = title(name)
+    if find(name) is None:
+        if not words or words in [title(stage) for stage in names()]:
+            return f"{name}.py"
+    else:
+        _, words = words.split(": ", 1)
     return words.removesuffix(".")
 
 

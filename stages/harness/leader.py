@@ -1,4 +1,4 @@
-"""A worker is a process that takes a step when asked. A session leads several through their steps, in turn."""
+"""A worker is a process that takes a step when asked. Session leads several in turn, Trainings several side by side."""
 
 import contextlib
 import functools
@@ -21,6 +21,9 @@ from .results import WARMUP
 
 PATIENCE = 5  # seconds in which a process ends that was told to, or that has closed its output
 TORCHRUN_PATIENCE = 40  # seconds: torchrun itself gives its ranks 30 before it kills them
+PATIENCE_WITH_ONE = 0.005  # seconds that Trainings waits for one worker before it looks at the next
+REPORT_EVERY = 5  # seconds between two reports of Trainings
+TOOK_STEP, ENDED = "took its step", "ended"  # what a worker has done
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
 KILLED_MESSAGE = "killed by the system, most likely out of memory: try a smaller --batch-size"
 # what a process says of its end: a line of ours, or the last line of Python's report, with torchrun's mark before it
@@ -156,23 +159,34 @@ class Worker:
 
     def took_step(self):
         """Wait until the step or the process has ended. Whether it was the step; if not, `failure` says more."""
-        while self.failure is None:
-            try:
-                entry = self.lines.get(timeout=0.05)
-            except queue.Empty:
-                self.failure = self._failure_in_waiting()
-                continue
-            if entry is None:
-                self.failure = self._failure_of_exit()
-                return False
-            if entry["kind"] == "error":
-                self.failure = self._failure_of_error(entry)
-                return False
-            self.keep(entry)
-            if entry["kind"] == "step":
-                self._look_at(entry)
-                return True
-        return False
+        done = None
+        while done is None:
+            done = self.look(0.05)
+        return done == TOOK_STEP
+
+    def look(self, seconds):
+        """What the process has done, for which this waits up to so many seconds: TOOK_STEP, ENDED, or None for neither.
+
+        Where it ended, `failure` says whether that was too early.
+        """
+        if self.failure:
+            return ENDED
+        try:
+            entry = self.lines.get(timeout=seconds)
+        except queue.Empty:
+            self.failure = self._failure_in_waiting()
+            return ENDED if self.failure else None
+        if entry is None:
+            self.failure = self._failure_of_exit()
+            return ENDED
+        if entry["kind"] == "error":
+            self.failure = self._failure_of_error(entry)
+            return ENDED
+        self.keep(entry)
+        if entry["kind"] == "step":
+            self._look_at(entry)
+            return TOOK_STEP
+        return None
 
     def _look_at(self, step):
         """Keep how much memory the process holds, and how fast its step was."""
@@ -252,6 +266,13 @@ class Worker:
             os.killpg(self.process.pid, signal_number)
 
 
+def append_line(path, session, name, entry):
+    """Append a worker's line, a dict, to the results file, with the session and the name of its row."""
+    line = {"kind": entry["kind"], "session": session, "name": name} | entry
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(json.dumps(line) + "\n")
+
+
 class Session:
     """Fresh workers of some rows, led through warm-up and counted steps, one step each in turn.
 
@@ -275,9 +296,7 @@ class Session:
 
     def keep(self, name, entry):
         """Append a line to the results file, with the session and the name of its row."""
-        line = {"kind": entry["kind"], "session": self.number, "name": name} | entry
-        with open(self.path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
+        append_line(self.path, self.number, name, entry)
 
     def start(self, row):
         """Start a row's Worker, and add it to those that are live."""
@@ -357,3 +376,124 @@ class Session:
                 self.failed.add(worker.row.name)
                 self.live.remove(worker)
                 worker.stop()
+
+
+class Training:
+    """One run of Trainings: a row, the number of its session, the steps it took so far, and its worker.
+
+    Of the worker's lines it keeps the header, the error, and the summary with the training curve. The steps themselves
+    are not written: six hundred of them would take a hundred times as much room as all that a page shows of a run.
+    """
+
+    def __init__(self, path, session, row, flags, timeout):
+        """Start the worker. path: the results file; flags and timeout: as of a Worker."""
+        self.path = path
+        self.session = session
+        self.row = row
+        self.losses = []
+        self.worker = Worker(row, flags, timeout, self.keep)
+
+    def keep(self, entry):
+        """Append the worker's line to the results file, unless it is a step."""
+        if entry["kind"] == "step":
+            self.losses.append(entry["loss"])
+            return
+        if entry["kind"] == "summary":
+            entry = entry | {"curve": results.training_curve(self.losses)}
+        append_line(self.path, self.session, self.row.name, entry)
+
+
+class Trainings:
+    """Runs that train side by side, each in a fresh process and at its own pace: for their losses, not for their speed.
+
+    live: the Trainings that are at work. most_memory: the most bytes that one of them held.
+    """
+
+    def __init__(self, path, flags, timeout, steps, at_once):
+        """Nothing starts before lead().
+
+        path: the results file. flags, timeout: as of a Worker. steps: how many each run takes, warm-up included.
+        at_once: how many may run at a time, where there is memory for them.
+        """
+        self.path = path
+        self.flags = flags
+        self.timeout = timeout
+        self.steps = steps
+        self.at_once = at_once
+        self.live = []
+        self.most_memory = 0
+        self.runs = 0
+        self.runs_ended = 0
+        self.steps_taken = 0
+
+    def lead(self, runs):
+        """Take all runs through their steps, in this order. runs: a list of (number of the session, Row)."""
+        waiting = list(runs)
+        self.runs = len(waiting)
+        self.began = self.reported = time.monotonic()
+        try:
+            while waiting or self.live:
+                while waiting and self.has_room():
+                    self.start(*waiting.pop(0))
+                for training in list(self.live):
+                    self.look_at(training)
+                if time.monotonic() > self.reported + REPORT_EVERY:
+                    self.report()
+        finally:
+            for training in self.live:
+                training.worker.signal(signal.SIGTERM)  # all at once, since each takes its time to leave
+            for training in self.live:
+                training.worker.stop()
+
+    def has_room(self):
+        """Whether another run may start: two at first, which show what one holds, then as many as memory holds."""
+        if len(self.live) >= self.at_once:
+            return False
+        if self.most_memory == 0:
+            return len(self.live) < 2
+        needed = 1.5 * self.most_memory
+        for training in self.live:  # what the others will still take
+            needed += max(0, self.most_memory - training.worker.memory)
+        return not self.live or machine.free_memory() > needed
+
+    def start(self, session, row):
+        """Start a run, and ask for its first step."""
+        training = Training(self.path, session, row, self.flags, self.timeout)
+        self.live.append(training)
+        training.worker.ask()
+
+    def look_at(self, training):
+        """See whether a run took its step, and ask for the next; where it has ended, let it go."""
+        worker = training.worker
+        done = worker.look(PATIENCE_WITH_ONE)
+        if done == TOOK_STEP:
+            self.steps_taken += 1
+            self.most_memory = max(self.most_memory, worker.memory)
+            if len(training.losses) < self.steps:
+                worker.ask()
+            else:
+                worker.close()
+        elif done == ENDED:
+            self.live.remove(training)
+            self.runs_ended += 1
+            if worker.failure:
+                self.steps_taken += self.steps - len(training.losses)  # they are no longer to come
+                say(f"{training.row.name} failed: {worker.failure.message}")
+            worker.stop()
+            self.report()
+
+    def report(self):
+        """Say which runs are at work, how far they are, and how long all will take."""
+        self.reported = time.monotonic()
+        places = []
+        for training in self.live:
+            place = f"step {len(training.losses)}/{self.steps}"
+            if len(training.losses) == self.steps:
+                place = "held-out loss"
+            places.append(f"{training.row.name} (seed {training.session + 1}) {place}")
+        left = ""
+        if self.steps_taken:
+            steps_left = self.runs * self.steps - self.steps_taken
+            seconds = (self.reported - self.began) / self.steps_taken * steps_left
+            left = f", {seconds:,.0f} s left"
+        say(f"[{self.runs_ended}/{self.runs} runs{left}] {', '.join(places)}", brief=True)

@@ -4,7 +4,7 @@ import json
 import statistics
 
 from . import arithmetic, ladder
-from .results import ALL_REDUCE, PEAK, ResultsError
+from .results import ALL_REDUCE, PEAK, ResultsError, curve_steps
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
 NOTHING = "–"  # a cell without a figure
@@ -550,44 +550,26 @@ def speed_chart(results):
     )
 
 
-def whole_runs(results, name):
-    """The runs of a row that took all their steps, each with a finite loss, and were evaluated."""
-    runs = []
-    for run in results.runs_of(name):
-        losses = [step["loss"] for step in run.steps]
-        is_evaluated = run.summary is not None and "eval" in run.summary
-        if is_evaluated and None not in losses and len(losses) == results.bench["steps"]:
-            runs.append(run)
-    return runs
-
-
-def mean_losses(runs, starts, length):
-    """The training loss, the mean over `length` steps from each of the starts on, and over the runs."""
-    means = []
-    for start in starts:
-        losses = []
-        for run in runs:
-            losses += [step["loss"] for step in run.steps[start : start + length]]
-        means.append(statistics.mean(losses))
-    return means
+def mean_curve(results, name):
+    """The training curve of a row, the mean over its seeds; an empty list where no run of it finished."""
+    curves = [run.summary["curve"] for run in results.runs_of(name) if run.summary and "curve" in run.summary]
+    return [statistics.mean(losses) for losses in zip(*curves, strict=True)]
 
 
 def loss_chart(results):
     """A line of the training loss for each of up to six rows that finished; "" where none did."""
-    steps = results.bench["steps"]
-    length = max(1, steps // 20)  # a point is the mean over a twentieth of the steps, the first left out
-    starts = range(length, steps - length + 1, length)
+    first_steps, length = curve_steps(results.bench["steps"])
     color_names = list(COLORS)
     legend, lines = [], []
     for name in results.rows:
-        runs = whole_runs(results, name)
-        if runs and len(lines) < len(COLORS):
+        curve = mean_curve(results, name)
+        if curve and len(lines) < len(COLORS):
             legend.append(f"{short(name)} {color_names[len(lines)]}")
-            points = ", ".join(f"{mean:.3f}" for mean in mean_losses(runs, starts, length))
+            points = ", ".join(f"{mean:.3f}" for mean in curve)
             lines.append(f"line [{points}]")
     if not lines:
         return ""
-    first, last = starts[0] + length / 2, starts[-1] + length / 2
+    first, last = first_steps[0] + length / 2, first_steps[-1] + length / 2
     axis = f'x-axis "step ({", ".join(legend)})" {first:.0f} --> {last:.0f}'
     return mermaid(['title "training loss, mean over the seeds"', axis, *lines])
 

@@ -36,6 +36,14 @@ how many pages it got from the system. "lr" in the settings is the learning rate
 older records lack it, and ran at 6e-4. The steps of a run are numbered from 0 without a gap. A header starts its
 run afresh: what the same run wrote before it no longer counts. A reason is one of REASONS.
 
+In the mode `loss` of the bench a run has no step lines: of six hundred steps a page shows nothing but a curve.
+There the summary has one key more:
+
+    {"kind": "summary", ..., "eval": 5.29, "curve": [6.09, 5.97, 6.34, 5.78]}
+
+The points of the curve are means of the training loss, each over a twentieth of the steps, without the first
+twentieth; with fewer than forty steps each point is one step.
+
 A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
 "eval", the held-out loss. "compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
 where it did not, and null where it compiled none. On CUDA there are two keys more: "reserved", the bytes that
@@ -55,8 +63,10 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
 
 "change" names the rows in the table's order, with the words of the table. "warmup" and "steps" are of each
 run, "rounds" says how often every process starts afresh. "title" heads the page in place of the mode; bench.py
-never writes it, and other programs measured beside the stages have one. What bench.py writes beside these keys
-is compared by --resume alone. Every other line has two keys more, "session" (the number of the group of
+never writes it, and other programs measured beside the stages have one. In the mode `loss` "rates" are the
+learning rates, from the lowest to the highest; where there are several, a row is a stage at one of them, and has a
+name such as "s06_vocab lr 6e-4". Older records lack "rates". What bench.py writes beside these keys is compared by
+--resume alone. Every other line has two keys more, "session" (the number of the group of
 processes that ran together; in the mode `loss` that of the seed) and "name" (of the row). The probe's lines are
 steps too, with figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 
@@ -113,6 +123,7 @@ WHOLE = (int,)
 NUMBER = (int, float)
 NUMBER_OR_NONE = (int, float, type(None))
 OBJECT = (dict,)
+LIST = (list,)
 ENVIRONMENT = {
     "device": TEXT,
     "device_name": TEXT,
@@ -187,6 +198,11 @@ def rate_text(rate):
     return f"{digits}e{int(exponent)}"
 
 
+def name_at_rate(stage, rate):
+    """The name of a stage's row at one of several learning rates, such as "s06_vocab lr 6e-4"."""
+    return f"{stage} lr {rate_text(rate)}"
+
+
 def check_value(key, value, types):
     """Raise ValueError unless a value has one of these types, or these fields, and is no absurd number."""
     if isinstance(types, dict):
@@ -247,6 +263,11 @@ def check_bench(entry):
         check_value("title", entry["title"], TEXT)
     if "sources" in entry:
         check_value("sources", entry["sources"], OBJECT)
+    if "rates" in entry:  # not in older records
+        check_value("rates", entry["rates"], LIST)
+        for rate in entry["rates"]:
+            check_value("rates", rate, NUMBER)
+            check_positive({"rates": rate}, "rates")
     if "corpus_tokens" in entry:  # not in the oldest records
         check_value("corpus_tokens", entry["corpus_tokens"], WHOLE)
         check_positive(entry, "corpus_tokens")
@@ -310,6 +331,11 @@ def check_summary(entry):
             check_not_negative(entry, key)
     if "card" in entry:
         check_value("card", entry["card"], CARD)
+    if "curve" in entry:
+        check_value("curve", entry["curve"], LIST)
+        for loss in entry["curve"]:
+            check_value("curve", loss, NUMBER)
+            check_not_negative({"curve": loss}, "curve")
     compile_cache = entry.get("compile_cache")
     if compile_cache not in ("hit", "miss", None):
         raise ValueError(f"'compile_cache' is {compile_cache!r}")
@@ -434,6 +460,22 @@ def run_of(lines):
     return run
 
 
+def curve_of_first(runs):
+    """The first training curve of some Runs, a list of losses; an empty one where none has a curve."""
+    for run in runs:
+        if run.summary and "curve" in run.summary:
+            return run.summary["curve"]
+    return []
+
+
+def check_curves(runs):
+    """Raise ValueError unless all training curves of these Runs have as many points."""
+    points = len(curve_of_first(runs))
+    for run in runs:
+        if run.summary and "curve" in run.summary and len(run.summary["curve"]) != points:
+            raise ValueError("the training curves have different numbers of points")
+
+
 def runs_by_row(lines):
     """{(session, name): Run}, sorted, from the lines of a bench without the first. Raises ValueError."""
     lines_of_run = {}
@@ -472,6 +514,21 @@ def summarize(steps, warmup=WARMUP):
         "counted": len(after_warmup),
         "warmup_s": sum(step["dt"] for step in steps[:warmup]),
     }
+
+
+def curve_steps(steps):
+    """(first steps, length) of the points of a training curve: each is the mean over a twentieth of the steps.
+
+    The first twentieth is left out: the loss falls so far in it that nothing else would be seen.
+    """
+    length = max(1, steps // 20)
+    return range(length, steps - length + 1, length), length
+
+
+def training_curve(losses):
+    """The training curve of a run from the losses of all its steps, a list of means: see curve_steps()."""
+    first_steps, length = curve_steps(len(losses))
+    return [statistics.mean(losses[first : first + length]) for first in first_steps]
 
 
 @dataclass(frozen=True)
@@ -559,6 +616,7 @@ class Results:
         try:
             self.runs = runs_by_row(lines[1:])
             check_rates(self.counted_steps(PEAK))
+            check_curves(self.runs.values())
         except ValueError as error:
             raise damaged(path, "a run", error) from None
 
@@ -837,7 +895,10 @@ class Results:
             if error["reason"] in (OUT_OF_MEMORY, NOT_FOR_THIS_DEVICE):
                 return error["error"]
             return f"failed: {error['error']}"
-        if len(self.counted_steps(name)) >= self.counted_wanted:
+        if self.mode == "loss":
+            if len(self.samples(name)) == self.bench["rounds"]:
+                return ""
+        elif len(self.counted_steps(name)) >= self.counted_wanted:
             return ""
         if self.header(name):
             return "not finished"
