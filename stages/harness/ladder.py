@@ -293,6 +293,11 @@ def work_of(name, facts, shape):
     return work
 
 
+def exists(name):
+    """Whether there is a script of this name in stages/: a user's own may be gone, or on another machine."""
+    return (FOLDER / f"{name}.py").exists()
+
+
 def docstring_and_code(name):
     """The docstring of a script in stages/ and the code below it; two empty texts if there is no such file."""
     path = FOLDER / f"{name}.py"

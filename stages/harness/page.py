@@ -1,10 +1,11 @@
 """From figures to markdown tables and charts. Starts nothing, writes nothing, imports no torch."""
 
 import json
+import math
 import statistics
 
 from . import arithmetic, ladder
-from .results import ALL_REDUCE, PEAK, ResultsError, curve_steps
+from .results import ALL_REDUCE, LEARNING_RATE, PEAK, ResultsError, curve_steps, name_at_rate, rate_text, stage_and_rate
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
 NOTHING = "–"  # a cell without a figure
@@ -72,8 +73,11 @@ def code_span(text):
 
 
 def short(name):
-    """s05 for s05_flash; other names stay."""
-    return name.split("_")[0]
+    """s05 for s05_flash; the names of other rows and of a user's scripts stay."""
+    stage = ladder.find(name)
+    if stage is None:
+        return name
+    return stage.short
 
 
 def markdown(alignment, head, rows):
@@ -133,12 +137,19 @@ def comparison(results, name, base, digits):
     return estimate.text(digits)
 
 
+def stage_link(name, link):
+    """The name of a row, with a link to its stage; a user's script, which may be on one machine only, has none."""
+    stage = ladder.names()[0] if name == ladder.PLAIN else name
+    if ladder.find(stage) is None:
+        return name
+    return f"[{name}]({link}{stage}.py)"
+
+
 def cells(results, name, link):
     """{column: cell} of a row. link: the way from the page to the folder of the stages."""
     row = {"stage": name, "change": escape(results.bench["change"][name])}
-    if results.mode in ("ladder", "loss"):
-        stage = ladder.names()[0] if name == ladder.PLAIN else name
-        row["stage"] = f"[{name}]({link}{stage}.py)"
+    if results.mode in ("ladder", "loss"):  # in other modes a row is no stage
+        row["stage"] = stage_link(name, link)
     if results.mode == "loss":
         row |= loss_cells(results, name)
         digits_of_previous, digits_of_first = 4, 4
@@ -185,6 +196,79 @@ def full_table(results):
     texts = ("stage", "change", "note")
     alignment = ["l" if column in texts else "r" for column in head]
     return markdown(alignment, head, [list(row.values()) for row in rows])
+
+
+def rates_table(results):
+    """The held-out losses of a bench of several rates: a row for each stage, a column for each rate."""
+    head = ["stage", *(f"lr {rate_text(rate)}" for rate in results.rates), "note"]
+    rows = []
+    for stage in results.stages():
+        row = [stage_link(stage, "../stages/")]
+        for rate in results.rates:
+            row.append(rate_cell(results, stage, rate))
+        rows.append([*row, note_on_rates(results, stage)])
+    return markdown("l" + "r" * len(results.rates) + "l", head, rows)
+
+
+def rate_cell(results, stage, rate):
+    """The held-out loss of a stage at a rate, the mean over its seeds: bold at its best rate.
+
+    The number of seeds stands behind it where some are still to come, or have failed.
+    """
+    name = name_at_rate(stage, rate)
+    losses = results.samples(name).values()
+    if not losses:
+        return "failed" if results.errors(name) else NOTHING
+    text = f"{statistics.mean(losses):.4f}"
+    if rate == results.best_rate(stage):
+        text = f"**{text}**"
+    if len(losses) < results.bench["rounds"]:
+        text += f" ({len(losses)})"
+    return text
+
+
+def note_on_rates(results, stage):
+    """Whether a stage's best rate is the lowest or highest that was tried, and what failed."""
+    parts = []
+    best = results.best_rate(stage)
+    if best == results.rates[0]:
+        parts.append("best at the lowest rate tried: try a lower one")
+    elif best == results.rates[-1]:
+        parts.append("best at the highest rate tried: try a higher one")
+    names = [name_at_rate(stage, rate) for rate in results.rates]
+    for name in names:
+        errors = results.errors(name)
+        if errors:
+            _, rate = stage_and_rate(name)
+            parts.append(f"lr {rate} failed: {errors[0]['error']}")
+    if any(results.is_stale(name) for name in names):
+        parts.append("stale")
+    return escape("; ".join(parts))
+
+
+def best_table(results):
+    """Each stage at its best rate against the stages above at theirs; "" where no run has a loss yet."""
+    names = results.best_rows()
+    if not names:
+        return ""
+    first_stage = list(names)[0]
+    head = ["stage", "change", "best rate", "held-out loss (seeds)", "vs previous", f"vs {short(first_stage)}", "note"]
+    rows = []
+    above = None
+    for stage, name in names.items():
+        _, rate = stage_and_rate(name)
+        verdict = ""
+        vs_previous = vs_first = NOTHING
+        if above:
+            vs_previous = comparison(results, name, above, 4)
+            vs_first = comparison(results, name, names[first_stage], 4)
+            difference = results.compare(name, above)
+            verdict = results.verdict_on_loss(difference) if difference else ""
+        change = escape(results.bench["change"][name])
+        loss = loss_cells(results, name)["held-out loss (seeds)"]
+        rows.append([stage_link(stage, "../stages/"), change, rate, loss, vs_previous, vs_first, verdict])
+        above = name
+    return markdown("llrrrrl", head, rows)
 
 
 def limit_table(results):
@@ -342,6 +426,9 @@ def setup(results):
             seeds.add(run.header["settings"]["seed"])
     shape = f"{escape(settings['size'])}, B {settings['batch_size']}, T {settings['seq_len']}"
     seed = f"seed {', '.join(str(seed) for seed in sorted(seeds))}"
+    rate = settings.get("lr", LEARNING_RATE)
+    if not results.rates and rate != LEARNING_RATE:
+        seed += f", lr {rate_text(rate)}"
     corpus = f"{escape(settings['corpus'])} in {escape(settings['tokenizer'])} tokens"
     return f"{shape}, {seed}, {corpus}. {method(results)}"
 
@@ -514,10 +601,25 @@ def conditions(results):
     lines.append(card_line(results))
     if results.mode != "loss":
         lines.append(memory_line(results))
+    if results.rates:
+        lines.append(rates_line(results))
     if any(results.is_stale(name) for name in results.rows):
         lines.append("Stale: the stage's code has changed since it was measured.")
     lines.append(command_line(results))
     return markdown_list(line for line in lines if line)
+
+
+def rates_line(results):
+    """What the best rate of a stage is, and how many runs are still to come."""
+    line = (
+        "A stage's best rate, in bold, is the one with the lowest mean over the seeds that all rates have. Where it is "
+        "the lowest or the highest rate tried, the best one may lie outside."
+    )
+    wanted = len(results.rows) * results.bench["rounds"]
+    finished = sum(len(results.samples(name)) for name in results.rows)
+    if finished < wanted:
+        line += f" Not finished: {finished} of {wanted} runs have a held-out loss."
+    return line
 
 
 def mermaid(lines):
@@ -556,22 +658,69 @@ def mean_curve(results, name):
     return [statistics.mean(losses) for losses in zip(*curves, strict=True)]
 
 
-def loss_chart(results):
-    """A line of the training loss for each of up to six rows that finished; "" where none did."""
-    first_steps, length = curve_steps(results.bench["steps"])
+def legend_and_lines(points_of_label):
+    """(legend, lines of mermaid) of up to six lines of a chart. points_of_label: {label: losses, may be none}."""
     color_names = list(COLORS)
     legend, lines = [], []
-    for name in results.rows:
-        curve = mean_curve(results, name)
-        if curve and len(lines) < len(COLORS):
-            legend.append(f"{short(name)} {color_names[len(lines)]}")
-            points = ", ".join(f"{mean:.3f}" for mean in curve)
-            lines.append(f"line [{points}]")
+    for label, points in points_of_label.items():
+        if points and len(lines) < len(COLORS):
+            legend.append(f"{label} {color_names[len(lines)]}")
+            lines.append(f"line [{', '.join(f'{point:.3f}' for point in points)}]")
+    return ", ".join(legend), lines
+
+
+def loss_chart(results):
+    """A line of the training loss for each of up to six rows that finished; "" where none did.
+
+    Where there are several rates, a row is a stage at its best one.
+    """
+    first_steps, length = curve_steps(results.bench["steps"])
+    title = "training loss, mean over the seeds"
+    curves = {}
+    if results.rates:
+        title = "training loss at each one's best rate, mean over the seeds"
+        for stage, name in results.best_rows().items():
+            _, rate = stage_and_rate(name)
+            curves[f"{short(stage)} at {rate}"] = mean_curve(results, name)
+    else:
+        for name in results.rows:
+            curves[short(name)] = mean_curve(results, name)
+    legend, lines = legend_and_lines(curves)
     if not lines:
         return ""
     first, last = first_steps[0] + length / 2, first_steps[-1] + length / 2
-    axis = f'x-axis "step ({", ".join(legend)})" {first:.0f} --> {last:.0f}'
-    return mermaid(['title "training loss, mean over the seeds"', axis, *lines])
+    axis = f'x-axis "step ({legend})" {first:.0f} --> {last:.0f}'
+    return mermaid([f'title "{title}"', axis, *lines])
+
+
+def rates_chart(results):
+    """A line of the held-out loss over the learning rate for each of up to six stages; "" with fewer than two rates.
+
+    Mermaid has no gap in a line: it shows the rates at which all of its stages have a loss.
+    """
+    stages = list(results.best_rows())
+    rates = []
+    for rate in results.rates:
+        if all(results.samples(name_at_rate(stage, rate)) for stage in stages):
+            rates.append(rate)
+    if not stages or len(rates) < 2:
+        return ""
+    losses = {}
+    for stage in stages:
+        names = [name_at_rate(stage, rate) for rate in rates]
+        losses[short(stage)] = [statistics.mean(results.samples(name).values()) for name in names]
+    legend, lines = legend_and_lines(losses)
+    lowest = min(min(points) for points in losses.values())
+    highest = max(max(points) for points in losses.values())
+    ticks = ", ".join(f'"{rate_text(rate)}"' for rate in rates)
+    return mermaid(
+        [
+            'title "held-out loss over the learning rate, mean over the seeds"',
+            f'x-axis "learning rate ({legend})" [{ticks}]',
+            f'y-axis "held-out loss" {math.floor(10 * lowest) / 10:.1f} --> {math.floor(10 * highest) / 10 + 0.1:.1f}',
+            *lines,
+        ]
+    )
 
 
 def chart(results):
@@ -587,8 +736,16 @@ def page(results):
     if "title" in results.bench:
         what = escape(results.bench["title"])
     device = escape(results.bench["environment"]["device_name"])
-    rows = limit_table(results) if results.mode == "limit" else full_table(results)
-    parts = [f"# {what} on {device}", rows, conditions(results), chart(results)]
+    title = f"# {what} on {device}"
+    if results.rates:
+        parts = [title, "Held-out loss at each learning rate:", rates_table(results), rates_chart(results)]
+        best = best_table(results)
+        if best:
+            parts += ["Each stage at its best rate, against those above at theirs:", best, chart(results)]
+        parts.append(conditions(results))
+    else:
+        rows = limit_table(results) if results.mode == "limit" else full_table(results)
+        parts = [title, rows, conditions(results), chart(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -203,6 +203,14 @@ def name_at_rate(stage, rate):
     return f"{stage} lr {rate_text(rate)}"
 
 
+def stage_and_rate(name):
+    """("s06_vocab", "6e-4") of the name of a row at a rate; the whole name and "" of another row."""
+    stage, _, rate = name.rpartition(" lr ")
+    if not stage:
+        return name, ""
+    return stage, rate
+
+
 def check_value(key, value, types):
     """Raise ValueError unless a value has one of these types, or these fields, and is no absurd number."""
     if isinstance(types, dict):
@@ -264,13 +272,24 @@ def check_bench(entry):
     if "sources" in entry:
         check_value("sources", entry["sources"], OBJECT)
     if "rates" in entry:  # not in older records
-        check_value("rates", entry["rates"], LIST)
-        for rate in entry["rates"]:
-            check_value("rates", rate, NUMBER)
-            check_positive({"rates": rate}, "rates")
+        check_rates_of_bench(entry)
     if "corpus_tokens" in entry:  # not in the oldest records
         check_value("corpus_tokens", entry["corpus_tokens"], WHOLE)
         check_positive(entry, "corpus_tokens")
+
+
+def check_rates_of_bench(entry):
+    """Raise ValueError unless a bench's learning rates are numbers above 0, and several have a row for each stage."""
+    rates = entry["rates"]
+    check_value("rates", rates, LIST)
+    for rate in rates:
+        check_value("rates", rate, NUMBER)
+        check_positive({"rates": rate}, "rates")
+    if len(rates) > 1:
+        stages = {stage_and_rate(name)[0] for name in entry["change"]}
+        wanted = {name_at_rate(stage, rate) for stage in stages for rate in rates}
+        if wanted != entry["change"].keys():
+            raise ValueError("'change' has not each stage at each of the 'rates'")
 
 
 def check_header(entry):
@@ -599,8 +618,9 @@ def distance(ratio):
 class Results:
     """All records of one bench.
 
-    bench: its own line. mode, rows (names in the table's order), warmup: of that line. counted_wanted: how
-    many counted steps a row needs. runs: {(session, name): Run}, sorted.
+    bench: its own line. mode, rows (names in the table's order), warmup: of that line. rates: the learning rates of
+    a bench that compares several, else an empty list. counted_wanted: how many counted steps a row needs. runs:
+    {(session, name): Run}, sorted.
     """
 
     def __init__(self, path):
@@ -612,6 +632,9 @@ class Results:
         self.mode = self.bench["mode"]
         self.rows = list(self.bench["change"])
         self.warmup = self.bench["warmup"]
+        self.rates = self.bench.get("rates", [])
+        if self.mode != "loss" or len(self.rates) == 1:
+            self.rates = []
         self.counted_wanted = (self.bench["steps"] - self.warmup) * self.bench["rounds"]
         try:
             self.runs = runs_by_row(lines[1:])
@@ -644,6 +667,10 @@ class Results:
         if not runs:
             return None
         return runs[-1].error
+
+    def errors(self, name):
+        """The error lines of all runs of a row."""
+        return [run.error for run in self.runs_of(name) if run.error]
 
     def counted_steps(self, name):
         """Every step of a row after the warm-up, of all its sessions."""
@@ -855,7 +882,7 @@ class Results:
         if estimate is None:
             return ""
         if self.mode == "loss":
-            return self._verdict_on_loss(estimate)
+            return self.verdict_on_loss(estimate)
         noise = self.noise()
         if noise is None:
             return ""
@@ -865,12 +892,51 @@ class Results:
             return "no difference"
         return "faster" if estimate.value > 1 else "slower"
 
-    def _verdict_on_loss(self, difference):
+    def verdict_on_loss(self, difference):
+        """The Estimate of a difference of two losses in a word or two, "" for that of a single seed."""
         if difference.spread is None:
             return ""
         if abs(difference.value) <= difference.spread:
             return "no difference"
         return "higher" if difference.value > 0 else "lower"
+
+    def stages(self):
+        """The stages of a bench of several rates, in the table's order."""
+        stages = []
+        for name in self.rows:
+            stage, _ = stage_and_rate(name)
+            if stage not in stages:
+                stages.append(stage)
+        return stages
+
+    def best_rate(self, stage):
+        """The learning rate at which a stage has the lowest mean held-out loss; None where no run has a loss.
+
+        The mean is over the seeds that all rates have, so that an unfinished bench compares like with like. A rate at
+        which the loss of one seed was not finite is none to recommend, and is left out.
+        """
+        losses = {}
+        for rate in self.rates:
+            name = name_at_rate(stage, rate)
+            diverged = any(error["reason"] == LOSS_NOT_FINITE for error in self.errors(name))
+            if self.samples(name) and not diverged:
+                losses[rate] = self.samples(name)
+        if not losses:
+            return None
+        shared = set.intersection(*(set(of_rate) for of_rate in losses.values()))
+        if not shared:
+            return None
+        means = {rate: statistics.mean(of_rate[seed] for seed in shared) for rate, of_rate in losses.items()}
+        return min(means, key=means.get)
+
+    def best_rows(self):
+        """{stage: name of its row at its best rate} of the stages that have one, in the table's order."""
+        names = {}
+        for stage in self.stages():
+            rate = self.best_rate(stage)
+            if rate is not None:
+                names[stage] = name_at_rate(stage, rate)
+        return names
 
     def page_faults(self, name):
         """How many pages a row gets from the system in a step, the median; None where no record tells."""
@@ -926,11 +992,11 @@ class Results:
         return names
 
     def is_stale(self, name):
-        """Whether the stage's code has changed since a row was measured."""
+        """Whether the stage's code has changed since a row was measured. Of a script that is gone nobody can tell."""
         names = self.batches(name).values() if self.mode == "limit" else [name]
         for row in names:
             header = self.header(row)
-            if header and header["code"] != ladder.code_sha256(header["stage"]):
+            if header and ladder.exists(header["stage"]) and header["code"] != ladder.code_sha256(header["stage"]):
                 return True
         return False
 
