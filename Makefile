@@ -17,7 +17,7 @@ help:
 	@echo 'make amp           float32, float16 and bfloat16 side by side'
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
-	@echo 'make loss          held-out loss of s06 to s09 after the same tokens, on five seeds'
+	@echo 'make loss          held-out loss of s06 to s08 after the same tokens, at three learning rates'
 	@echo 'make memory        s01 with and without what the harness does for memory on a CPU'
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes     (A=s01 B=s12 for any two)'

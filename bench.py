@@ -5,8 +5,8 @@
     python bench.py amp                float32, float16 with loss scaling and bfloat16, side by side
     python bench.py limit s05 s11      the largest batch that fits
     python bench.py scale              s12 on 1, 2, ... processes
-    python bench.py loss               held-out loss of s06 to s09 after the same tokens, on several seeds
-    python bench.py loss --lr 3e-4 6e-4 1.2e-3   the same at each of these learning rates
+    python bench.py loss               held-out loss of s06 to s08 after the same tokens, at three learning rates
+    python bench.py loss s09 --lr 3e-4 6e-4      the same of s09, at these rates
     python bench.py memory s10         with and without what the harness does for memory on a CPU
 
 Every flag of a stage can be given and goes to all of them. A script of your own in stages/ can be a row, too: pass
@@ -38,7 +38,18 @@ from harness import ladder, machine, memory, page
 from harness.flags import Parser, add_flags, learning_rate, positive, resolve
 from harness.leader import Row, Session, Trainings, say, silence
 from harness.log import end_as_by_ctrl_c
-from harness.results import ALL_REDUCE, CONTROL, MODES, PEAK, WARMUP, Results, ResultsError, name_at_rate, rate_text
+from harness.results import (
+    ALL_REDUCE,
+    CONTROL,
+    LEARNING_RATE,
+    MODES,
+    PEAK,
+    WARMUP,
+    Results,
+    ResultsError,
+    name_at_rate,
+    rate_text,
+)
 
 import torch
 
@@ -48,6 +59,7 @@ from data import InputError, write_whole
 PROBE = "harness/probe"
 FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in results/
 SCRIPT_NAME = r"[\w-]{1,50}"  # of a user's script in stages/, without ".py"
+LOSS_RATES = (3e-4, 1.2e-3, 4.8e-3)  # of the mode `loss`, where none is given
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 
@@ -89,9 +101,17 @@ def new_parser():
     add("--readme", action="store_true", help="put the table between README.md's markers, too")
     add("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take (%(default)s)")
     add("--memory-budget", type=float, metavar="GB", help="for limit on a CPU: what a run may hold (half of the free)")
-    add("--seeds", type=positive, default=5, metavar="N", help="for loss: runs of each stage (%(default)s)")
+    add("--seeds", type=positive, metavar="N", help="for loss: runs of each stage at each rate (5; 2 on a CPU)")
     add("--ranks", type=positive, metavar="N", help="for scale: up to so many processes (all devices; 2 on a CPU)")
-    add_flags(parser, several_rates=True)
+    rates = " ".join(rate_text(rate) for rate in LOSS_RATES)
+    add(
+        "--lr",
+        type=learning_rate,
+        nargs="+",
+        metavar="RATE",
+        help=f"learning rate, the highest one where it decays; several for loss ({rate_text(LEARNING_RATE)}; {rates})",
+    )
+    add_flags(parser, rate=False)
     return parser
 
 
@@ -212,16 +232,19 @@ def fill_in_defaults(args):
 
     In the mode `loss` on a GPU the steps stay None, since their number depends on the corpus: see steps_of_loss().
     """
-    defaults = {"steps": 24, "rounds": 1 if args.interleaved else 5}
+    defaults = {"steps": 24, "rounds": 1 if args.interleaved else 5, "lr": [LEARNING_RATE]}
     if args.mode == "loss":
         if "rounds" in args.given:
             raise InputError("loss trains each stage once for each seed: pass --seeds instead of --rounds")
-        defaults = {"steps": None, "rounds": args.seeds, "accum": 1}
-        if args.interleaved:  # on a CPU, the shortest run that showed differences in minutes
-            defaults |= {"steps": 200, "batch_size": 2, "seq_len": 256}
+        defaults = {"steps": None, "seeds": 5, "accum": 1, "lr": list(LOSS_RATES)}
+        if args.interleaved:  # on a CPU, what two cores do in 20 minutes
+            defaults |= {"steps": 80, "seeds": 2, "batch_size": 2, "seq_len": 256}
     for name, value in defaults.items():
         if name not in args.given:
             setattr(args, name, value)
+    args.lr.sort()  # the order of the table's columns
+    if args.mode == "loss":
+        args.rounds = args.seeds
 
 
 def check_mode(args):
@@ -245,7 +268,6 @@ def check_mode(args):
         raise InputError("memory compares settings in one stage: pass one, such as s10")
     if args.mode == "scale" and args.stages != ladder.of_mode("scale"):
         raise InputError("scale is about s12, the one stage that knows several processes")
-    args.lr.sort()  # the order of the table's columns
     if len(args.lr) > 1:
         if args.mode != "loss":
             raise InputError("--lr takes several rates in the mode loss alone: pass one")
@@ -656,10 +678,14 @@ def as_before(argv, before, path):
 
 def with_rates(name, before, argv, more_rates):
     """A bench's command line with more rates after its --lr. Raises InputError where it had fewer than two."""
-    if len(before.get("rates", [])) < 2 or "--lr" not in argv:
+    rates = before.get("rates", [])
+    if len(rates) < 2:
         raise InputError(f"--resume {name}: rates can be added to a bench of several rates alone: start a new bench")
+    more = [rate_text(rate) for rate in more_rates]
+    if "--lr" not in argv:  # it had those of the default
+        return [*argv, "--lr", *(rate_text(rate) for rate in rates), *more]
     place = argv.index("--lr") + 1
-    return argv[:place] + [rate_text(rate) for rate in more_rates] + argv[place:]
+    return argv[:place] + more + argv[place:]
 
 
 def replace_first_line(path, line):

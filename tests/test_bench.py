@@ -238,6 +238,14 @@ def start_nothing(running):
         ("loss --accum 2", "--accum"),
         ("loss --rounds 10", "pass --seeds instead of --rounds"),
         ("loss --seeds 0", "--seeds"),
+        ("loss --lr 0", "'0' is not a number above 0"),
+        ("loss --lr 6e-4 nan", "'nan' is not a number above 0"),
+        ("loss --lr", "--lr"),
+        ("loss --lr 6e-4 0.0006", "--lr names a rate twice: 6e-4 6e-4"),
+        ("--lr 3e-4 6e-4", "several rates in the mode loss alone"),
+        ("amp --lr 3e-4 6e-4", "several rates in the mode loss alone"),
+        ("loss stages/gone.py", "stages/gone.py is no stage"),
+        ("loss gone.py", "gone.py is no stage"),
         ("memory s01 s10", "memory compares settings in one stage: pass one"),
         ("memory plain", "plain is no stage"),
         ("--render gone", "results/gone.jsonl is not there"),
@@ -346,7 +354,7 @@ def test_stages_are_in_the_order_of_the_ladder_each_once():
         ("amp", "s03_bf16", "s03_bf16", 1),
         ("limit", "s05_flash", "s11_accum", 2),
         ("scale", "s12_ddp", "s12_ddp", 1),
-        ("loss", "s06_vocab", "s09_decay", 4),
+        ("loss", "s06_vocab", "s08_cosine", 3),
         ("memory", "s01_baseline", "s01_baseline", 1),
     ],
 )
@@ -405,10 +413,19 @@ def test_a_gpu_takes_five_rounds_of_one_after_the_other(gpu):
     assert (args.interleaved, args.rounds, args.steps) == (False, 5, 24)
 
 
-def test_loss_on_a_cpu_is_the_shortest_run_that_shows_a_difference():
-    args = parse("loss", "--seeds", "3")
-    assert (args.steps, args.batch_size, args.seq_len, args.accum) == (200, 2, 256, 1)
-    assert args.rounds == 3
+def test_loss_on_a_cpu_is_what_two_cores_do_in_20_minutes():
+    args = parse("loss")
+    assert (args.steps, args.batch_size, args.seq_len, args.accum) == (80, 2, 256, 1)
+    assert args.lr == [3e-4, 1.2e-3, 4.8e-3]
+    assert args.rounds == 2
+
+
+def test_on_a_gpu_loss_has_five_seeds(gpu):
+    assert parse("loss").rounds == 5
+
+
+def test_the_seeds_of_loss_are_its_rounds():
+    assert parse("loss", "--seeds", "3").rounds == 3
 
 
 def test_flags_that_are_given_take_the_place_of_a_modes_defaults():
@@ -954,21 +971,156 @@ def test_on_a_gpu_limit_has_no_budget_since_the_card_is_the_limit(gpu):
 
 
 def test_loss_trains_every_stage_once_with_each_seed(repo):
-    assert repo.run("loss", "s01", "s02", "--seeds", "2", "--seed", "7").status == 0
+    assert repo.run("loss", "s01", "s02", "--lr", "6e-4", "--seeds", "2", "--seed", "7").status == 0
     losses = {key: run.summary["eval"] for key, run in repo.results().runs.items()}
     assert losses == {(0, S01): 0.007, (0, S02): 0.007, (1, S01): 0.008, (1, S02): 0.008}
-    assert repo.steps_taken() == {S01: [STEPS, STEPS], S02: [STEPS, STEPS]}
+    assert repo.results().bench["rates"] == [6e-4]
+
+
+def test_loss_keeps_of_a_run_its_header_and_its_summary_with_its_curve(repo):
+    repo.run("loss", "s01", "--lr", "6e-4", "--seeds", "1")
+    _, header, summary = results.read(repo.records)
+    assert (header["kind"], summary["kind"]) == ("header", "summary")
+    assert summary["curve"] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])  # of step i: 5 - i / 10, without the first
+
+
+def test_loss_trains_every_stage_at_every_rate_and_seed_one_seed_after_the_other(repo):
+    ended = repo.run("loss", "s01", "s02", "--lr", "6e-4", "3e-4", "--seeds", "2")
+    assert ended.status == 0
+    read = repo.results()
+    assert read.rows == [f"{S01} lr 3e-4", f"{S01} lr 6e-4", f"{S02} lr 3e-4", f"{S02} lr 6e-4"]
+    for (seed, name), run in read.runs.items():
+        settings = run.header["settings"]
+        assert settings["lr"] == (3e-4 if name.endswith("3e-4") else 6e-4)
+        assert settings["seed"] == 1337 + seed
+        assert run.summary["eval"] == (1337 + seed) / 1000
+    assert len(read.runs) == 8
+    headers = [line for line in results.read(repo.records) if line["kind"] == "header"]
+    assert [line["session"] for line in headers] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert "| [s01_baseline](../stages/s01_baseline.py) | **1.3375** | 1.3375 |" in ended.out
+
+
+@pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (8, 2)])
+def test_the_runs_of_loss_share_the_cores(monkeypatch, cores, threads):
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    rows, _ = bench.rows_of(parse("loss", "s06", "s07", "--lr", "6e-4", "--seeds", "2"))
+    assert {row.env["OMP_NUM_THREADS"] for row in rows} == {str(threads)}
+
+
+def test_on_a_gpu_the_runs_of_loss_go_one_by_one(repo, gpu, monkeypatch):
+    at_once = []
+
+    def note(path, flags, timeout, steps, runs_at_once):
+        at_once.append(runs_at_once)
+        return leader.Trainings(path, flags, timeout, steps, runs_at_once)
+
+    monkeypatch.setattr(bench, "Trainings", note)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    assert repo.run("loss", "s01", "--lr", "6e-4").status == 0
+    assert at_once == [1]
+
+
+def test_a_bench_of_several_rates_that_was_interrupted_trains_what_is_left(repo):
+    words = ("loss", "s01", "s02", "--lr", "3e-4", "6e-4", "--seeds", "2")
+    repo.when("[3/8 runs", interrupt_by("SIGINT"))
+    assert repo.run(*words).status == 130
+    before = repo.records.read_text()
+    finished = before.count('"kind": "summary"')
+    assert 3 <= finished < 8
+    ended = repo.command("--resume", "x")
+    assert ended.status == 0
+    after = repo.records.read_text()
+    assert after.startswith(before)
+    assert after.count('"kind": "summary"') == 8
+    assert f"/{8 - finished} runs" in ended.err
+
+
+def test_rates_can_be_added_to_a_bench_of_several(repo):
+    repo.run("loss", "s01", "--lr", "3e-4", "6e-4", "--seeds", "1")
+    runs = repo.records.read_text().partition("\n")[2]
+    ended = repo.command("--resume", "x", "--lr", "1.2e-3")
+    assert ended.status == 0
+    assert repo.results().rows == [f"{S01} lr 3e-4", f"{S01} lr 6e-4", f"{S01} lr 1.2e-3"]
+    assert repo.records.read_text().partition("\n")[2].startswith(runs)
+    assert "--lr 1.2e-3 3e-4 6e-4 --seeds 1" in ended.out
+    assert repo.command("--resume", "x").status == 0
+
+
+def test_rates_can_be_added_to_those_of_the_default(repo):
+    repo.run("loss", "s01", "--seeds", "1")
+    assert repo.command("--resume", "x", "--lr", "2.4e-3").status == 0
+    assert repo.results().rates == [3e-4, 1.2e-3, 2.4e-3, 4.8e-3]
+
+
+def test_no_rate_is_added_to_a_bench_of_one_nor_twice(repo):
+    repo.run("loss", "s01", "--lr", "6e-4", "--seeds", "1")
+    ended = repo.command("--resume", "x", "--lr", "3e-4")
+    assert ended.status == 2
+    assert "rates can be added to a bench of several rates alone" in ended.err
+    repo.records.unlink()
+    repo.page.unlink()
+    repo.run("loss", "s01", "--lr", "6e-4", "3e-4", "--seeds", "1")
+    before = repo.records.read_bytes()
+    ended = repo.command("--resume", "x", "--lr", "3e-4")
+    assert ended.status == 2
+    assert "--lr names a rate twice: 3e-4 3e-4 6e-4" in ended.err
+    assert repo.records.read_bytes() == before
+
+
+def own_script(repo, title):
+    """Put a script of a reader's own, a fake, into the copy of the repository; its path."""
+    script = repo.folder / "stages" / "mine.py"
+    fake = (ROOT / "tests" / "fixtures" / "fake_stage.py").read_text().split('"""', 2)[2]
+    script.write_text(f'"""{title}"""{fake}')
+    return script
+
+
+@pytest.mark.parametrize("mode", ["loss", ""])
+def test_a_script_of_ones_own_can_be_a_row(repo, mode):
+    script = own_script(repo, "Clipping alone.")
+    ended = repo.run(*mode.split(), str(script), "s02", "--lr", "6e-4")
+    assert ended.status == 0
+    assert repo.results().rows == [S02, "mine"]  # below the stages
+    assert "| mine | Clipping alone |" in ended.out
+
+
+def test_a_script_elsewhere_than_in_stages_is_refused(repo):
+    script = own_script(repo, "Mine.")
+    elsewhere = script.rename(repo.folder / "mine.py")
+    ended = repo.run("loss", str(elsewhere))
+    assert ended.status == 2
+    assert "mine.py is not in stages/, where a script finds the harness: copy it there" in ended.err
+
+
+@pytest.mark.parametrize("name", ["peak.py", "plain.py", "a b.py", "mine.lr.py"])
+def test_a_script_whose_name_can_be_no_rows_is_refused(repo, name):
+    script = own_script(repo, "Mine.").rename(repo.folder / "stages" / name)
+    ended = repo.run("loss", str(script))
+    assert ended.status == 2
+    assert "can't name a row: call it by other letters, digits, '-' and '_'" in ended.err
+
+
+def test_a_script_that_is_not_utf_8_is_refused(repo):
+    script = repo.folder / "stages" / "mine.py"
+    script.write_bytes(b'"""M\xff"""')
+    ended = repo.run("loss", str(script))
+    assert ended.status == 2
+    assert "mine.py is not UTF-8 (invalid start byte at byte 4): save it as UTF-8" in ended.err
+
+
+def test_a_stage_can_be_named_by_its_path(repo):
+    assert bench.stages_named([str(repo.folder / "stages" / f"{S02}.py"), "s01"]) == [S01, S02]
 
 
 def test_the_page_of_loss_tells_how_often_the_corpus_was_seen(repo):
-    ended = repo.run("loss", "s01", "--seeds", "1", "--seq-len", "750")
+    ended = repo.run("loss", "s01", "--lr", "6e-4", "--seeds", "1", "--seq-len", "750")
     assert repo.results().bench["corpus_tokens"] == TRAINED_IDS
     assert "6 steps on the same 18,000 tokens (2.0 passes over the corpus)" in ended.out
 
 
 def test_loss_that_continues_trains_what_has_no_held_out_loss(repo):
-    repo.when("[1/1, then 1 more] s01", interrupt_by("SIGINT"))
-    assert repo.run("loss", "s01", "s02", "--seeds", "2").status == 130
+    repo.when("[1/4 runs", interrupt_by("SIGINT"))
+    assert repo.run("loss", "s01", "s02", "--lr", "6e-4", "--seeds", "2").status == 130
     before = repo.records.read_bytes()
     repo.plan({S02: {"behavior": "crash", "at": "end"}})
     assert repo.command("--resume", "x").status == 1
@@ -976,7 +1128,7 @@ def test_loss_that_continues_trains_what_has_no_held_out_loss(repo):
     ended = repo.command("--resume", "x")
     assert ended.status == 0
     assert repo.records.read_bytes().startswith(before)
-    assert "s01_baseline: start" not in ended.err
+    assert "[2/2 runs" in ended.err  # those of s02 alone
 
 
 def test_a_real_bench_of_a_stage_and_the_probe(repo, monkeypatch):

@@ -136,6 +136,17 @@ def test_a_count_is_a_whole_number_of_1_or_more(refusal, flag, value):
     assert line == f"s05_flash.py: error: argument {flag}: {value!r} is not a whole number of 1 or more"
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "fast", ""])
+def test_a_learning_rate_is_a_finite_number_above_0(refusal, value):
+    line = refusal("--device", "cpu", "--lr", value)
+    assert line == f"s05_flash.py: error: argument --lr: {value!r} is not a number above 0, such as 6e-4"
+
+
+def test_the_learning_rate_is_6e_4_where_none_is_given(parse):
+    assert parse("--device", "cpu").lr == 6e-4
+    assert parse("--device", "cpu", "--lr", "1.2e-3").lr == 1.2e-3
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -240,6 +240,28 @@ def test_three_stages_are_for_the_loss_and_not_for_speed():
     assert [row.short for row in ladder.STAGES if row.for_the_loss] == ["s07", "s08", "s09"]
 
 
+# a reader's own script
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('"""Clipping alone, beta2 as in s06."""\n', "Clipping alone, beta2 as in s06"),
+        ('"""Stage 7 · clip: GPT-3\'s betas, gradient clipping.\n\nMore."""\n', "mine.py"),  # a copy of s07
+        ('"""\nA docstring that begins below."""\n', "mine.py"),
+        ("import torch\n", "mine.py"),
+    ],
+)
+def test_a_script_of_ones_own_is_called_by_its_title_or_its_file(monkeypatch, tmp_path, text, words):
+    stage = ladder.docstring_and_code("s07_clip")
+    docstrings = {"s07_clip": stage}
+    of_disk = ladder.docstring_and_code
+    monkeypatch.setattr(ladder, "docstring_and_code", lambda name: docstrings.get(name) or of_disk(name))
+    monkeypatch.setattr(ladder, "FOLDER", tmp_path)
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    assert ladder.change("mine") == words
+
+
 # What the bench and the flags ask of the table
 
 
@@ -249,7 +271,7 @@ def test_three_stages_are_for_the_loss_and_not_for_speed():
         ("amp", ["s03_bf16"]),
         ("limit", ["s05_flash", "s11_accum"]),
         ("scale", ["s12_ddp"]),
-        ("loss", ["s06_vocab", "s07_clip", "s08_cosine", "s09_decay"]),
+        ("loss", ["s06_vocab", "s07_clip", "s08_cosine"]),
         ("ladder", []),  # where none is named, the bench takes all
     ],
 )

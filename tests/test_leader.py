@@ -1,7 +1,7 @@
-"""A worker takes a step when asked, and tells why it failed. A session leads several, in turn."""
+"""A worker takes a step when asked, and says why it failed. Session leads several in turn, Trainings side by side."""
 
 from harness import leader, machine, results
-from harness.leader import Failure, Row, Session, Worker, error_message
+from harness.leader import Failure, Row, Session, Trainings, Worker, error_message
 from harness.results import WARMUP
 
 import json
@@ -423,3 +423,91 @@ def test_what_memory_has_no_room_for_does_not_start(records, monkeypatch):
 def room_for_two(session):
     """Takes the place of Session.room() on a machine that holds two workers."""
     return 2 - len(session.live)
+
+
+# Trainings
+
+
+def train(path, runs, at_once=2, steps=6):
+    """Lead runs, (session, Row) each, through so many steps; the results.Run of each by (session, name)."""
+    Trainings(path, FLAGS, 60, steps, at_once).lead(runs)
+    return results.runs_by_row(results.read(path))
+
+
+def test_of_a_training_the_header_the_summary_and_the_curve_are_kept(tmp_path):
+    """The loss of step i is 5 - i / 10, and the first of the six steps has no point."""
+    path = tmp_path / "x.jsonl"
+    runs = train(path, [(3, fake_row("s02_tf32", flags=("--eval", "--seed", "7")))])
+    run = runs[3, "s02_tf32"]
+    assert [line["kind"] for line in results.read(path)] == ["header", "summary"]
+    assert run.header["settings"]["seed"] == 7
+    assert run.summary["eval"] == 0.007
+    assert run.summary["curve"] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_no_more_trainings_run_at_once_than_are_asked_for(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(machine, "free_memory", lambda: 10**15)
+    live = []
+    start = Trainings.start
+
+    def counting(trainings, session, row):
+        start(trainings, session, row)
+        live.append(len(trainings.live))
+
+    monkeypatch.setattr(Trainings, "start", counting)
+    runs = train(tmp_path / "x.jsonl", [(seed, fake_row("s02_tf32")) for seed in range(4)], at_once)
+    assert max(live) == at_once
+    assert all(run.summary for run in runs.values())
+    assert len(runs) == 4
+
+
+def test_before_a_training_has_shown_its_memory_there_are_two_of_them(tmp_path):
+    trainings = Trainings(tmp_path / "x.jsonl", FLAGS, 60, 6, at_once=8)
+    trainings.live = ["one"]
+    assert trainings.has_room()
+    trainings.live = ["one", "two"]
+    assert not trainings.has_room()
+
+
+@pytest.mark.parametrize("free, has_room", [(3.6e9, True), (3.4e9, False)])
+def test_a_training_starts_where_there_is_memory_for_it_and_for_what_the_others_still_take(
+    tmp_path, monkeypatch, free, has_room
+):
+    """One needs 1.5 times the 1 GB that a run held; two that hold nothing yet take 1 GB each."""
+    monkeypatch.setattr(machine, "free_memory", lambda: free)
+    trainings = Trainings(tmp_path / "x.jsonl", FLAGS, 60, 6, at_once=8)
+    trainings.most_memory = 1e9
+    trainings.live = [SimpleNamespace(worker=SimpleNamespace(memory=0)) for _ in range(2)]
+    assert trainings.has_room() == has_room
+
+
+def test_one_training_runs_however_little_memory_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "free_memory", lambda: 0)
+    runs = train(tmp_path / "x.jsonl", [(seed, fake_row("s02_tf32")) for seed in range(3)])
+    assert all(run.summary for run in runs.values())
+
+
+def test_a_training_that_fails_costs_no_other(tmp_path):
+    good, bad = fake_row("s02_tf32"), fake_row("s03_bf16", behavior="crash", at=3)
+    runs = train(tmp_path / "x.jsonl", [(0, bad), (0, good), (1, good)])
+    assert runs[0, "s03_bf16"].error["error"] == "exit status 1: RuntimeError: boom"
+    assert runs[0, "s02_tf32"].summary
+    assert runs[1, "s02_tf32"].summary
+
+
+def test_trainings_tell_which_runs_are_at_work_and_the_time_left(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(leader, "say", lambda line, brief=False: said.append(line))
+    monkeypatch.setattr(leader.time, "monotonic", lambda: 100.0)
+    trainings = Trainings(tmp_path / "x.jsonl", FLAGS, 60, 6, at_once=2)
+    trainings.runs, trainings.runs_ended, trainings.steps_taken, trainings.began = 4, 1, 12, 40.0
+    row = Row("s02_tf32 lr 6e-4", FAKE_STAGE)
+    trainings.live = [
+        SimpleNamespace(row=row, session=0, losses=[5.0] * 4),
+        SimpleNamespace(row=row, session=1, losses=[5.0] * 6),
+    ]
+    trainings.report()
+    (line,) = said
+    assert line.startswith("[1/4 runs, 60 s left] s02_tf32 lr 6e-4 (seed 1) step 4/6, ")
+    assert line.endswith("s02_tf32 lr 6e-4 (seed 2) held-out loss")

@@ -1,7 +1,7 @@
 """The page: from the figures of a bench to tables, sentences and charts."""
 
 from harness import page
-from harness.results import CONTROL, ResultsError
+from harness.results import CONTROL, ResultsError, name_at_rate
 
 import json
 import os
@@ -452,20 +452,19 @@ def test_the_last_line_is_how_to_run_the_bench_again():
 # charts
 
 
-def losses(name, n=36, session=0):
-    """The lines of a run of 40 steps that was evaluated."""
-    return run_lines(name, [1.0] * n, session=session, end=summary(eval=6.0))
+CURVE = [5.0, 4.5, 4.0]
 
 
-def test_a_line_of_the_loss_chart_is_the_mean_over_a_twentieth_of_the_steps():
-    """The loss of step i is 5 - i / 10: steps 2 and 3 have 4.8 and 4.7. The second seed's are 1 higher."""
-    second = losses("a", session=1)
-    for line in second:
-        if line["kind"] == "step":
-            line["loss"] += 1
-    chart = page.chart(results_of(losses("a"), second, mode="loss", interleaved=False))
-    assert 'x-axis "step (a blue)" 3 --> 39' in chart
-    assert "line [5.250, 5.050, 4.850, " in chart
+def losses(name, session=0, curve=CURVE, held_out=6.0):
+    """The lines of a run that was evaluated: a header, and a summary with its training curve."""
+    return run_lines(name, [], session=session, end=summary(eval=held_out, curve=curve))
+
+
+def test_a_line_of_the_loss_chart_is_the_mean_of_the_curves_over_the_seeds():
+    second = losses("a", session=1, curve=[6.0, 5.5, 4.25])
+    chart = page.chart(results_of(losses("a"), second, mode="loss", interleaved=False, steps=40))
+    assert 'x-axis "step (a blue)" 3 --> 39' in chart  # the middles of steps 2 and 3, and of the last two
+    assert "line [5.500, 5.000, 4.125]" in chart
 
 
 def test_lines_of_the_loss_chart_have_the_colors_of_its_legend():
@@ -478,22 +477,146 @@ def test_lines_of_the_loss_chart_have_the_colors_of_its_legend():
 
 
 def test_the_loss_chart_has_as_many_lines_as_colors():
-    runs = [run_lines("a", [1.0], end=failure("boom")), *[losses(name) for name in "bcdefghi"]]
+    runs = [run_lines("a", [], end=failure("boom")), *[losses(name) for name in "bcdefghi"]]
     chart = page.chart(results_of(*runs, mode="loss", interleaved=False))
     assert '"step (b blue, c orange, d green, e purple, f red, g gray)"' in chart
     assert chart.count("line [") == 6
 
 
-def test_a_run_with_a_step_or_a_loss_too_few_has_no_curve():
-    short, gap = losses("a", n=30), losses("b")
-    gap[7]["loss"] = None
-    results = results_of(short, gap, losses("c"), mode="loss", interleaved=False)
-    assert '"step (c blue)"' in page.chart(results)
-    assert page.chart(results_of(short, gap, mode="loss", interleaved=False, steps=40)) == ""
+def test_a_row_that_no_run_finished_has_no_line():
+    unfinished = run_lines("a", [], end=None)
+    assert '"step (c blue)"' in page.chart(results_of(unfinished, losses("c"), mode="loss", interleaved=False))
+    assert page.chart(results_of(unfinished, mode="loss", interleaved=False)) == ""
+
+
+# several learning rates
+
+
+def run_at(stage, rate, seed, held_out, curve=CURVE):
+    """The lines of a stage's run at a rate."""
+    return losses(name_at_rate(stage, rate), session=seed, held_out=held_out, curve=curve)
+
+
+# the held-out losses of two seeds; s07's best, at 6e-4, is 0.1 and 0.3 above s06's, at 3e-4
+LOSSES = {
+    ("s06_vocab", 1.5e-4): (5.8, 5.8),
+    ("s06_vocab", 3e-4): (5.2, 5.3),
+    ("s06_vocab", 6e-4): (5.5, 5.3),
+    ("s07_clip", 1.5e-4): (5.9, 5.8),
+    ("s07_clip", 3e-4): (5.7, 5.7),
+    ("s07_clip", 6e-4): (5.3, 5.6),
+}
+
+
+def results_at_rates(losses=LOSSES, more=(), **bench):
+    """The Results of a bench of s06 and s07 at three rates. losses: {(stage, rate): one for each seed}."""
+    runs = list(more)
+    for (stage, rate), of_seeds in losses.items():
+        for seed, held_out in enumerate(of_seeds):
+            runs.append(run_at(stage, rate, seed, held_out))
+    rows = [name_at_rate(stage, rate) for stage, rate in LOSSES]
+    given = {"mode": "loss", "rates": [1.5e-4, 3e-4, 6e-4], "rounds": 2, "rows": rows, "steps": 40}
+    return results_of(*runs, **given | bench)
+
+
+def test_losses_at_several_rates_are_a_table_of_stages_by_rates():
+    rows = without_no_break_spaces(page.rates_table(results_at_rates())).splitlines()
+    assert rows[0] == "| stage | lr 1.5e-4 | lr 3e-4 | lr 6e-4 | note |"
+    assert rows[2] == "| [s06_vocab](../stages/s06_vocab.py) | 5.8000 | **5.2500** | 5.4000 |  |"
+    assert len(rows) == 4
+
+
+def test_a_best_rate_at_the_edge_is_marked():
+    results = results_at_rates()
+    assert page.note_on_rates(results, "s06_vocab") == ""
+    assert page.note_on_rates(results, "s07_clip") == "best at the highest rate tried: try a higher one"
+    falling = {("s06_vocab", 1.5e-4): (5.0,), ("s06_vocab", 3e-4): (6.0,)}
+    assert (
+        page.note_on_rates(results_at_rates(falling), "s06_vocab") == "best at the lowest rate tried: try a lower one"
+    )
+
+
+def test_each_stages_best_is_compared_with_the_best_of_the_stage_above():
+    """The differences are 0.1 and 0.3: their mean is 0.2, its ± 12.71 times 0.1."""
+    rows = without_no_break_spaces(page.best_table(results_at_rates())).splitlines()
+    head = "| stage | change | best rate | held-out loss (seeds) | vs previous | vs s06 | note |"
+    assert rows[0] == head
+    assert rows[2].endswith("| 3e-4 | 5.2500 (2) | – | – |  |")
+    assert rows[3].endswith("| 6e-4 | 5.4500 (2) | 0.2000 ± 1.2710 | 0.2000 ± 1.2710 | no difference |")
+
+
+def test_a_best_that_is_higher_for_each_seed_alike_is_called_higher():
+    losses = LOSSES | {("s07_clip", 6e-4): (5.4, 5.5)}
+    last_row = page.best_table(results_at_rates(losses)).splitlines()[-1]
+    assert last_row.endswith("| higher |")
+
+
+def test_the_chart_over_rates_has_a_line_for_each_stage():
+    chart = page.rates_chart(results_at_rates())
+    assert 'x-axis "learning rate (s06 blue, s07 orange)" ["1.5e-4", "3e-4", "6e-4"]' in chart
+    assert 'y-axis "held-out loss" 5.2 --> 5.9' in chart
+    assert "line [5.800, 5.250, 5.400]" in chart
+    assert "line [5.850, 5.700, 5.450]" in chart
+
+
+def test_the_chart_over_rates_leaves_out_a_rate_that_a_stage_lacks():
+    chart = page.rates_chart(results_at_rates(LOSSES | {("s07_clip", 1.5e-4): ()}))
+    assert '["3e-4", "6e-4"]' in chart
+    assert "line [5.250, 5.400]" in chart
+    one_left = {("s06_vocab", 3e-4): (5.2,), ("s06_vocab", 6e-4): (5.2,), ("s07_clip", 3e-4): (5.2,)}
+    assert page.rates_chart(results_at_rates(one_left)) == ""
+
+
+def test_the_curves_of_a_bench_of_several_rates_are_those_at_the_best_ones():
+    best = run_at("s06_vocab", 3e-4, 0, 5.0, curve=[3.0, 2.0, 1.0])
+    other = run_at("s06_vocab", 6e-4, 0, 6.0)
+    chart = page.chart(results_at_rates({}, more=[best, other]))
+    assert '"step (s06 at 3e-4 blue)"' in chart
+    assert "line [3.000, 2.000, 1.000]" in chart
+    assert chart.count("line [") == 1
+
+
+def test_an_unfinished_bench_of_several_rates_is_drawn():
+    """The second seed of s06 has begun, at its lowest rate; s07 has one run, which failed."""
+    begun = run_lines("s06_vocab lr 3e-4", [], session=1, end=None)
+    failed = run_lines("s07_clip lr 6e-4", [], end=failure("the loss is nan at step 3", "loss-not-finite"))
+    some = {("s06_vocab", 1.5e-4): (5.8, 5.9), ("s06_vocab", 3e-4): (5.2,)}
+    text = without_no_break_spaces(page.page(results_at_rates(some, more=[begun, failed])))
+    assert "| 5.8500 | **5.2000** (1) | – |  |" in text
+    assert "| – | – | failed | lr 6e-4 failed: the loss is nan at step 3 |" in text
+    assert "Not finished: 3 of 12 runs have a held-out loss." in text
+
+
+def test_a_bench_of_several_rates_that_has_only_begun_is_drawn():
+    begun = run_lines("s06_vocab lr 3e-4", [], end=None)
+    text = page.page(results_at_rates({}, more=[begun]))
+    assert "Not finished: 0 of 12 runs" in text
+    assert "mermaid" not in text
+    assert "No stage got as far as its first step." in page.page(results_at_rates({}))
+
+
+def test_a_script_of_ones_own_has_no_link():
+    results = results_of(losses("s06_vocab"), losses("mine"), mode="loss", steps=40)
+    assert cell(results, "s06_vocab", "stage") == "[s06_vocab](s06_vocab.py)"
+    assert cell(results, "mine", "stage") == "mine"
+
+
+def test_scripts_of_ones_own_keep_their_whole_name_in_a_legend():
+    results = results_of(losses("s07_clip"), losses("s07_clip_alone"), mode="loss", steps=40)
+    assert '"step (s07 blue, s07_clip_alone orange)"' in page.chart(results)
+
+
+def test_a_rate_other_than_the_default_stands_in_the_settings():
+    run = run_lines("s05_flash", [1.0], lr=1.2e-3)
+    assert "seed 1337, lr 1.2e-3, " in "\n".join(lines_under_the_table(run))
+    run = run_lines("s05_flash", [1.0])
+    assert "lr" not in "\n".join(lines_under_the_table(run))
+    del run[0]["settings"]["lr"]  # as in older records
+    assert "lr" not in "\n".join(lines_under_the_table(run))
 
 
 def test_the_speed_chart_has_a_bar_for_each_row_with_a_counted_step():
-    runs = [run_lines("s01_a", [1.0]), run_lines("s02_b", []), run_lines("s03_c", [0.25])]
+    runs = [run_lines("s01_baseline", [1.0]), run_lines("s02_tf32", []), run_lines("s03_bf16", [0.25])]
     chart = page.chart(results_of(*runs))
     assert 'x-axis ["s01", "s03"]' in chart
     assert "bar [1.00, 4.00]" in chart

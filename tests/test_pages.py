@@ -302,7 +302,10 @@ def commands_that_run():
 
 
 def check_bench(flags):
-    """Let the bench take its flags apart, on a CPU, and start nothing. A wrong one is a SystemExit."""
+    """Let the bench take its flags apart, on a CPU, and start nothing. A wrong one is a SystemExit.
+
+    A script that the commands made in stages/ is there for it, since the bench is that of the current folder.
+    """
     if "--resume" in flags:
         bench.parse_resume(flags)
     else:
@@ -355,7 +358,9 @@ def run_shell(folder, command):
 
 
 @pytest.mark.parametrize("commands", commands_that_run(), ids=lambda commands: commands[0])
-def test_the_commands_of_a_page_run(stages, tmp_path, commands):
+def test_the_commands_of_a_page_run(stages, tmp_path, monkeypatch, commands):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("harness", "mine.py"))
     shutil.copy(ROOT / "Makefile", tmp_path)
     for command in commands:

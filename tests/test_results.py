@@ -143,6 +143,10 @@ def test_a_time_that_is_no_positive_number_is_refused_by_its_line(number):
         ("change", {"s01\n": "two lines"}),
         ("change", {"peak": "a row with the probe's name"}),
         ("change", {"s01": None}),
+        ("rates", 6e-4),
+        ("rates", ["6e-4"]),
+        ("rates", [0]),
+        ("rates", [3e-4, 6e-4]),  # where no row has a rate
     ],
 )
 def test_a_bench_that_could_not_have_run_is_refused(key, value):
@@ -162,6 +166,11 @@ def test_a_bench_that_could_not_have_run_is_refused(key, value):
         pytest.param([header(S01, fallbacks={"compile": None})], id="a fallback without a reason"),
         pytest.param([summary(eval=None)], id="an evaluation without a loss"),
         pytest.param([summary(eval=-1)], id="an evaluation with a negative loss"),
+        pytest.param([summary(curve=5.0)], id="a curve of one number"),
+        pytest.param([summary(curve=[5.0, None])], id="a curve with a gap"),
+        pytest.param([summary(curve=[5.0, -1])], id="a curve with a negative loss"),
+        pytest.param([header(S01, lr=0)], id="a learning rate of 0"),
+        pytest.param([header(S01, lr="fast")], id="a learning rate that is no number"),
         pytest.param([summary(reserved="x")], id="reserved memory that is no number"),
         pytest.param([summary(card={"start": CARD})], id="a card without its end"),
         pytest.param([summary(card={"start": CARD, "end": CARD | {"power": "x"}})], id="a power that is no number"),
@@ -652,6 +661,101 @@ def test_limit_tries_batches_of_each_stage():
     runs = [run_lines(name, []) for name in ("s05_flash B1", "s05_flash B16", "s06_vocab B2")]
     read = results_of(*runs, mode="limit", rows=["s05_flash", "s06_vocab"])
     assert read.batches("s05_flash") == {1: "s05_flash B1", 16: "s05_flash B16"}
+
+
+# learning rates
+
+
+@pytest.mark.parametrize(
+    "rate, text",
+    [(6e-4, "6e-4"), (1.2e-3, "1.2e-3"), (0.00015, "1.5e-4"), (0.5, "5e-1"), (1, "1e0"), (1 / 3, "3.333333e-1")],
+)
+def test_a_rate_is_written_in_one_way(rate, text):
+    assert results.rate_text(rate) == text
+
+
+def test_the_name_of_a_row_tells_its_stage_and_its_rate():
+    assert results.name_at_rate("s06_vocab", 1.2e-3) == "s06_vocab lr 1.2e-3"
+    assert results.stage_and_rate("s06_vocab lr 1.2e-3") == ("s06_vocab", "1.2e-3")
+    assert results.stage_and_rate("s06_vocab") == ("s06_vocab", "")
+
+
+def loss_run(name, session, held_out, curve=(5.0, 4.5)):
+    """The lines of a run of the mode `loss`."""
+    return run_lines(name, [], session=session, end=summary(eval=held_out, curve=list(curve)))
+
+
+def results_at_rates(losses, rates=(3e-4, 6e-4), rounds=2, runs=()):
+    """The Results of a bench of several rates. losses: {(stage, rate): held-out loss of each seed, in order}."""
+    runs = list(runs)
+    names = []
+    for (stage, rate), held_out in losses.items():
+        name = results.name_at_rate(stage, rate)
+        names.append(name)
+        for seed, loss in enumerate(held_out):
+            runs.append(loss_run(name, seed, loss))
+    return results_of(*runs, mode="loss", rates=list(rates), rounds=rounds, rows=names)
+
+
+def test_a_stages_best_rate_has_the_lowest_mean_over_the_seeds():
+    read = results_at_rates(
+        {("a", 3e-4): [6.0, 5.0], ("a", 6e-4): [5.2, 5.6], ("b", 3e-4): [5.0, 5.1], ("b", 6e-4): []}
+    )
+    assert read.best_rate("a") == 6e-4
+    assert read.best_rate("b") == 3e-4
+    assert read.best_rows() == {"a": "a lr 6e-4", "b": "b lr 3e-4"}
+
+
+def test_rates_are_compared_over_the_seeds_that_all_of_them_have():
+    """At 6e-4 the first seed is worse, and the mean is lower for the second seed alone."""
+    read = results_at_rates({("a", 3e-4): [5.5], ("a", 6e-4): [5.6, 4.0]})
+    assert read.best_rate("a") == 3e-4
+
+
+def test_a_rate_at_which_a_seed_diverged_is_not_the_best():
+    diverged = run_lines("a lr 6e-4", [], session=1, end=failure("the loss is nan", "loss-not-finite"))
+    read = results_at_rates({("a", 3e-4): [6.0, 6.0], ("a", 6e-4): [5.0]}, runs=[diverged])
+    assert read.best_rate("a") == 3e-4
+
+
+def test_a_stage_without_a_loss_has_no_best_rate():
+    read = results_at_rates({("a", 3e-4): [], ("a", 6e-4): []})
+    assert read.stages() == ["a"]
+    assert read.best_rate("a") is None
+    assert read.best_rows() == {}
+
+
+def test_a_bench_of_one_rate_has_no_rates_to_compare():
+    assert results_of(loss_run(S01, 0, 5.0), mode="loss", rates=[6e-4]).rates == []
+
+
+def test_a_row_of_losses_is_complete_where_every_seed_has_one():
+    read = results_at_rates({("a", 3e-4): [6.0, 6.0], ("a", 6e-4): [5.0]})
+    assert read.problem("a lr 3e-4") == ""
+    assert read.problem("a lr 6e-4") == "not finished"
+    assert not read.is_complete()
+
+
+def test_curves_of_different_lengths_are_refused():
+    with pytest.raises(ResultsError, match="different numbers of points"):
+        results_of(loss_run("a", 0, 5.0), loss_run("a", 1, 5.0, curve=[1.0]), mode="loss")
+
+
+def test_a_point_of_a_curve_is_the_mean_over_a_twentieth_of_the_steps():
+    """Step i of 40 has a loss of i: the points are steps 2 and 3, 4 and 5, ... 38 and 39."""
+    curve = results.training_curve([float(i) for i in range(40)])
+    assert curve[:2] == [2.5, 4.5]
+    assert curve[-1] == 38.5
+    assert len(curve) == 19
+
+
+def test_a_short_run_has_a_point_for_each_step_but_the_first():
+    assert results.training_curve([9.0, 8.0, 7.0]) == [8.0, 7.0]
+
+
+def test_of_a_script_that_is_gone_nobody_can_tell_whether_it_is_stale():
+    assert not results_of(run_lines("mine", [1.0], code="0" * 64)).is_stale("mine")
+    assert results_of(run_lines(S01, [1.0], code="0" * 64)).is_stale(S01)
 
 
 # age, steps and losses

@@ -26,6 +26,7 @@ NO_COMPILER = machine.compile_problem(CPU)
 
 # 16-bit types are slow on a CPU that has no units for them, so these runs have three short steps
 SHORT = (*SMALL, "--seq-len", "8", "--batch-size", "1", "--accum", "2", "--steps", "3")
+SHORT += ("--lr", "1e-3")  # not the default, so that a stage which ignores it is seen
 SHORT_FLOAT32 = (*SHORT, "--amp-dtype", "float32")
 SHORT_BFLOAT16 = (*SHORT, "--amp-dtype", "bfloat16")
 TWO_STEPS_FLOAT32 = (*SHORT_FLOAT32, "--steps", "2")
@@ -346,11 +347,11 @@ def test_adamw_has_gpt_3s_betas_from_s07_on(stages, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_optimizer_steps_at_the_schedules_rate_from_s08_on(stages, stage):
+def test_the_optimizer_steps_at_the_rate_of_the_flag_and_from_s08_on_at_the_schedules(stages, stage):
     run = stages(stage, *SHORT_BFLOAT16, **WATCH)
-    rates = [6e-4, 6e-4, 6e-4]
+    rates = [1e-3, 1e-3, 1e-3]
     if stage >= "s08":
-        rates = [6e-4, 6e-4, 3.3e-4]  # one step of warmup, the cosine's first, and its middle
+        rates = [1e-3, 1e-3, 5.5e-4]  # one step of warmup, the cosine's first, and its middle
         assert run.figures("lr") == pytest.approx(rates)
     groups = 2 if stage >= "s09" else 1
     assert run.facts["rates"] == [pytest.approx([rate] * groups) for rate in rates]
@@ -359,17 +360,25 @@ def test_the_optimizer_steps_at_the_schedules_rate_from_s08_on(stages, stage):
 @pytest.mark.parametrize("stage", stages_from("s08"))
 @pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 20, 50, 1000])
 def test_the_schedule_equals_torchs_warmup_and_cosine(stage, steps):
-    args = argparse.Namespace(steps=steps)
+    args = argparse.Namespace(steps=steps, lr=1e-3)
     get_lr = definitions(stage, "max_lr", "min_lr", "warmup_steps", "get_lr", args=args, math=math)["get_lr"]
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=6e-4)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     warmup_steps = max(1, steps // 10)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps - 1)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup_steps), eta_min=6e-5)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup_steps), eta_min=1e-4)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [warmup_steps])
     for step in range(steps):
         assert get_lr(step) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6), step
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize("stage", stages_from("s08"))
+def test_the_schedule_falls_from_the_rate_of_the_flag_to_its_tenth(stage):
+    args = argparse.Namespace(steps=50, lr=2e-3)
+    get_lr = definitions(stage, "max_lr", "min_lr", "warmup_steps", "get_lr", args=args, math=math)["get_lr"]
+    assert max(get_lr(step) for step in range(50)) == 2e-3
+    assert get_lr(50) == pytest.approx(2e-4)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -48,10 +48,10 @@ def learning_rate(text):
     return rate
 
 
-def add_flags(parser, several_rates=False):
+def add_flags(parser, rate=True):
     """Add the flags that all stages take, so that the bench can pass one set to all of them.
 
-    several_rates: whether --lr takes one rate or more, and is a list.
+    rate: whether --lr is among them; the bench has one of its own, which takes several rates.
     """
     amp_from = ladder.first_with("amp_dtype").short
     compile_from = ladder.first_with("compile").short
@@ -68,14 +68,9 @@ def add_flags(parser, several_rates=False):
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
-    add(
-        "--lr",
-        type=learning_rate,
-        nargs="+" if several_rates else None,
-        default=[LEARNING_RATE] if several_rates else LEARNING_RATE,
-        metavar="RATE",
-        help=f"learning rate, the highest one where it decays ({rate_text(LEARNING_RATE)})",
-    )
+    if rate:
+        rate_help = f"learning rate, the highest one where it decays ({rate_text(LEARNING_RATE)})"
+        add("--lr", type=learning_rate, default=LEARNING_RATE, metavar="RATE", help=rate_help)
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
     add(
         "--amp-dtype",

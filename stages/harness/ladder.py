@@ -214,7 +214,7 @@ STAGES = (
     Stage("s06_vocab", (1, 1), is_predictable=False, modes=("loss",)),
     Stage("s07_clip", (4, 2), loss_at_a_cost, clipped_work, for_the_loss=True, column="norm", modes=("loss",)),
     Stage("s08_cosine", (13, 2), loss_at_no_cost, for_the_loss=True, column="lr", modes=("loss",)),
-    Stage("s09_decay", (5, 1), loss_at_no_cost, for_the_loss=True, modes=("loss",)),
+    Stage("s09_decay", (5, 1), loss_at_no_cost, for_the_loss=True),
     Stage("s10_fused", (1, 1), work=fused_update),
     Stage("s11_accum", (7, 3), accumulation, work_with_accumulation, flag="accum", modes=("limit",)),
     Stage(

@@ -36,20 +36,16 @@ how many pages it got from the system. "lr" in the settings is the learning rate
 older records lack it, and ran at 6e-4. The steps of a run are numbered from 0 without a gap. A header starts its
 run afresh: what the same run wrote before it no longer counts. A reason is one of REASONS.
 
-In the mode `loss` of the bench a run has no step lines: of six hundred steps a page shows nothing but a curve.
-There the summary has one key more:
-
-    {"kind": "summary", ..., "eval": 5.29, "curve": [6.09, 5.97, 6.34, 5.78]}
-
-The points of the curve are means of the training loss, each over a twentieth of the steps, without the first
-twentieth; with fewer than forty steps each point is one step.
-
 A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
 "eval", the held-out loss. "compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
 where it did not, and null where it compiled none. On CUDA there are two keys more: "reserved", the bytes that
 PyTorch took from the driver, and after a warm-up "card", what nvidia-smi told of the card before the first
 counted step, as "start", and after the last one, as "end". Each of the two has "sm_clock" in MHz, "power" and
 "power_limit" in watts, and "temperature" in degrees Celsius. Older records lack "compile_cache" and "card".
+
+In the mode `loss` of the bench a run has no step lines, since of six hundred steps a page shows nothing but a curve.
+Its summary has one key more, "curve", a list of the training loss in nats per token: each point is the mean over a
+twentieth of the steps, and the first twentieth has no point. With fewer than forty steps each point is one step.
 
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
