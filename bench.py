@@ -10,11 +10,10 @@
     python bench.py memory s10         with and without what the harness does for memory on a CPU
 
 Every flag of a stage can be given and goes to all of them. A script of your own in stages/ can be a row, too: pass
-stages/mine.py. The table goes to stdout and to results/NAME.md, each step
-to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in turn; on a
-GPU they run one after the other, in several rounds. The mode loss, which times nothing, trains on a CPU as many runs
-side by side as there are cores. The row `plain`, the first on a CPU, is s01 in a process whose
-memory the harness leaves alone.
+its path, such as stages/mine.py. The table goes to stdout and to results/NAME.md, each step to results/NAME.jsonl as it
+is measured. On a CPU all processes are alive at once and take one step each in turn; on a GPU they run one after the
+other, in several rounds. The row `plain`, the first on a CPU, is s01 in a process whose memory the harness leaves
+alone. The mode loss, which times nothing, trains on a CPU as many runs side by side as there are cores.
 """
 
 import argparse
@@ -664,7 +663,10 @@ def continue_old(name, timeout, more_rates):
 
 
 def as_before(argv, before, path):
-    """(Bench, its line) of a command line, which adds to the records that began with this line."""
+    """(Bench, its own line) of a command line whose runs are added to the records at a path.
+
+    before: the line that these begin with.
+    """
     args = parse(argv)
     tokens = corpus_of(args)
     if args.steps is None:

@@ -496,6 +496,13 @@ def test_a_training_that_fails_costs_no_other(tmp_path):
     assert runs[1, "s02_tf32"].summary
 
 
+def test_the_summary_of_a_training_with_too_few_steps_is_not_kept(tmp_path):
+    """A script of a user's own may end when it likes: here after 20 steps, of 25."""
+    run = train(tmp_path / "x.jsonl", [(0, fake_row("s02_tf32"))], steps=25)[0, "s02_tf32"]
+    assert run.summary is None
+    assert run.error["error"] == "ended before its last step"
+
+
 def test_trainings_tell_which_runs_are_at_work_and_the_time_left(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(leader, "say", lambda line, brief=False: said.append(line))

@@ -385,8 +385,9 @@ class Training:
     are not written: six hundred of them would take a hundred times as much room as all that a page shows of a run.
     """
 
-    def __init__(self, path, session, row, flags, timeout):
-        """Start the worker. path: the results file; flags and timeout: as of a Worker."""
+    def __init__(self, path, session, row, flags, timeout, steps):
+        """Start the worker. path: the results file; flags, timeout: as of a Worker; steps: how many it is to take."""
+        self.steps = steps
         self.path = path
         self.session = session
         self.row = row
@@ -394,11 +395,13 @@ class Training:
         self.worker = Worker(row, flags, timeout, self.keep)
 
     def keep(self, entry):
-        """Append the worker's line to the results file, unless it is a step."""
+        """Append the worker's line to the results file, unless it is a step, or the summary of too few."""
         if entry["kind"] == "step":
             self.losses.append(entry["loss"])
             return
         if entry["kind"] == "summary":
+            if len(self.losses) < self.steps:  # a user's script that ends by itself: an error follows
+                return
             entry = entry | {"curve": results.training_curve(self.losses)}
         append_line(self.path, self.session, self.row.name, entry)
 
@@ -458,7 +461,7 @@ class Trainings:
 
     def start(self, session, row):
         """Start a run, and ask for its first step."""
-        training = Training(self.path, session, row, self.flags, self.timeout)
+        training = Training(self.path, session, row, self.flags, self.timeout, self.steps)
         self.live.append(training)
         training.worker.ask()
 
