@@ -532,7 +532,7 @@ def test_a_bench_without_a_name_is_named_by_its_time_and_mode(repo):
 
 
 def test_every_flag_reaches_every_process(repo):
-    flags = "--seq-len 64 --size tiny --seed 7 --accum 6 --amp-dtype float16 --no-compile"
+    flags = "--seq-len 64 --size tiny --seed 7 --lr 1.2e-3 --accum 6 --amp-dtype float16 --no-compile"
     repo.run(S01, S02, S03, *flags.split())
     for name in (S01, S02, AGAIN, S03):
         settings = repo.results().header(name)["settings"]
@@ -540,6 +540,7 @@ def test_every_flag_reaches_every_process(repo):
         assert settings["seq_len"] == 64
         assert settings["size"] == "tiny"
         assert settings["seed"] == 7
+        assert settings["lr"] == 1.2e-3
         assert settings["accum"] == 6
         assert settings["amp_dtype"] == "float16"
         assert settings["compile"] is False

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -253,10 +254,8 @@ def test_three_stages_are_for_the_loss_and_not_for_speed():
     ],
 )
 def test_a_script_of_ones_own_is_called_by_its_title_or_its_file(monkeypatch, tmp_path, text, words):
-    stage = ladder.docstring_and_code("s07_clip")
-    docstrings = {"s07_clip": stage}
-    of_disk = ladder.docstring_and_code
-    monkeypatch.setattr(ladder, "docstring_and_code", lambda name: docstrings.get(name) or of_disk(name))
+    for stage in STAGES.values():
+        shutil.copy(stage, tmp_path)
     monkeypatch.setattr(ladder, "FOLDER", tmp_path)
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     assert ladder.change("mine") == words
