@@ -12,8 +12,9 @@
 Every flag of a stage can be given and goes to all of them. A script of your own in stages/ can be a row, too: pass
 its path, such as stages/mine.py. The table goes to stdout and to results/NAME.md, each step to results/NAME.jsonl as it
 is measured. On a CPU all processes are alive at once and take one step each in turn; on a GPU they run one after the
-other, in several rounds. The row `plain`, the first on a CPU, is s01 in a process whose memory the harness leaves
-alone. The mode loss, which times nothing, trains on a CPU as many runs side by side as there are cores.
+other, in several rounds, each with enough steps to count three seconds. The row `plain`, the first on a CPU, is s01 in
+a process whose memory the harness leaves alone. The mode loss, which times nothing, trains on a CPU as many runs side
+by side as there are cores.
 """
 
 import argparse
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT / "stages"))
 
 from harness import ladder, machine, memory, page
 from harness.flags import Parser, add_flags, learning_rate, positive, resolve
-from harness.leader import Row, Session, Trainings, say, silence
+from harness.leader import Row, Session, Trainings, say, silence, single_step
 from harness.log import end_as_by_ctrl_c
 from harness.results import (
     ALL_REDUCE,
@@ -61,6 +62,14 @@ SCRIPT_NAME = r"[\w-]{1,50}"  # of a user's script in stages/, without ".py"
 LOSS_RATES = (3e-4, 1.2e-3, 4.8e-3)  # of the mode `loss`, where none is given
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
+
+COUNTED_STEPS = 20  # of a process, by default
+# A card's clock needs seconds to settle, so that on an accelerator the counted steps of a process fill this time.
+COUNTED_SECONDS = 3
+SPEED_MODES = ("ladder", "amp", "scale")  # of those that an accelerator has
+# A small model has FLOPs for microseconds, and its steps take milliseconds to launch their kernels.
+MOST_COUNTED_STEPS = 1000
+PROBE_STEPS = 20  # counted ones of a probe that runs by itself: each already lasts as long as a clock needs
 
 # what glibc and PyTorch read from outside, in place of the harness's two settings
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
@@ -229,9 +238,11 @@ def check_names(args):
 def fill_in_defaults(args):
     """Fill in what a bench has other defaults for than a stage.
 
-    In the mode `loss` on a GPU the steps stay None, since their number depends on the corpus: see steps_of_loss().
+    On an accelerator the steps of most modes stay None until the bench begins: see default_steps().
     """
-    defaults = {"steps": 24, "rounds": 1 if args.interleaved else 5, "lr": [LEARNING_RATE]}
+    defaults = {"steps": WARMUP + COUNTED_STEPS, "rounds": 1 if args.interleaved else 5, "lr": [LEARNING_RATE]}
+    if args.mode in SPEED_MODES and not args.interleaved:
+        defaults["steps"] = None
     if args.mode == "loss":
         if "rounds" in args.given:
             raise InputError("loss trains each stage once for each seed: pass --seeds instead of --rounds")
@@ -401,6 +412,45 @@ def shared_flags(args):
     return flags
 
 
+def default_steps(args, tokens):
+    """How many steps each process takes, where that depends on the corpus or on the device's speed."""
+    if args.mode == "loss":
+        return steps_of_loss(args, tokens)
+    return WARMUP + counted_steps_of_speed(args)
+
+
+def counted_steps_of_speed(args):
+    """How many counted steps each process takes on an accelerator, by the matmul peak that it is asked for now.
+
+    A process of its own measures the peak and ends: the bench may open no context on a card, which other processes
+    could then be locked out of. All rows get the same number, since some set a schedule by it.
+    """
+    flags = ["--device", str(args.device), "--steps", "1"]  # without --amp-dtype: its own 16-bit type is the fastest
+    probe, failure = single_step(Row(PEAK, script_of(PROBE)), flags, args.timeout)
+    if failure:
+        say(f"{WARMUP + COUNTED_STEPS} steps: the device's matmul peak can't be measured: {failure.message}")
+        return COUNTED_STEPS
+    rate = max(probe["peak"].values())
+    seconds = least_step_seconds(args, rate)
+    counted = max(COUNTED_STEPS, math.ceil(COUNTED_SECONDS / seconds))
+    counted = min(counted, MOST_COUNTED_STEPS)
+    say(
+        f"{WARMUP + counted} steps: at the device's matmul peak, {rate / 1e12:.1f} TFLOP/s, a step takes "
+        f"{1e3 * seconds:.1f} ms or more, and the {counted} after the warm-up {counted * seconds:.1f} s or more"
+    )
+    return counted
+
+
+def least_step_seconds(args, rate):
+    """The seconds that a step takes at least: the FLOPs of one micro-batch at so many FLOP/s, a rate of matmuls.
+
+    Attention is counted in full, of which a flash kernel leaves out half, 7 % of a step of gpt2. No step comes as near
+    to the peak of matmuls as that.
+    """
+    tokens = args.batch_size * args.seq_len
+    return tokens * ladder.flops_per_token(args.shape, args.seq_len) / rate
+
+
 def steps_of_loss(args, tokens):
     """How many steps a run of the mode `loss` takes by default: 600, and at most two passes over the corpus."""
     return max(WARMUP + 1, min(600, PASSES * len(tokens) // (args.batch_size * args.seq_len)))
@@ -536,7 +586,8 @@ class Bench:
         order = probes + order  # the probes warm the card up
         now_failed = set()
         for i, row in enumerate(order):
-            now_failed |= self.lead(number, [row], steps, sessions_after=len(order) - i - 1)
+            steps_of_row = min(steps, PROBE_STEPS) if row in probes else steps
+            now_failed |= self.lead(number, [row], steps_of_row, sessions_after=len(order) - i - 1)
         return now_failed
 
     def compare_losses(self):
@@ -604,9 +655,9 @@ def start_new(args):
     path = records_path(args.out or f"{datetime.now():%Y-%m-%d-%H%M%S}-{args.mode}")
     refuse_taken(path)
     tokens = corpus_of(args)
-    if args.steps is None:
-        args.steps = steps_of_loss(args, tokens)
     rows, probes = rows_of(args)
+    if args.steps is None:
+        args.steps = default_steps(args, tokens)
     line = json.dumps(first_line(args, rows, tokens)) + "\n"
     path.parent.mkdir(exist_ok=True)
     try:
@@ -670,7 +721,7 @@ def as_before(argv, before, path):
     args = parse(argv)
     tokens = corpus_of(args)
     if args.steps is None:
-        args.steps = steps_of_loss(args, tokens)
+        args.steps = before["steps"]  # by the corpus, or by the peak of then
     rows, probes = rows_of(args)
     line = first_line(args, rows, tokens)
     if args.memory_budget is None:

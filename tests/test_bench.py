@@ -410,7 +410,7 @@ def test_a_cpu_takes_one_round_in_which_all_take_turns():
 
 def test_a_gpu_takes_five_rounds_of_one_after_the_other(gpu):
     args = parse()
-    assert (args.interleaved, args.rounds, args.steps) == (False, 5, 24)
+    assert (args.interleaved, args.rounds) == (False, 5)
 
 
 def test_loss_on_a_cpu_is_what_two_cores_do_in_20_minutes():
@@ -609,6 +609,139 @@ def test_on_a_gpu_a_failure_is_not_tried_again_before_a_resume(repo, gpu):
     repo.plan({})
     assert repo.command("--resume", "x").status == 0
     assert repo.counted_steps()[S03] >= 2 * COUNTED
+
+
+@pytest.fixture
+def fast_card(repo, gpu, monkeypatch):
+    """A Repository on a GPU whose matmuls reach 100 TFLOP/s, of which a bench is asked for no number of steps.
+
+    A step of gpt2 at B 4, T 1024 is 4096 x 854,438,400 = 3.5 TFLOP, and takes 35 ms or more.
+    """
+    repo.plan({PEAK: {"peak": {"float32": 1e13, "bfloat16": 1e14}}})
+    del repo.flags[repo.flags.index("--steps") :]
+    return repo
+
+
+def without_rows(bench):
+    """Takes the place of Bench.run() where only the bench's own line matters."""
+
+
+def measure_nothing(row, flags, timeout):
+    """Takes the place of single_step() where a bench is not to ask for the peak."""
+    raise AssertionError("the bench measures the peak")
+
+
+@pytest.mark.parametrize(
+    "peak, steps, reason",
+    [
+        # 3 s / 5.0 ms = 600.04, so 601 steps, and 4 of warm-up
+        ({"float32": 5e13, "bfloat16": 7e14}, 605, "700.0 TFLOP/s, a step takes 5.0 ms or more, and the 601 after"),
+        # 3 s / 35 ms = 85.7
+        ({"float32": 1e13, "float16": 1e14}, 90, "100.0 TFLOP/s, a step takes 35.0 ms or more, and the 86 after"),
+        # 3 s / 437 ms = 6.9, and 20 are counted at least
+        ({"float32": 8e12}, 24, "8.0 TFLOP/s, a step takes 437.5 ms or more, and the 20 after the warm-up 8.7 s"),
+        # 3 s / 0.35 ms = 8572, and 1000 are counted at most
+        ({"float32": 1e16}, 1004, "10000.0 TFLOP/s, a step takes 0.3 ms or more, and the 1000 after"),
+    ],
+    ids=["601 steps", "86 steps", "a slow card", "no more than 1000"],
+)
+def test_on_a_gpu_the_counted_steps_would_take_three_seconds_at_the_peak(fast_card, monkeypatch, peak, steps, reason):
+    repo = fast_card
+    repo.plan({PEAK: {"peak": peak}})
+    monkeypatch.setattr(bench.Bench, "run", without_rows)
+    ended = repo.run(S01)
+    (line,) = results.read(repo.records)  # nothing of what was measured is in it
+    assert line["steps"] == steps
+    assert line["flags"][:4] == ["--device", "cuda:0", "--steps", str(steps)]
+    assert ended.err.startswith(f"{steps} steps: at the device's matmul peak, {reason}")
+
+
+def test_on_a_gpu_every_row_takes_as_many_steps_as_the_peak_tells(fast_card, monkeypatch):
+    monkeypatch.setattr(bench, "COUNTED_SECONDS", 0.3)  # 9 steps of 35 ms
+    monkeypatch.setattr(bench, "COUNTED_STEPS", 1)
+    assert fast_card.run(S01, S02, S03, "--rounds", "1").status == 0
+    assert fast_card.steps_taken() == dict.fromkeys(EVERYONE, [WARMUP + 9])
+
+
+@pytest.mark.parametrize(
+    "words, steps",
+    [("amp s03", 90), ("scale", 90), ("limit s02", 24), ("loss s02", 5)],
+    ids=["amp", "scale", "limit", "loss"],
+)
+def test_the_modes_that_measure_speed_on_a_gpu_ask_for_the_peak(fast_card, monkeypatch, words, steps):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bench.Bench, "run", without_rows)
+    if steps != 90:
+        monkeypatch.setattr(bench, "single_step", measure_nothing)
+    fast_card.run(*words.split())
+    assert fast_card.results().bench["steps"] == steps
+
+
+def test_the_peak_is_that_of_the_devices_own_type_on_the_bench_s_device(gpu, monkeypatch):
+    """float32 was asked for here, but s02 rounds it to TF32, which is faster than what the probe calls float32."""
+    asked = []
+
+    def single_step(row, flags, timeout):
+        asked.append((row.name, row.script.name, flags, timeout))
+        return {"peak": {"float32": 1e12}}, None
+
+    monkeypatch.setattr(bench, "single_step", single_step)
+    bench.counted_steps_of_speed(parse("--amp-dtype", "float32", "--timeout", "30"))
+    assert asked == [(PEAK, "probe.py", ["--device", "cuda:0", "--steps", "1"], 30)]
+
+
+def test_a_number_of_steps_that_is_given_counts(fast_card, monkeypatch):
+    monkeypatch.setattr(bench, "single_step", measure_nothing)
+    monkeypatch.setattr(bench.Bench, "run", without_rows)
+    fast_card.run(S01, "--steps", "30")
+    assert fast_card.results().bench["steps"] == 30
+
+
+def test_a_resumed_bench_keeps_its_steps_and_measures_no_peak(fast_card, monkeypatch):
+    monkeypatch.setattr(bench, "COUNTED_SECONDS", 0.3)
+    monkeypatch.setattr(bench, "COUNTED_STEPS", 1)
+    fast_card.when("step 1/9", interrupt_by("SIGINT"))
+    assert fast_card.run(S01, S02, S03, "--rounds", "1").status == 130
+    monkeypatch.setattr(bench, "single_step", measure_nothing)
+    assert fast_card.command("--resume", "x").status == 0
+    assert fast_card.results().bench["steps"] == WARMUP + 9
+    for name in (S01, S02, S03):
+        assert len(fast_card.results().counted_steps(name)) >= 9
+
+
+def test_a_peak_that_can_not_be_measured_leaves_24_steps_and_the_rows_tell(fast_card):
+    plan = {"behavior": "crash", "at": 0}
+    fast_card.plan(dict.fromkeys([PEAK, S01], plan))
+    ended = fast_card.run(S01)
+    assert ended.status == 1
+    boom = "exit status 1: RuntimeError: boom"
+    assert ended.err.startswith(f"24 steps: the device's matmul peak can't be measured: {boom}\n")
+    assert fast_card.results().bench["steps"] == 24
+    assert f"failed: {boom}" in ended.out
+
+
+def test_a_wrong_number_of_ranks_is_refused_before_the_peak_is_measured(fast_card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bench, "single_step", measure_nothing)
+    ended = fast_card.run("scale", "--ranks", "2")
+    assert ended.status == 2
+    assert ended.err.startswith("bench.py: error: --ranks 2: this machine has 1 ")
+
+
+def test_a_bench_on_a_cpu_asks_for_no_peak(repo, monkeypatch):
+    monkeypatch.setattr(bench, "single_step", measure_nothing)
+    monkeypatch.setattr(bench.Bench, "run", without_rows)
+    del repo.flags[repo.flags.index("--steps") :]
+    repo.run(S01)
+    assert repo.results().bench["steps"] == 24
+
+
+def test_a_probe_that_runs_by_itself_takes_fewer_steps_than_the_rows(repo, gpu, monkeypatch):
+    """Each of its steps takes a second, and on a fast card the rows take hundreds."""
+    monkeypatch.setattr(bench, "PROBE_STEPS", 1)
+    assert repo.run(S01, S02, S03, "--rounds", "2").status == 0
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 2) | {PEAK: [WARMUP + 1] * 2}
+    assert repo.results().peak_share(S01) is not None
 
 
 @pytest.mark.parametrize("at_once", [4, 5])

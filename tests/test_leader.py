@@ -304,6 +304,32 @@ def test_torchrun_starts_the_ranks_and_tells_how_one_of_them_was_killed(start):
     assert worker.failure.message.endswith(KILLED)
 
 
+def test_a_single_step_is_the_line_of_a_process_that_has_ended(tmp_path):
+    row = fake_row("probe", dt=0.25)
+    step, failure = leader.single_step(row, ["--steps", "1"], timeout=30)
+    assert failure is None
+    assert (step["kind"], step["step"], step["dt"]) == ("step", 0, 0.25)
+    assert all_have_ended(tmp_path / "lock", patience=0)
+
+
+def test_a_single_step_that_fails_tells_why():
+    row = fake_row("probe", behavior="crash", at=0)
+    step, failure = leader.single_step(row, ["--steps", "1"], timeout=30)
+    assert step is None
+    assert failure == leader.Failure("crashed", "exit status 1: RuntimeError: boom")
+
+
+def test_an_interrupted_single_step_leaves_no_process(tmp_path, monkeypatch):
+    def be_interrupted(worker):
+        worker.lines.get(timeout=30)  # the header: it is at work
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "took_step", be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        leader.single_step(fake_row("probe", behavior="hang", at=0), ["--steps", "1"], timeout=30)
+    assert all_have_ended(tmp_path / "lock", patience=0)
+
+
 @pytest.fixture
 def records(tmp_path, monkeypatch):
     """The path of a results file without a line. How much memory this machine has free does not matter."""

@@ -403,6 +403,14 @@ def test_a_page_says_how_its_rows_were_run():
     assert fresh in "\n".join(lines_under_the_table(*runs, rounds=2, interleaved=False))
 
 
+def test_a_page_says_how_long_the_shortest_process_counted():
+    """A second of counted steps is too short for the clock of a GPU to settle, and a reader should see it."""
+    runs = [run_lines("a", [1.0] * 3), run_lines("b", [0.5, 0.25, 0.5]), run_lines("c", [])]
+    shortest = "the median of its counted steps. In every process these took 1.2 s or more."
+    assert shortest in "\n".join(lines_under_the_table(*runs, interleaved=False))
+    assert "In every process" not in "\n".join(lines_under_the_table(run_lines("a", []), interleaved=False))
+
+
 def card(power, sm_clock=1980.0):
     """What nvidia-smi tells of a card before and after its counted steps: 50 W more at the end."""
     start = {"sm_clock": sm_clock, "power": power, "temperature": 40.0, "power_limit": None}

@@ -273,6 +273,25 @@ def append_line(path, session, name, entry):
         f.write(json.dumps(line) + "\n")
 
 
+def single_step(row, flags, timeout):
+    """(step, failure) of a row's process that takes one step and ends; one of the two is None.
+
+    step: the line that it wrote of its step, a dict. failure: why there is none, a Failure. Nothing goes to a record.
+    """
+    lines = []
+    worker = Worker(row, flags, timeout, lines.append)
+    try:
+        worker.ask()
+        if not worker.took_step():
+            return None, worker.failure
+        step = lines[-1]
+        worker.close()
+        worker.took_step()  # it has ended now, and the device is free for the next one
+        return step, None
+    finally:
+        worker.stop()
+
+
 class Session:
     """Fresh workers of some rows, led through warm-up and counted steps, one step each in turn.
 

@@ -58,13 +58,13 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
      "command": "python bench.py s01 s02"}
 
 "change" names the rows in the table's order, with the words of the table. "warmup" and "steps" are of each
-run, "rounds" says how often every process starts afresh. "title" heads the page in place of the mode; bench.py
-never writes it, and other programs measured beside the stages have one. In the mode `loss` "rates" are the
-learning rates, from the lowest to the highest; where there are several, a row is a stage at one of them, and has a
-name such as "s06_vocab lr 6e-4". Older records lack "rates". What bench.py writes beside these keys is compared by
---resume alone. Every other line has two keys more, "session" (the number of the group of
-processes that ran together; in the mode `loss` that of the seed) and "name" (of the row). The probe's lines are
-steps too, with figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
+run (the probe may take fewer), and "rounds" says how often every process starts afresh. "title" heads the page
+in place of the mode; bench.py never writes it, and other programs measured beside the stages have one. In the
+mode `loss` "rates" are the learning rates, from the lowest to the highest; where there are several, a row is a
+stage at one of them, and has a name such as "s06_vocab lr 6e-4". Older records lack "rates". What bench.py
+writes beside these keys is compared by --resume alone. Every other line has two keys more, "session" (the number
+of the group of processes that ran together; in the mode `loss` that of the seed) and "name" (of the row). The
+probe's lines are steps too, with figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 
     {"kind": "step", "session": 0, "name": "peak", "step": 0, "size": 2048,
      "peak": {"float32": 1.8e11, "bfloat16": 6.1e11}, "copy": 3.5e10, "clear": {"4 kB": 2.1e9, "2 MB": 7.9e9}}
