@@ -137,11 +137,14 @@ class Stages:
         ended.run = self.run_in(record)
         return ended
 
-    def run_script(self, script, flags, folder, backend=None, accelerator=None, watch=False, stdin="", **env):
+    def run_script(
+        self, script, flags, folder, backend=None, accelerator=None, watch=False, ranks=None, stdin="", **env
+    ):
         """The Ended of `python SCRIPT FLAGS` in a folder, in a fork; without its record.
 
         backend: of torch.compile, such as "eager". accelerator: what torch is to find here, such as "cuda".
-        watch: whether to note what the stage asks of torch, as Ended.facts. stdin: the text that stands there.
+        watch: whether to note what the stage asks of torch, as Ended.facts. ranks: of how many it is to be rank 0, all
+        others being pretended. stdin: the text that stands there.
         """
         out, err = self.new_file("out"), self.new_file("err")
         typed = self.new_file("in")
@@ -157,6 +160,7 @@ class Stages:
             "backend": backend,
             "accelerator": accelerator,
             "watch": watch,
+            "ranks": ranks,
         }
         answer = self.ask_server(request)
         return Ended(out=out.read_text(), err=err.read_text(), **answer)

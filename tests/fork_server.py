@@ -7,6 +7,7 @@ Reads requests from stdin, one JSON object a line:
     "backend"                           null, or what torch.compile is to run what it traced by
     "accelerator"                       null, or the device that torch is to find on this machine
     "watch"                             whether to note what the script asks of torch, see watch.py
+    "ranks"                             null, or how many ranks this process is to be the first of
 
 Answers each on stdout, when its fork has ended, with one line of JSON: "status", for torch.compile "graphs"
 and "breaks", and where it was watched "facts".
@@ -62,6 +63,9 @@ def run(request, writer):
     watch = Watch()
     if request["watch"]:
         watch.start()
+    if request["ranks"]:
+        pretend_ranks(request["ranks"])
+        watch.note_all_reduces()
     sys.argv = [request["script"]] + request["flags"]
     status, scope = run_as_main(request["script"])
     sys.stdout.flush()
@@ -92,6 +96,18 @@ def use_backend(backend):
 def pretend_accelerator(name):
     """Let torch find an accelerator, by which it chooses how processes talk if the script does not."""
     torch._C._get_accelerator = lambda: torch.device(name)
+
+
+def pretend_ranks(world_size):
+    """Let this process be rank 0 of so many. The others are not there, and what is sent to them goes nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group = torch.distributed.init_process_group
+
+    def init_fake_process_group(backend):
+        init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+    torch.distributed.init_process_group = init_fake_process_group
 
 
 def run_as_main(script):

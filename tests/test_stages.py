@@ -456,6 +456,61 @@ def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(stages, nod
     assert (second.status, second.out, second.run.header) == (0, "", None), second.err
 
 
+EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+# three micro-batches for each of eight ranks
+ON_EIGHT_RANKS = (*SHORT_FLOAT32, "--accum", "24")
+# tiny at T 8: the two embeddings, two layers and the last LayerNorm
+GRADIENT_BYTES = 4 * (50_304 * 64 + 8 * 64 + 2 * 49_984 + 128)
+LOSS_BYTES = 4
+SET_FLAG = "model.require_backward_grad_sync = micro == args.accum // world_size - 1"
+FORWARD = "            loss = model(x, y)\n"
+
+
+def all_reduces(calls):
+    """Of each step its all-reduces, in order: (the number of the micro-batch, from 1, and the bytes)."""
+    steps = []
+    for call in calls:
+        if call == "zero_grad":
+            steps.append([])
+            micro_batch = 0
+        elif call == "forward":
+            micro_batch += 1
+        elif call.startswith("all-reduce of "):
+            steps[-1].append((micro_batch, int(call.split()[2])))
+    return steps
+
+
+def test_eight_ranks_average_all_gradients_once_a_step_with_the_last_micro_batch(stages):
+    run = stages.fork("s12", *ON_EIGHT_RANKS, watch=True, ranks=8, **EIGHT_RANKS)
+    assert run.status == 0, run.err
+    assert run.run.header["settings"]["world_size"] == 8
+    assert run.figures("tokens") == [24 * 8] * 3
+    assert all_reduces(run.facts["calls"]) == 3 * [[(3, GRADIENT_BYTES), (3, LOSS_BYTES)]]
+
+
+@pytest.mark.parametrize(
+    "edits, averaged",
+    [
+        ([(SET_FLAG, "pass"), (FORWARD, FORWARD + f"        {SET_FLAG}\n")], [1]),
+        ([("micro == args.accum // world_size - 1", "micro == 0")], [1]),
+        ([(SET_FLAG, "pass")], [1, 2, 3]),
+    ],
+    ids=["set after the forward", "with the first micro-batch", "never set"],
+)
+def test_a_slip_in_when_gradients_are_averaged_shows_on_eight_ranks(stages, tmp_path, edits, averaged):
+    """Where a rank has one micro-batch, all of these slips train as s12 does."""
+    text = STAGES["s12"].read_text("utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / "s12_ddp.py"
+    script.write_text(text, "utf-8")
+    run = stages.run_script(script, ON_EIGHT_RANKS, tmp_path, watch=True, ranks=8, **EIGHT_RANKS)
+    assert run.status == 0, run.err
+    gradients = [(micro_batch, GRADIENT_BYTES) for micro_batch in averaged]
+    assert all_reduces(run.facts["calls"]) == 3 * [[*gradients, (3, LOSS_BYTES)]]
+
+
 def test_two_runs_of_s12_at_once_do_not_meet(stages):
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(stages.fork, "s12", *FLOAT32) for _ in range(2)]

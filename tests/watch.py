@@ -7,6 +7,7 @@ starts a Watch before the script, and adds to its answer what was noted, and the
 import functools
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -61,6 +62,30 @@ class Watch:
             return clip(parameters, max_norm, *args, **kwargs)
 
         torch.nn.utils.clip_grad_norm_ = noting
+
+    def note_all_reduces(self):
+        """Note every all-reduce, with the bytes that a rank gives. Those of DDP are left out, for pretended ranks."""
+        all_reduce, init = dist.all_reduce, DistributedDataParallel.__init__
+
+        @functools.wraps(all_reduce)
+        def noting_all_reduce(tensor, *args, **kwargs):
+            self.calls.append(f"all-reduce of {tensor.nbytes} bytes")
+            return all_reduce(tensor, *args, **kwargs)
+
+        @functools.wraps(init)
+        def init_with_hook(model, *args, **kwargs):
+            init(model, *args, **kwargs)
+            model.register_comm_hook(None, self.note_bucket)
+
+        dist.all_reduce = noting_all_reduce
+        DistributedDataParallel.__init__ = init_with_hook
+
+    def note_bucket(self, state, bucket):
+        """What DDP calls in place of the all-reduce of a bucket of gradients; a future of their average."""
+        self.calls.append(f"all-reduce of {bucket.buffer().nbytes} bytes")
+        average = torch.futures.Future()
+        average.set_result(bucket.buffer())
+        return average
 
     def note_forward(self, module, inputs):
         """Note a forward of the model; before it, whether DDP is to average the gradients, which it reads now."""
