@@ -195,7 +195,11 @@ def defaults_of(device, world_size):
 
 
 def fitting_batch_size(total_memory):
-    """The largest power of two, at most 16, that s01 fits into so many bytes at gpt2 and T 1024."""
+    """The largest power of two, at most 16, that s01 fits into so many bytes at gpt2 and T 1024.
+
+    From two sequences on, s03 needs 3 to 6 % more than s01, since it keeps weights and attention in two dtypes, and
+    no other stage more than s01: tests/memory_of_stages.py counts it, and results/NOTES.md has its table.
+    """
     for batch_size in (16, 8, 4, 2):
         if arithmetic.s01_bytes(batch_size) <= 0.9 * total_memory:  # a tenth stays free for libraries
             return batch_size
