@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, machine, memory, page
+from harness import arithmetic, ladder, machine, memory, page
 from harness.flags import Parser, add_flags, learning_rate, positive, resolve
 from harness.leader import Row, Session, Trainings, say, silence, single_step
 from harness.log import end_as_by_ctrl_c
@@ -448,7 +448,7 @@ def least_step_seconds(args, rate):
     to the peak of matmuls as that.
     """
     tokens = args.batch_size * args.seq_len
-    return tokens * ladder.flops_per_token(args.shape, args.seq_len) / rate
+    return tokens * arithmetic.flops_per_token(args.shape, args.seq_len) / rate
 
 
 def steps_of_loss(args, tokens):
