@@ -15,6 +15,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own use of it
+
 B, T, HEADS, HEAD_DIM = 2, 16, 2, 16
 C = HEADS * HEAD_DIM
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
