@@ -59,7 +59,7 @@ from data import InputError, write_whole
 PROBE = "harness/probe"
 FILE_NAME = r"[\w][\w.+-]*"  # what --out, --resume and --render may name in results/
 SCRIPT_NAME = r"[\w-]{1,50}"  # of a user's script in stages/, without ".py"
-LOSS_RATES = (3e-4, 1.2e-3, 4.8e-3)  # of the mode `loss`, where none is given
+LOSS_RATES = (1.5e-4, 6e-4, 2.4e-3)  # of the mode `loss`, where none is given
 PASSES = 2  # over the corpus, in the mode `loss`: more would compare how stages overfit
 LIMIT_STEPS = 3  # counted steps of the longer run that decides what fits
 

@@ -416,7 +416,7 @@ def test_a_gpu_takes_five_rounds_of_one_after_the_other(gpu):
 def test_loss_on_a_cpu_is_what_two_cores_do_in_20_minutes():
     args = parse("loss")
     assert (args.steps, args.batch_size, args.seq_len, args.accum) == (80, 2, 256, 1)
-    assert args.lr == [3e-4, 1.2e-3, 4.8e-3]
+    assert args.lr == [1.5e-4, 6e-4, 2.4e-3]
     assert args.rounds == 2
 
 
@@ -1182,8 +1182,8 @@ def test_rates_can_be_added_to_a_bench_of_several(repo):
 
 def test_rates_can_be_added_to_those_of_the_default(repo):
     repo.run("loss", "s01", "--seeds", "1")
-    assert repo.command("--resume", "x", "--lr", "2.4e-3").status == 0
-    assert repo.results().rates == [3e-4, 1.2e-3, 2.4e-3, 4.8e-3]
+    assert repo.command("--resume", "x", "--lr", "1.2e-3").status == 0
+    assert repo.results().rates == [1.5e-4, 6e-4, 1.2e-3, 2.4e-3]
 
 
 def test_no_rate_is_added_to_a_bench_of_one_nor_twice(repo):
