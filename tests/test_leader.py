@@ -510,8 +510,9 @@ def test_a_training_starts_where_there_is_memory_for_it_and_for_what_the_others_
 
 def test_one_training_runs_however_little_memory_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "free_memory", lambda: 0)
-    runs = train(tmp_path / "x.jsonl", [(seed, fake_row("s02_tf32")) for seed in range(3)])
-    assert all(run.summary for run in runs.values())
+    trainings = Trainings(tmp_path / "x.jsonl", FLAGS, 60, 6, at_once=2)
+    trainings.most_memory = 1e9
+    assert trainings.has_room()
 
 
 def test_a_training_that_fails_costs_no_other(tmp_path):
