@@ -456,7 +456,8 @@ class Trainings:
         try:
             while waiting or self.live:
                 while waiting and self.has_room():
-                    self.start(*waiting.pop(0))
+                    session, row = waiting.pop(0)
+                    self.start(session, row)
                 for training in list(self.live):
                     self.look_at(training)
                 if time.monotonic() > self.reported + REPORT_EVERY:

@@ -680,7 +680,8 @@ def legend_and_lines(points_of_label):
     for label, points in points_of_label.items():
         if points and len(lines) < len(COLORS):
             legend.append(f"{label} {color_names[len(lines)]}")
-            lines.append(f"line [{', '.join(f'{point:.3f}' for point in points)}]")
+            figures = ", ".join(f"{point:.3f}" for point in points)
+            lines.append(f"line [{figures}]")
     return ", ".join(legend), lines
 
 
@@ -720,19 +721,20 @@ def rates_chart(results):
             rates.append(rate)
     if not stages or len(rates) < 2:
         return ""
-    losses = {}
+    means, all_means = {}, []
     for stage in stages:
         names = [name_at_rate(stage, rate) for rate in rates]
-        losses[short(stage)] = [statistics.mean(results.samples(name).values()) for name in names]
-    legend, lines = legend_and_lines(losses)
-    lowest = min(min(points) for points in losses.values())
-    highest = max(max(points) for points in losses.values())
+        means[short(stage)] = [statistics.mean(results.samples(name).values()) for name in names]
+        all_means += means[short(stage)]
+    legend, lines = legend_and_lines(means)
+    bottom = math.floor(10 * min(all_means)) / 10
+    top = math.floor(10 * max(all_means)) / 10 + 0.1
     ticks = ", ".join(f'"{rate_text(rate)}"' for rate in rates)
     return mermaid(
         [
             'title "held-out loss over the learning rate, mean over the seeds"',
             f'x-axis "learning rate ({legend})" [{ticks}]',
-            f'y-axis "held-out loss" {math.floor(10 * lowest) / 10:.1f} --> {math.floor(10 * highest) / 10 + 0.1:.1f}',
+            f'y-axis "held-out loss" {bottom:.1f} --> {top:.1f}',
             *lines,
         ]
     )

@@ -282,8 +282,10 @@ def check_rates_of_bench(entry):
         check_value("rates", rate, NUMBER)
         check_positive({"rates": rate}, "rates")
     if len(rates) > 1:
-        stages = {stage_and_rate(name)[0] for name in entry["change"]}
-        wanted = {name_at_rate(stage, rate) for stage in stages for rate in rates}
+        wanted = set()
+        for name in entry["change"]:
+            stage, _ = stage_and_rate(name)
+            wanted |= {name_at_rate(stage, rate) for rate in rates}
         if wanted != entry["change"].keys():
             raise ValueError("'change' has not each stage at each of the 'rates'")
 
@@ -912,17 +914,20 @@ class Results:
         which the loss of one seed was not finite is none to recommend, and is left out.
         """
         losses = {}
+        shared_seeds = {(session, 0) for session, _ in self.runs}  # as samples() names them
         for rate in self.rates:
             name = name_at_rate(stage, rate)
+            samples = self.samples(name)
             diverged = any(error["reason"] == LOSS_NOT_FINITE for error in self.errors(name))
-            if self.samples(name) and not diverged:
-                losses[rate] = self.samples(name)
-        if not losses:
+            if diverged or not samples:
+                continue
+            losses[rate] = samples
+            shared_seeds &= samples.keys()
+        if not losses or not shared_seeds:
             return None
-        shared = set.intersection(*(set(of_rate) for of_rate in losses.values()))
-        if not shared:
-            return None
-        means = {rate: statistics.mean(of_rate[seed] for seed in shared) for rate, of_rate in losses.items()}
+        means = {}
+        for rate, samples in losses.items():
+            means[rate] = statistics.mean(samples[seed] for seed in shared_seeds)
         return min(means, key=means.get)
 
     def best_rows(self):
