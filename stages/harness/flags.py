@@ -89,7 +89,11 @@ def add_flags(parser, rate=True):
         help=f"micro-batches per step of all ranks, from {accum_from} on (4; 2 on a CPU)",
     )
     add("--eval", action="store_true", help="at the end, take the loss on the held-out tenth of the corpus")
-    add("--profile", action="store_true", help="at the end, list what took most of the last step's time")
+    add(
+        "--profile",
+        action="store_true",
+        help="at the end, show where the last step's time went, and where it should have gone",
+    )
     add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="DIRECTORY", help="write the weights there at the end, in Hugging Face's layout")
     add("--worker", action="store_true", help=argparse.SUPPRESS)  # what the bench starts: see log.Record
