@@ -37,9 +37,15 @@ LARGE_TENSORS = {
     "s04": (1, 4),  # log_softmax is fused, and the gradient of the logits overwrites them
     "s10": (1, 2),  # fused AdamW has no temporaries
 }
-PROFILED = ("s01", "s03", "s04", "s05", "s09", "s10", "s11")  # the stages with a results/profile/sNN.jsonl
+# The stages that were profiled, by the machine that begins the names of their records in results/profile; and the bench
+# of that machine, whose rates are medians over its rounds.
+PROFILED = {
+    "": ("s01", "s03", "s04", "s05", "s09", "s10", "s11"),
+    "zen3-": ("s01", "s04", "s05", "s06", "s09", "s10", "s11", "s12"),
+}
+BENCH_OF_PROFILE = {"": LESSONS_BENCH, "zen3-": "zen3-float32"}
 # the records whose measurements stand beside the lessons' predictions, with what the table calls their machines
-CPU_BENCHES = {"epyc-2-cores": "EPYC with bf16", "zen3-2-cores": "EPYC, Zen 3"}
+CPU_BENCHES = {"epyc-2-cores": "EPYC with bf16", "zen3-float32": "EPYC, Zen 3"}
 # An A100 with 80 GB by NVIDIA's datasheet, and the steps of gpt2 at B 16, T 1024 that the lecture shows on one, in ms.
 # It has no figure for s07 to s09, s11 and s12, and fuses AdamW right after it has padded the vocabulary.
 A100 = arithmetic.Rates({"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, copy=2.039e12)
@@ -50,8 +56,8 @@ ON_A100 = ladder.Facts(
 )
 GPT2 = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
 LECTURE_MS = {"s01": 1000, "s02": 333, "s03": 300, "s04": 130, "s05": 96, "s06": 93, "s10": 90}
-# what the operations between two matmuls go over: its name, how many numbers it has, what PyTorch does with it one by
-# one, and what a compiler leaves of that
+# What the operations between two matmuls go over. Each line has the tensor, how many numbers it has, what PyTorch
+# does with it one by one, and what a compiler leaves of that.
 PASSES = (
     ("scores", "L B n_head T²", arithmetic.EAGER_SCORES, arithmetic.FUSED_SCORES),
     ("logits", "B T V", arithmetic.EAGER_LOGITS, arithmetic.FUSED_LOGITS),
@@ -107,27 +113,48 @@ def diff(old_stage, new_stage):
 
 
 @functools.cache
-def profile(stage):
-    """{part: (ms measured, ms predicted or None)} of the last step of a stage, such as "s04", by results/profile."""
-    run = run_of(read(RESULTS / "profile" / f"{stage}.jsonl"))
+def profile(stage, machine=""):
+    """{part: (ms measured, ms predicted or None)} of a stage's last step, by results/profile. machine: of PROFILED."""
+    run = run_of(read(RESULTS / "profile" / f"{machine}{stage}.jsonl"))
+    rates = record(BENCH_OF_PROFILE[machine]).machine_rates()
+    measured = run.summary.get("parts") or parts_of_an_old_record(run)
+    lines = parts.table(run.header, measured, rates)
+    return {part: (measured_ms, predicted_ms) for part, measured_ms, predicted_ms in lines}
+
+
+def parts_of_an_old_record(run):
+    """{part: ms} of a record that does not tell who called an operation.
+
+    What AdamW and the model both call is left to the rest.
+    """
+    measured = {}
+    for operation, (own_ms, total_ms, _) in run.summary["profile"].items():
+        part = parts.part_of([operation])
+        if operation in ("aten::div", "aten::add_", "aten::copy_", "aten::fill_"):
+            part = parts.REST
+        # the optimizer's time is with all that it calls
+        measured[part] = measured.get(part, 0.0) + (total_ms if part == parts.OPTIMIZER else own_ms)
     step_ms = 1e3 * run.steps[-1]["dt"]
-    lines = parts.table(run.header, run.summary["profile"], step_ms, record(LESSONS_BENCH).rates())
-    return {part: (measured, predicted) for part, measured, predicted in lines}
+    return measured | {parts.REST: step_ms - sum(ms for part, ms in measured.items() if part != parts.REST)}
 
 
-def profile_table():
-    """Where the time of a step goes, in ms, with what arithmetic says: a column for each stage that was profiled."""
+def profile_table(machine):
+    """Where the time of a step goes, in ms, with what arithmetic says: a column for each stage that was profiled.
+
+    machine: a key of PROFILED.
+    """
+    stages = PROFILED[machine]
     rows = []
-    for part in (*parts.PATTERNS, "optimizer", parts.REST, "the step"):
-        cells = [part]
-        for stage in PROFILED:
-            measured, predicted = profile(stage).get(part, (None, None))
-            cell = page.NOTHING if measured is None else f"{measured:.0f}"
+    for part in (*parts.PATTERNS, parts.REST, "the step"):
+        row = [part]
+        for stage in stages:
+            measured, predicted = profile(stage, machine).get(part, (None, None))
+            cell = page.NOTHING if measured is None else f"{measured:,.0f}"
             if predicted is not None:
-                cell += f" ({predicted:.0f})"
-            cells.append(cell)
-        rows.append(cells)
-    return page.markdown("lrrrrrrr", ["ms", *PROFILED], rows)
+                cell += f" ({predicted:,.0f})"
+            row.append(cell)
+        rows.append(row)
+    return page.markdown("l" + "r" * len(stages), ["ms", *stages], rows)
 
 
 def words_of_numbers(kinds):
@@ -166,28 +193,29 @@ def bytes_table():
     return page.markdown("llrrr", head, rows)
 
 
-def a100_parts(stage):
-    """{part: seconds} of a stage's micro-batch on an A100."""
+def a100_seconds(stage):
+    """The seconds that a stage's micro-batch should take on an A100."""
     return arithmetic.seconds(ladder.work_of(stage, ON_A100, GPT2), A100)
 
 
 def cpu_parts(bench, stage):
     """{part: seconds} of a stage's micro-batch on the machine of a bench."""
     work = ladder.work_of(stage, bench.facts(stage), bench.header(stage)["shape"])
-    return arithmetic.seconds(work, bench.rates())
+    return arithmetic.seconds_of_parts(work, bench.machine_rates())
 
 
 def s01_table():
     """What the parts of s01's step should take, in ms, and what it took."""
     s01 = ladder.names()[0]
-    machines = [("A100", a100_parts(s01), LECTURE_MS["s01"])]
+    parts_on_a100 = arithmetic.seconds_of_parts(ladder.work_of(s01, ON_A100, GPT2), A100)
+    machines = [("A100", parts_on_a100, LECTURE_MS["s01"])]
     for name, machine in CPU_BENCHES.items():
         bench = record(name)
         machines.append((machine, cpu_parts(bench, s01), bench.summary(s01)["dt_ms"]))
     rows = []
     for machine, seconds, measured_ms in machines:
         predicted_ms = [1e3 * value for value in seconds.values()]
-        rows.append([machine, *(f"{ms:.0f}" for ms in predicted_ms), f"{sum(predicted_ms):.0f}", f"{measured_ms:,.0f}"])
+        rows.append([machine, *(f"{ms:,.0f}" for ms in [*predicted_ms, sum(predicted_ms), measured_ms])])
     head = ["ms", *machines[0][1], "all predicted", "measured"]
     return page.markdown("lrrrrrrrr", head, rows)
 
@@ -196,14 +224,14 @@ def a100_cells(name, above):
     """The cells of an A100 in a stage's table: the step before, the saving, predicted, measured."""
     short = page.short(name)
     before_ms = [ms for stage, ms in LECTURE_MS.items() if stage < short][-1]
-    saved_ms = 1e3 * (sum(a100_parts(above).values()) - sum(a100_parts(name).values()))
+    saved_ms = 1e3 * (a100_seconds(above) - a100_seconds(name))
     saved, predicted = f"{saved_ms:.1f}", f"{before_ms / (before_ms - saved_ms):.2f}"
     if not ladder.find(name).is_predictable:
         saved, predicted = "unknown", "unknown"
     measured = page.NOTHING
     if short in LECTURE_MS:
         measured = f"{before_ms / LECTURE_MS[short]:.2f} ({LECTURE_MS[short]} ms)"
-    return [f"{before_ms}", saved, predicted, measured]
+    return [f"{before_ms:,}", saved, predicted, measured]
 
 
 def cpu_cells(bench, name, above):
@@ -212,7 +240,7 @@ def cpu_cells(bench, name, above):
     saving = bench.predicted_saving(name)
     saved = "unknown" if saving is None else f"{1e3 * saving:.1f}"
     measured = f"{bench.compare(name, above).text(3)} ({bench.verdict(name)})"
-    return [f"{before_ms:.0f}", saved, page.prediction(bench, name), measured]
+    return [f"{before_ms:,.0f}", saved, page.prediction(bench, name), measured]
 
 
 def worth_table(name, above):
@@ -220,7 +248,7 @@ def worth_table(name, above):
     rows = [["A100, gpt2", *a100_cells(name, above)]]
     for record_name, machine in CPU_BENCHES.items():
         rows.append([f"{machine}, micro", *cpu_cells(record(record_name), name, above)])
-    head = ["", "ms before", "ms it should save", "predicted", "measured"]
+    head = ["", "ms of a micro-batch before", "ms it should save", "predicted", "measured"]
     return page.markdown("lrrrr", head, rows)
 
 
@@ -344,24 +372,9 @@ def bandwidth(results):
     return statistics.median(step["copy"] for step in results.counted_steps(PEAK))
 
 
-def matmul_ms(results, gflop, dtype):
-    """The ms that so many GFLOP take at the peak of a dtype."""
-    return 1e3 * 1e9 * gflop / peak(results, dtype)
-
-
-def moving_ms(results, megabytes):
-    """The ms that it takes to read or write so many megabytes, at the rate of a copy."""
-    return 1e3 * 1e6 * megabytes / bandwidth(results)
-
-
 def step_ms(results, stage):
     """The ms of a stage's step, the median."""
     return results.summary(row_named(results, stage))["dt_ms"]
-
-
-def predicted_s03_ms(results):
-    """The ms that s03's step should take: that of s02, with its 111 GFLOP at the peak of bfloat16."""
-    return step_ms(results, "s02") - matmul_ms(results, 111, "float32") + matmul_ms(results, 111, "bfloat16")
 
 
 def saved_ms(results, stage, base):
@@ -387,11 +400,6 @@ def ratio(results, stage, base):
 def tokens_per_second(results, name):
     """The tokens per second of a row, such as "s12" or "2 ranks"."""
     return results.summary(row_named(results, name))["tok_per_sec"]
-
-
-def verdict(results, stage):
-    """Whether a stage is "faster" or "slower" than the one before, or "no difference" was seen."""
-    return results.verdict(row_named(results, stage))
 
 
 def efficiency_percent(results):
@@ -436,14 +444,6 @@ def results_figure(words, results):
             return f"{peak(results, dtype) / 1e12:.3f}"
         case ["bandwidth"]:
             return f"{bandwidth(results) / 1e9:.1f}"
-        case ["matmuls", gflop, dtype]:
-            return f"{matmul_ms(results, float(gflop), dtype):.0f}"
-        case ["moving", megabytes]:
-            return f"{moving_ms(results, float(megabytes)):.0f}"
-        case ["predicted", "s03"]:
-            return f"{predicted_s03_ms(results):.0f}"
-        case ["ms", stage]:
-            return f"{step_ms(results, stage):.0f}"
         case ["saved", stage, base]:
             return f"{saved_ms(results, stage, base):.0f}"
         case ["memory", stage]:
@@ -454,8 +454,6 @@ def results_figure(words, results):
             return f"{tokens_per_second(results, ' '.join(name)):,.0f}"
         case ["ratio", stage, base]:
             return ratio(results, stage, base)
-        case ["verdict", stage]:
-            return verdict(results, stage)
         case ["two", "ranks"]:
             return ratio(results, "2 ranks", "1 rank")
         case ["efficiency"]:
@@ -475,6 +473,13 @@ def run_figure(words, name):
     match words:
         case ["profile", stage, *part]:
             measured, _ = profile(stage)[" ".join(part)]
+            return f"{measured:.0f}"
+        case ["zen3", "lost", *part]:
+            before, _ = profile("s04", "zen3-")[" ".join(part)]
+            after, _ = profile("s05", "zen3-")[" ".join(part)]
+            return f"{before - after:.0f}"
+        case ["zen3", stage, *part]:
+            measured, _ = profile(stage, "zen3-")[" ".join(part)]
             return f"{measured:.0f}"
         case ["last", key]:
             return f"{last_figure(name, key):.4f}"
@@ -545,7 +550,8 @@ def lessons(text):
     text = between(text, "passes", passes_table())
     text = between(text, "bytes", bytes_table())
     text = between(text, "s01", s01_table())
-    text = between(text, "profile", profile_table())
+    text = between(text, "profile", profile_table(""))
+    text = between(text, "profile zen3", profile_table("zen3-"))
     text = between(text, "bad batch", bad_batch_table())
     text = between(text, "misread", misread_table(bench))
     return with_figures(text, bench)

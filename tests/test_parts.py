@@ -24,41 +24,46 @@ RATES = Rates({"float32": 1e11, "bfloat16": 1e11}, copy=1e10)
         ("aten::gelu", "pointwise"),
         ("aten::_log_softmax", "loss"),
         ("aten::nll_loss_backward", "loss"),
-        ("aten::something_new", parts.REST),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("## Call CompiledFxGraph fgg3hb ##", "fused kernels"),
+        ("triton_red_fused__log_softmax_0", "fused kernels"),
+        ("aten::something_new", "the rest"),
     ],
 )
-def test_an_operation_counts_with_its_own_time(operation, part):
-    assert parts.measured({operation: (30.0, 40.0, 2)}, step_ms=100) == sums(part, 30.0, rest=70.0)
+def test_an_operation_has_a_part(operation, part):
+    assert parts.part_of([operation, "CompiledFunction"]) == part
 
 
-@pytest.mark.parametrize("operation", ["Optimizer.step#AdamW.step", "aten::_foreach_norm", "aten::_foreach_mul_"])
-def test_the_optimizer_and_clipping_count_with_all_that_they_call(operation):
-    assert parts.measured({operation: (1.0, 40.0, 2)}, step_ms=100) == {"optimizer": 40.0, parts.REST: 60.0}
+@pytest.mark.parametrize(
+    "names, part",
+    [
+        (["aten::fill_", "aten::zero_", "aten::nll_loss_backward"], "loss"),
+        (["aten::copy_", "aten::clone", "aten::masked_fill"], "softmax and mask"),
+        (["aten::copy_", "aten::_to_copy", "aten::to"], "pointwise"),
+        (["aten::div", "Optimizer.step#AdamW.step"], "optimizer"),
+        (["aten::mul_", "aten::_foreach_mul_"], "optimizer"),
+        (["aten::add_", "torch::autograd::AccumulateGrad", "autograd::engine::evaluate_function"], "optimizer"),
+        (["aten::mul", "torch.distributed.ddp.reducer::mul_out"], "optimizer"),
+        (["aten::mm", "## Call CompiledFxGraph fgg3hb ##", "CompiledFunction"], "matmuls"),
+        (["aten::empty", "## Call CompiledFxGraph fgg3hb ##"], "fused kernels"),
+    ],
+    ids=str,
+)
+def test_the_outermost_caller_that_has_a_part_decides(names, part):
+    assert parts.part_of(names) == part
 
 
-def test_what_the_optimizer_called_counts_once():
-    profile = {"Optimizer.step#AdamW.step": (1.0, 40.0, 1), "optimizer: aten::_foreach_mul_": (30.0, 30.0, 2)}
-    assert parts.measured(profile, step_ms=100) == {"optimizer": 40.0, parts.REST: 60.0}
+def test_fused_kernels_take_three_parts_with_them():
+    times = {"the rest": 1.0, "loss": 2.0, "pointwise": 3.0, "fused kernels": 30.0, "matmuls": 90.0}
+    assert parts.merged(times) == {"matmuls": 90.0, "fused kernels": 35.0, "the rest": 1.0}
 
 
-def test_a_record_that_does_not_mark_what_adamw_called_leaves_the_doubtful_operations_to_the_rest():
-    unmarked = {"Optimizer.step#AdamW.step": (1.0, 40.0, 1), "aten::div": (10.0, 10.0, 60)}
-    marked = unmarked | {"optimizer: aten::div": (5.0, 5.0, 52)}
-    assert parts.measured(unmarked, step_ms=100) == {"optimizer": 40.0, parts.REST: 60.0}
-    assert parts.measured(marked, step_ms=100)["softmax and mask"] == 10.0
-
-
-@pytest.mark.parametrize("kernel", ["## Call CompiledFxGraph fgg3hb ##", "triton_red_fused__log_softmax_0"])
-def test_a_fused_kernel_takes_three_parts_with_it(kernel):
-    profile = {kernel: (30.0, 40.0, 2), "aten::copy_": (5.0, 5.0, 3), "optimizer: aten::div": (1.0, 1.0, 1)}
-    assert parts.measured(profile, step_ms=100) == {parts.FUSED: 35.0, parts.REST: 65.0}
-
-
-def sums(part, ms, rest):
-    """{part: ms} with the rest, to which the part may belong itself."""
-    if part == parts.REST:
-        return {parts.REST: ms + rest}
-    return {part: ms, parts.REST: rest}
+def test_parts_that_took_no_time_are_left_out():
+    assert parts.merged({"the rest": 1.0, "loss": 2.0, "matmuls": 90.0}) == {
+        "matmuls": 90.0,
+        "loss": 2.0,
+        "the rest": 1.0,
+    }
 
 
 def run_of(stage, **settings):
@@ -67,8 +72,8 @@ def run_of(stage, **settings):
 
 
 def test_parts_stand_beside_what_they_should_take():
-    profile = {"aten::mm": (9000.0, 9000.0, 1), "aten::_log_softmax": (200.0, 200.0, 1)}
-    lines = parts.table(run_of("s01_baseline", compile=False), profile, 10_000.0, RATES)
+    measured = {"matmuls": 9000.0, "loss": 200.0, parts.REST: 800.0}
+    lines = parts.table(run_of("s01_baseline", compile=False), measured, RATES)
     (_, matmuls_ms, matmuls_predicted), (_, loss_ms, loss_predicted), rest, step = lines
     assert (matmuls_ms, loss_ms) == (9000.0, 200.0)
     assert matmuls_predicted == pytest.approx(7590, rel=0.001)  # 1024 x 741.2 MFLOP at 0.1 TFLOP/s
@@ -79,9 +84,8 @@ def test_parts_stand_beside_what_they_should_take():
 
 def test_fused_kernels_should_take_what_softmax_pointwise_and_loss_take():
     header_of_s04 = run_of("s04_compile", compile=True)
-    profile = {"## Call CompiledFxGraph x ##": (500.0, 500.0, 2)}
     predicted = parts.predicted(header_of_s04, RATES)
-    (part, _, fused), *_ = parts.table(header_of_s04, profile, 1000.0, RATES)
+    (part, _, fused), *_ = parts.table(header_of_s04, {parts.FUSED: 500.0, parts.REST: 500.0}, RATES)
     assert part == parts.FUSED
     assert fused == pytest.approx(predicted["softmax and mask"] + predicted["pointwise"] + predicted["loss"])
 
@@ -93,7 +97,7 @@ def test_a_step_of_two_micro_batches_should_take_twice_the_matmuls():
 
 
 def test_a_script_that_is_no_stage_has_its_times_alone():
-    lines = parts.table(run_of("mine"), {"aten::mm": (30.0, 40.0, 2)}, 100.0, RATES)
+    lines = parts.table(run_of("mine"), {"matmuls": 30.0, parts.REST: 70.0}, RATES)
     assert lines == [("matmuls", 30.0, None), (parts.REST, 70.0, None), ("the step", 100.0, None)]
 
 

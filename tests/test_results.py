@@ -905,5 +905,5 @@ def test_ranks_should_divide_the_step_of_one_and_wait_for_the_all_reduce():
 def test_rates_are_medians_over_the_rounds():
     steps = [peak_step(float32=rate, copy=rate / 10) for rate in (1e12, 2e12, 9e12)]
     bench = results_of(run_lines(S01, [1.0, 1.0, 1.0]), probe_lines(steps))
-    assert bench.rates().matmul == {"float32": 2e12}
-    assert bench.rates().copy == 2e11
+    assert bench.machine_rates().matmul == {"float32": 2e12}
+    assert bench.machine_rates().copy == 2e11

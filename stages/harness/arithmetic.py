@@ -32,15 +32,15 @@ class Operation:
 # comes in once and writes each one that goes out once. The forward comes first, then the backward.
 EAGER_SCORES = (
     Operation("divide by the root of head_dim", (NARROW,), (NARROW,)),
-    Operation("mask", (NARROW,), (NARROW,)),
+    Operation("mask: copy, and fill the copy", (NARROW, NARROW), (NARROW, NARROW)),
     Operation("cast for the softmax", (NARROW,), (SOFTMAX,), is_cast=True),
     Operation("softmax", (SOFTMAX,), (SOFTMAX,)),
     Operation("cast back", (SOFTMAX,), (NARROW,), is_cast=True),
-    Operation("backward: cast for the softmax", (NARROW,), (SOFTMAX,), is_cast=True),
-    Operation("backward: softmax", (SOFTMAX, SOFTMAX), (SOFTMAX,)),
-    Operation("backward: cast back", (SOFTMAX,), (NARROW,), is_cast=True),
-    Operation("backward: mask", (NARROW,), (NARROW,)),
-    Operation("backward: divide", (NARROW,), (NARROW,)),
+    Operation("backward of the cast back", (NARROW,), (SOFTMAX,), is_cast=True),
+    Operation("backward of the softmax", (SOFTMAX, SOFTMAX), (SOFTMAX,)),
+    Operation("backward of the cast for the softmax", (SOFTMAX,), (NARROW,), is_cast=True),
+    Operation("backward of the mask: copy, and fill the copy", (NARROW, NARROW), (NARROW, NARROW)),
+    Operation("backward of the division", (NARROW,), (NARROW,)),
 )
 FUSED_SCORES = (
     Operation("divide, mask, softmax", (NARROW,), (NARROW,)),
@@ -50,17 +50,17 @@ FUSED_SCORES = (
 MATMULS_OF_SCORES = (
     Operation("q k^T", (), (NARROW,)),
     Operation("weights v", (NARROW,), ()),
-    Operation("backward: gradient of v", (NARROW,), ()),
-    Operation("backward: gradient of the weights", (), (NARROW,)),
-    Operation("backward: gradient of q", (NARROW,), ()),
-    Operation("backward: gradient of k", (NARROW,), ()),
+    Operation("backward, gradient of v", (NARROW,), ()),
+    Operation("backward, gradient of the weights", (), (NARROW,)),
+    Operation("backward, gradient of q", (NARROW,), ()),
+    Operation("backward, gradient of k", (NARROW,), ()),
 )
 EAGER_LOGITS = (
     Operation("cast to float32", (NARROW,), (WIDE,), is_cast=True),
     Operation("log_softmax", (WIDE,), (WIDE,)),
-    Operation("backward: gradient of the loss", (), (WIDE,)),
-    Operation("backward: log_softmax", (WIDE, WIDE), (WIDE,)),
-    Operation("backward: cast back", (WIDE,), (NARROW,), is_cast=True),
+    Operation("backward of nll_loss", (), (WIDE,)),
+    Operation("backward of log_softmax", (WIDE, WIDE), (WIDE,)),
+    Operation("backward of the cast", (WIDE,), (NARROW,), is_cast=True),
 )
 FUSED_LOGITS = (
     Operation("loss", (NARROW,), ()),
@@ -70,10 +70,10 @@ EAGER_RESIDUAL = (
     Operation("add to the residual stream", (WIDE, NARROW), (WIDE,)),
     Operation("LayerNorm", (WIDE,), (WIDE,)),
     Operation("cast for the matmul", (WIDE,), (NARROW,), is_cast=True),
-    Operation("backward: cast to float32", (NARROW,), (WIDE,), is_cast=True),
-    Operation("backward: LayerNorm", (WIDE, WIDE), (WIDE,)),
-    Operation("backward: add up the gradients", (WIDE, WIDE), (WIDE,)),
-    Operation("backward: cast for the matmul", (WIDE,), (NARROW,), is_cast=True),
+    Operation("backward of the cast", (NARROW,), (WIDE,), is_cast=True),
+    Operation("backward of LayerNorm", (WIDE, WIDE), (WIDE,)),
+    Operation("backward of the addition", (WIDE, WIDE), (WIDE,)),
+    Operation("backward, cast for the matmul", (WIDE,), (NARROW,), is_cast=True),
 )
 FUSED_RESIDUAL = (
     Operation("add, LayerNorm, cast", (WIDE, NARROW), (WIDE, NARROW)),
@@ -81,16 +81,17 @@ FUSED_RESIDUAL = (
 )
 GELU = (  # alone between two matmuls, so that there is nothing to fuse it with
     Operation("GELU", (NARROW,), (NARROW,)),
-    Operation("backward: GELU", (NARROW, NARROW), (NARROW,)),
+    Operation("backward of GELU", (NARROW, NARROW), (NARROW,)),
 )
 WEIGHT_CASTS = (  # autocast casts each weight for its matmul, and the weight's gradient back
     Operation("cast a weight", (WIDE,), (NARROW,), is_cast=True),
-    Operation("backward: cast its gradient", (NARROW,), (WIDE,), is_cast=True),
+    Operation("backward, cast its gradient", (NARROW,), (WIDE,), is_cast=True),
 )
 
-# how many numbers of a parameter an update reads or writes: the weight, its gradient, two moments and temporaries
-UPDATE_IN_SINGLE_OPERATIONS = 20
-UPDATE_IN_ONE_KERNEL = 7  # reads weight, gradient and two moments, writes all but the gradient
+# How many numbers of a parameter an update reads or writes. In single operations: 2 to decay the weight, 3 for the
+# first moment, 2 and 3 for the second, 2 for its root, 2 for its correction, 2 for eps, 4 for the weight.
+UPDATE_IN_SINGLE_OPERATIONS = 2 + 3 + 2 + 3 + 2 + 2 + 2 + 4
+UPDATE_IN_ONE_KERNEL = 4 + 3  # reads weight, gradient and two moments, writes all but the gradient
 CLIPPING = 3  # reads each gradient for the norm, reads it again, writes it scaled
 ADDING_A_GRADIENT = 3  # reads the sum so far and the new gradient, writes the sum
 UNSCALING = 2  # float16 alone: reads each gradient, and writes it without the loss's factor
@@ -189,12 +190,12 @@ def bytes_of(operations, work):
     return sum(bytes_of_operation(operation, work) for operation in operations)
 
 
-def is_known(work, rates):
+def has_rate_for(work, rates):
     """Whether the rates tell how fast a micro-batch's matmuls are."""
     return work.matmul_dtype in rates.matmul and work.amp_dtype in NARROW_BYTES
 
 
-def seconds(work, rates):
+def seconds_of_parts(work, rates):
     """{part of a micro-batch: seconds} that its FLOPs and its bytes take at the rates of a machine.
 
     The parts are those in which --profile shows where the time went. "matmuls" are those with weights. "attention" is
@@ -214,6 +215,11 @@ def seconds(work, rates):
     return parts
 
 
+def seconds(work, rates):
+    """The seconds that all parts of a micro-batch take."""
+    return sum(seconds_of_parts(work, rates).values())
+
+
 def weight_flops(work):
     """FLOPs of a micro-batch in the matmuls with weights."""
     return work.batch_size * work.seq_len * weight_flops_per_token(work.shape)
@@ -226,12 +232,12 @@ def attention_seconds(work, rates):
     the scores is moved for 128 FLOPs, which is little for a GPU.
     """
     L, C = work.shape["n_layer"], work.shape["n_embd"]
-    unit = L * work.batch_size * work.seq_len**2 * C
+    flops_per_count = L * work.batch_size * work.seq_len**2 * C
     rate = rates.matmul[work.matmul_dtype]
     if work.is_flash:
-        return FLASH_ATTENTION_FLOPS * unit / rate
+        return FLASH_ATTENTION_FLOPS * flops_per_count / rate
     moving = scores(work) * bytes_of(MATMULS_OF_SCORES, work) / rates.copy
-    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moving)
+    return max(EXPLICIT_ATTENTION_FLOPS * flops_per_count / rate, moving)
 
 
 def scores(work):
@@ -241,11 +247,11 @@ def scores(work):
 
 def pointwise_bytes(work):
     """Bytes that GELU, LayerNorm, the residual stream and autocast's copies of the weights move."""
-    L, C = work.shape["n_layer"], work.shape["n_embd"]
+    L, C, V = work.shape["n_layer"], work.shape["n_embd"], work.shape["vocab_size"]
     tokens = work.batch_size * work.seq_len
     hidden = L * tokens * 4 * C
     residual = (2 * L + 1) * tokens * C  # two in each layer, and the last LayerNorm with the sum of the embeddings
-    weights = weight_bytes(work.shape, work.seq_len) / WIDE_BYTES
+    weights = 12 * L * C**2 + V * C  # of matmuls
     operations = FUSED_RESIDUAL if work.is_compiled else EAGER_RESIDUAL
     moved = hidden * bytes_of(GELU, work)
     moved += residual * bytes_of(operations, work)

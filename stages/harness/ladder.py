@@ -144,8 +144,8 @@ def compiled_work(work, facts):
 
 
 def flash_work(work, facts):
-    """No score goes to memory, and none is computed that lies in the future."""
-    return replace(work, is_flash=True)
+    """No score goes to memory, and none in the future is computed, unless PyTorch fell back on its matmuls."""
+    return replace(work, is_flash=facts.sdpa != "math")
 
 
 def clipped_work(work, facts):
@@ -269,13 +269,19 @@ def is_used(flag, name):
     return name in order and order.index(name) >= order.index(first_with(flag).name)
 
 
-def is_predictable(name, base):
-    """Whether FLOPs and bytes tell what a stage is worth against an earlier one: against another script, never."""
+def is_below(name, base):
+    """Whether a stage stands below another one in the ladder, at any distance; False for names of no stage."""
     order = names()
-    if name not in order or base not in order or order.index(name) <= order.index(base):
+    return name in order and base in order and order.index(name) > order.index(base)
+
+
+def is_predictable_against(name, base):
+    """Whether FLOPs and bytes tell what a stage is worth against one that stands above it; never against others."""
+    if not is_below(name, base):
         return False
-    steps_of_the_ladder = STAGES[order.index(base) + 1 : order.index(name) + 1]
-    return all(stage.is_predictable for stage in steps_of_the_ladder)
+    order = names()
+    techniques = STAGES[order.index(base) + 1 : order.index(name) + 1]
+    return all(stage.is_predictable for stage in techniques)
 
 
 def work_of(name, facts, shape):

@@ -51,14 +51,13 @@ def end_as_by_ctrl_c():
             signal.signal(signal_number, signal.default_int_handler)
 
 
-def operation_name(event):
-    """The name of a profiled operation, marked where AdamW's step called it: clipping calls some of the same."""
-    caller = event.cpu_parent
-    while caller is not None:
-        if caller.name.startswith("Optimizer.step#"):
-            return f"{parts.IN_OPTIMIZER}{event.name}"
-        caller = caller.cpu_parent
-    return event.name
+def callers(event):
+    """The name of a profiled operation and those of its callers, the outermost last."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names
 
 
 def synchronize(device):
@@ -162,6 +161,7 @@ class StepLog:
         self.steps = []
         self.profiler = None
         self.profile = {}
+        self.parts = {}
         self.held_out = None
         self.card = {}
         self.record = Record(args)
@@ -241,21 +241,25 @@ class StepLog:
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self.profiler.__enter__()
 
-    def _end_profile(self):
-        """Keep {operation: (ms of its own, ms with what it called, calls)}, the longest first."""
+    def _end_profile(self, step_ms):
+        """Keep {operation: (ms of its own, ms with what it called, calls)}, the longest first, and {part: ms}.
+
+        step_ms: what the whole step took.
+        """
         self.profiler.__exit__(None, None, None)
         clock = "device_time_total" if self.device.type == "cuda" else "cpu_time_total"
-        profile = {}
+        profile, parts_ms = {}, {}
         for event in self.profiler.events():
             if event.device_type != DeviceType.CPU:
                 continue  # a kernel, whose time is also that of the operation that started it
-            name = operation_name(event)
-            own_ms, total_ms, calls = profile.get(name, (0.0, 0.0, 0))
-            own_ms += getattr(event, f"self_{clock}") / 1e3
-            total_ms += getattr(event, clock) / 1e3
-            profile[name] = (own_ms, total_ms, calls + 1)
+            own_ms, total_ms = getattr(event, f"self_{clock}") / 1e3, getattr(event, clock) / 1e3
+            before = profile.get(event.name, (0.0, 0.0, 0))
+            profile[event.name] = (before[0] + own_ms, before[1] + total_ms, before[2] + 1)
+            part = parts.part_of(callers(event))
+            parts_ms[part] = parts_ms.get(part, 0.0) + own_ms
+        parts_ms[parts.REST] = step_ms - sum(ms for part, ms in parts_ms.items() if part != parts.REST)
         longest_first = sorted(profile.items(), key=lambda item: item[1], reverse=True)
-        self.profile = dict(longest_first)
+        self.profile, self.parts = dict(longest_first), parts_ms
         self.profiler = None
 
     def step(self, loss, **figures):
@@ -268,7 +272,7 @@ class StepLog:
         dt = time.perf_counter() - self.began
         page_faults = memory.page_faults() - self.page_faults_before
         if self.profiler:
-            self._end_profile()
+            self._end_profile(1e3 * dt)
         loss = loss.item()
         figures = {name: float(value) for name, value in figures.items()}
         step = len(self.steps)
@@ -320,6 +324,7 @@ class StepLog:
             figures["eval"] = evaluate(self.model, self.held_out)
         if self.args.profile:
             figures["profile"] = self.profile
+            figures["parts"] = self.parts
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()  # the copy needs room
             figures["rates"] = rates.measure(self.device, self.args.amp_dtype)
@@ -354,10 +359,9 @@ class StepLog:
         for name, (own_ms, _, calls) in longest:
             self.say(f"{own_ms:9.2f} ms in {calls:4d} x {name}")
         measured_rates = arithmetic.Rates(figures["rates"]["peak"], figures["rates"]["copy"])
-        step_ms = 1e3 * self.steps[-1]["dt"]
         self.say("this step in ms, and what its FLOPs and bytes take at the rates of this machine:")
         self.say(" measured predicted")
-        for part, measured_ms, predicted_ms in parts.table(self._header(), figures["profile"], step_ms, measured_rates):
+        for part, measured_ms, predicted_ms in parts.table(self._header(), figures["parts"], measured_rates):
             shown = "" if predicted_ms is None else f"{predicted_ms:.2f}"
             self.say(f"{measured_ms:9.2f} {shown:>9} {part}")
 

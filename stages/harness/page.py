@@ -175,16 +175,16 @@ def has_predictions(results):
     """Whether a page has the column "predicted": in the modes that have one, where the probe measured the rates."""
     if results.mode == "scale":
         return True
-    return results.mode == "ladder" and results.rates() is not None
+    return results.mode == "ladder" and results.machine_rates() is not None
 
 
 def prediction(results, name):
-    """How many times as fast as the row above a row should be; "unknown" for a stage that arithmetic can't judge."""
+    """How many times as fast as the row above a row should be; "unknown" where s06 lies between the two."""
     ratio = results.predicted(name)
     if ratio is not None:
         return f"{ratio:.3f}"
-    stage = ladder.find(name)
-    if stage is not None and not stage.is_predictable:
+    above = results.row_above(name)
+    if ladder.is_below(name, above) and not ladder.is_predictable_against(name, above):
         return "unknown"
     return NOTHING
 
@@ -465,10 +465,10 @@ def what_predicted_is(results):
             "Predicted: the step of a single rank divided by the number of ranks, and the all-reduce after it, against "
             "the row above."
         )
-    rates = results.rates()
+    rates = results.machine_rates()
     units = [f"{name} {rate / 1e12:.3f} TFLOP/s" for name, rate in rates.matmul.items()]
     return (
-        "Predicted: the step of the row above as it was measured, less what arithmetic says that the technique saves: "
+        "Predicted: the micro-batch of the row above as it was measured, less what the technique saves by arithmetic: "
         f"FLOPs at the rate of the matmuls ({', '.join(units)}) and bytes at that of the copy "
         f"({rates.copy / 1e9:.1f} GB/s). [The lessons](../stages/README.md#before-s01--the-arithmetic) count both."
     )

@@ -4,11 +4,11 @@ import re
 
 from . import arithmetic, ladder
 
-IN_OPTIMIZER = "optimizer: "  # begins the name of an operation that AdamW's step called: see log.py
 FUSED = "fused kernels"
+OPTIMIZER = "optimizer"
 REST = "the rest"
-# What torch.profiler calls the operations of each part, as patterns of whole names. In a compiled stage one fused
-# kernel may do the work of three parts, which are then one.
+# What torch.profiler calls the operations of each part, as patterns of whole names. The optimizer's part has clipping,
+# the sums of gradients and DDP's buckets, too.
 PATTERNS = {
     "matmuls": r"aten::(mm|addmm|linear)|.*mkl.*linear.*",
     "attention": r"aten::(bmm|baddbmm|_scaled_dot_product.*|_(flash|efficient|cudnn)_attention.*)",
@@ -16,62 +16,57 @@ PATTERNS = {
     "softmax and mask": r"aten::(_softmax|_softmax_backward_data|masked_fill_?|triu|where|div)",
     "pointwise": r"aten::((gelu|native_layer_norm)(_backward)?|copy_|fill_|add_?|cat|sum|embedding.*|index_select)",
     "loss": r"aten::(_log_softmax|_log_softmax_backward_data|nll_loss.*)",
+    OPTIMIZER: r"Optimizer\.step#.*|aten::_foreach_(norm|mul_)|.*::AccumulateGrad|torch\.distributed\.ddp.*",
 }
-# these two count with all that they call, and so does AdamW's step
-CLIPPING = r"aten::_foreach_(norm|mul_)"
-OPTIMIZER_STEP = r"Optimizer\.step#.*"
-CALLED_BY_ADAMW_TOO = r"aten::(div|add_|copy_)"
+# one fused kernel may do the work of several parts, which are one then
 MERGED_BY_FUSION = ("softmax and mask", "pointwise", "loss")
 
 
-def measured(profile, step_ms):
-    """{part: ms} of a step that was profiled, in the order in which they are shown; parts without time are left out.
+def part_of(names):
+    """The part that an operation belongs to.
 
-    profile: {operation: (ms of its own, ms with what it called, calls)} of a record. step_ms: the whole step, in ms.
-    Older records do not mark what AdamW called; there, operations that others call too are left to the rest.
+    names: its own name and those of its callers, the outermost last. The outermost one that has a part decides, since
+    what fills a gradient inside of the loss is the loss's. A fused graph calls matmuls, so it comes last.
     """
-    times = dict.fromkeys([*PATTERNS, "optimizer"], 0.0)
-    is_marked = any(operation.startswith(IN_OPTIMIZER) for operation in profile)
-    for operation, (own_ms, total_ms, _) in profile.items():
-        if not is_marked and re.fullmatch(CALLED_BY_ADAMW_TOO, operation):
-            continue
-        if re.fullmatch(OPTIMIZER_STEP, operation) or re.fullmatch(CLIPPING, operation):
-            times["optimizer"] += total_ms
-            continue
+    found = REST
+    for name in names:
         for part, pattern in PATTERNS.items():
-            if re.fullmatch(pattern, operation):
-                times[part] += own_ms
-                break
-    if times[FUSED]:  # what the compiler left alone, such as a cast of a weight
+            if re.fullmatch(pattern, name) and (part != FUSED or found == REST):
+                found = part
+    return found
+
+
+def merged(times):
+    """{part: ms} in the order in which parts are shown, those that fused kernels do together added up."""
+    ordered = {part: times[part] for part in [*PATTERNS, REST] if part in times}
+    if FUSED in ordered:
         for part in MERGED_BY_FUSION:
-            times[FUSED] += times.pop(part)
-    times = {part: ms for part, ms in times.items() if ms}
-    return times | {REST: step_ms - sum(times.values())}
+            ordered[FUSED] += ordered.pop(part, 0.0)
+    return ordered
 
 
 def predicted(header, rates):
-    """{part: ms} that a step should take by its FLOPs and bytes, as arithmetic.seconds(); {} where nothing can be said.
+    """{part: ms} that a step should take by its FLOPs and bytes; {} where nothing can be said.
 
     header: of the run's record. rates: the arithmetic.Rates of its machine.
     """
     facts = ladder.Facts(header["environment"], header["settings"], header["fallbacks"])
     work = ladder.work_of(header["stage"], facts, header["shape"])
-    if work is None or not arithmetic.is_known(work, rates):
+    if work is None or not arithmetic.has_rate_for(work, rates):
         return {}
-    seconds = arithmetic.seconds(work, rates)
+    seconds = arithmetic.seconds_of_parts(work, rates)
     return {part: 1e3 * work.accum * value for part, value in seconds.items()}
 
 
-def table(header, profile, step_ms, rates):
+def table(header, measured, rates):
     """[(part, ms measured, ms predicted)] of a profiled step; None where nothing is predicted.
 
     The last two are the rest, which no arithmetic predicts, and the whole step. header, rates: as of predicted().
-    profile, step_ms: as of measured().
+    measured: {part: ms} of the run's summary.
     """
-    measured_ms = measured(profile, step_ms)
-    predicted_ms = predicted(header, rates)
+    measured_ms, predicted_ms = merged(measured), predicted(header, rates)
     if predicted_ms and FUSED in measured_ms:
         predicted_ms[FUSED] = sum(predicted_ms.pop(part) for part in MERGED_BY_FUSION)
     lines = [(part, ms, predicted_ms.get(part)) for part, ms in measured_ms.items()]
     total = sum(predicted_ms.values()) if predicted_ms else None
-    return [*lines, ("the step", step_ms, total)]
+    return [*lines, ("the step", sum(measured.values()), total)]

@@ -755,7 +755,7 @@ class Results:
             compile_cache=self.compile_cache(name),
         )
 
-    def rates(self):
+    def machine_rates(self):
         """The arithmetic.Rates that the probe measured, medians over the rounds; None where it left none."""
         steps = self.counted_steps(PEAK)
         if not steps or "copy" not in steps[0]:  # the oldest records have no copy
@@ -781,14 +781,14 @@ class Results:
         where arithmetic can't tell: without those rates, for a row that is no stage or stands below none, and for
         stages whose worth FLOPs and bytes do not show.
         """
-        above, rates, facts = self.row_above(name), self.rates(), self.facts(name)
-        if rates is None or facts is None or not ladder.is_predictable(name, above):
+        above, rates, facts = self.row_above(name), self.machine_rates(), self.facts(name)
+        if rates is None or facts is None or not ladder.is_predictable_against(name, above):
             return None
         shape = self.header(name)["shape"]
         before, after = ladder.work_of(above, facts, shape), ladder.work_of(name, facts, shape)
-        if not arithmetic.is_known(before, rates) or not arithmetic.is_known(after, rates):
+        if not arithmetic.has_rate_for(before, rates) or not arithmetic.has_rate_for(after, rates):
             return None
-        return sum(arithmetic.seconds(before, rates).values()) - sum(arithmetic.seconds(after, rates).values())
+        return arithmetic.seconds(before, rates) - arithmetic.seconds(after, rates)
 
     def predicted(self, name):
         """How many times as fast as the row above a row should be, or None where nothing can be said.
@@ -799,7 +799,9 @@ class Results:
         if self.mode == "scale":
             return self._predicted_of_ranks(name)
         before, saved = self.seconds_per_micro_batch(self.row_above(name)), self.predicted_saving(name)
-        if before is None or saved is None or saved >= before:
+        if before is None or saved is None:
+            return None
+        if saved >= before:  # more than there is to save: these rates are not those of this step
             return None
         return before / (before - saved)
 
@@ -813,10 +815,10 @@ class Results:
 
     def _predicted_step_of_ranks(self, name):
         """Seconds that a step should take on a row's ranks: the first row's by their number, and an all-reduce."""
-        one_rank, header = self.summary(self.rows[0]), self.header(name)
-        if one_rank is None or header is None:
+        first_row, header = self.summary(self.rows[0]), self.header(name)
+        if first_row is None or header is None:
             return None
-        seconds = 1e-3 * one_rank["dt_ms"] / header["settings"]["world_size"]
+        seconds = 1e-3 * first_row["dt_ms"] / header["settings"]["world_size"]
         if header["settings"]["world_size"] == 1:
             return seconds
         steps = self.counted_steps(ALL_REDUCE + name)
