@@ -1253,10 +1253,10 @@ def test_the_page_of_loss_tells_how_often_the_corpus_was_seen(repo):
 
 
 def test_loss_that_continues_trains_what_has_no_held_out_loss(repo):
+    repo.plan({S02: {"behavior": "crash", "at": "end"}})
     repo.when("[1/4 runs", interrupt_by("SIGINT"))
     assert repo.run("loss", "s01", "s02", "--lr", "6e-4", "--seeds", "2").status == 130
     before = repo.records.read_bytes()
-    repo.plan({S02: {"behavior": "crash", "at": "end"}})
     assert repo.command("--resume", "x").status == 1
     repo.plan({})
     ended = repo.command("--resume", "x")
@@ -1266,9 +1266,8 @@ def test_loss_that_continues_trains_what_has_no_held_out_loss(repo):
 
 
 def test_a_real_bench_of_a_stage_and_the_probe(repo, monkeypatch):
-    small_probe = repo.folder / "stages" / "harness" / "probe.py"
-    shutil.copy(ROOT / "stages" / "harness" / "probe.py", small_probe)
-    make_the_probe_small(small_probe)
+    shutil.copy(ROOT / "stages" / "harness" / "probe.py", repo.folder / "stages" / "harness" / "probe.py")
+    make_the_rates_small(repo.folder / "stages" / "harness" / "rates.py")
     monkeypatch.setattr(Session, "room", lambda session: 3)  # all at once: that takes less time
     ended = repo.command("s05_flash", *FLOAT32, "--data", str(repo.corpus), "--out", "x")
     assert ended.status == 0
@@ -1278,8 +1277,8 @@ def test_a_real_bench_of_a_stage_and_the_probe(repo, monkeypatch):
     assert "stale" not in ended.out
 
 
-def make_the_probe_small(path):
-    """Let a copy of the probe multiply matrices of 64 x 64 for a moment, and copy little."""
+def make_the_rates_small(path):
+    """Let a copy of rates.py multiply matrices of 64 x 64 for a moment, and copy little."""
     text = path.read_text()
     for large, small in [("2048, 0.2", "64, 0.01"), ("2**25", "2**10")]:
         assert text.count(large) == 1

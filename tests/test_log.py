@@ -618,7 +618,8 @@ def test_profile_counts_what_adamw_calls_with_the_optimizer(clock, tmp_path):
     steplog.finish(None)
     summary = lines_of(tmp_path / "r.jsonl")[-1]
     assert summary["profile"]["aten::div"][0] > 0
-    assert summary["parts"].keys() == {"optimizer", "the rest"}
+    assert summary["parts"]["optimizer"] > summary["profile"]["aten::div"][0]
+    assert "softmax and mask" not in summary["parts"]
     assert sum(summary["parts"].values()) == pytest.approx(1000)
 
 
@@ -631,11 +632,11 @@ def test_profile_ends_with_the_parts_of_the_step_beside_what_arithmetic_says(clo
     steplog.finish(None)
     lines = capsys.readouterr().out.splitlines()
     summary = lines_of(tmp_path / "r.jsonl")[-1]
-    own_ms = summary["profile"]["aten::mm"][0]
+    matmuls_ms = summary["parts"]["matmuls"]
     assert summary["rates"] == {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 1e11}, "copy": 1e10}
     assert lines[-4] == " measured predicted"
     # 4 x 32 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 2.546 GFLOP at 0.1 TFLOP/s
-    assert lines[-3] == f"{own_ms:9.2f}     25.46 matmuls"
+    assert lines[-3] == f"{matmuls_ms:9.2f}     25.46 matmuls"
     assert lines[-2].endswith("the rest")
     assert lines[-1].startswith("  1500.00")
     assert lines[-1].endswith("the step")

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 
@@ -59,14 +58,14 @@ def test_the_lessons_show_the_stages_and_the_records():
 def test_a_figure_is_that_of_the_record():
     name = pages.shown_in_readme(read_page(README))
     lines = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
-    dts = [line["dt"] for line in lines if line["kind"] == "step" and line["name"] == "s01_baseline"]
-    median_ms = 1e3 * statistics.median(dts[4:])
-    wrong = "A step of s01 takes <!-- = ms s01 -->7<!-- . --> ms."
-    right = f"A step of s01 takes <!-- = ms s01 -->{median_ms:.0f}<!-- . --> ms."
+    memories = [line["memory"] for line in lines if line["kind"] == "step" and line["name"] == "s01_baseline"]
+    most_gb = max(memories[4:]) / 1e9
+    wrong = "A step of s01 holds <!-- = memory s01 -->7<!-- . --> GB."
+    right = f"A step of s01 holds <!-- = memory s01 -->{most_gb:.2f}<!-- . --> GB."
     assert pages.with_figures(wrong, readme_results()) == right
 
 
-@pytest.mark.parametrize("words", ["weight s04", "ms", "ms s99"])
+@pytest.mark.parametrize("words", ["weight s04", "memory", "memory s99"])
 def test_words_that_name_no_figure_are_refused(words):
     with pytest.raises(ResultsError):
         pages.figure(words, readme_results())
@@ -119,7 +118,7 @@ def stale(drawn, tmp_path):
     folder = tmp_path / "stale"
     shutil.copytree(drawn, folder)
     lessons, readme = folder / "stages" / "README.md", folder / "README.md"
-    lessons.write_bytes(re.sub(rb"(<!-- = ms s01 -->)\d", rb"\g<1>0", lessons.read_bytes()))
+    lessons.write_bytes(re.sub(rb"(<!-- = memory s04 -->)\d", rb"\g<1>0", lessons.read_bytes()))
     readme.write_bytes(re.sub(rb"(\| float32, explicit attention \| )\d", rb"\g<1>0", readme.read_bytes()))
     (folder / "results" / "epyc-8-gb.md").unlink()
     return folder
