@@ -1,14 +1,14 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
-FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, and no
-constant comes from a measurement, so that the same functions speak of an A100 by its datasheet and of the reader's
-machine by the bench's probe. stages/README.md explains each count. Imports no torch.
+FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, and
+no constant comes from a measurement, so that the same functions speak of an A100 by its datasheet and of
+the reader's machine by the bench's probe. stages/README.md explains each count. Imports no torch.
 """
 
 from dataclasses import dataclass
 
-# A large tensor's numbers are narrow (in autocast's dtype), wide (in float32), or in the dtype in which autocast
-# computes a softmax: float32 on CUDA, that of its input on a CPU.
+# A large tensor's numbers are narrow (in autocast's dtype), wide (in float32), or in the dtype in which
+# autocast computes a softmax: float32 on CUDA, that of its input on a CPU.
 NARROW, WIDE, SOFTMAX = "narrow", "wide", "softmax"
 WIDE_BYTES = 4
 NARROW_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -18,8 +18,8 @@ NARROW_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Operation:
     """Goes over a large tensor once for each number that it reads or writes, and multiplies no matrices.
 
-    reads, writes: NARROW, WIDE or SOFTMAX for each. is_cast: it changes the dtype and nothing else, so that it does
-    not run where both are the same.
+    reads, writes: NARROW, WIDE or SOFTMAX for each. is_cast: it changes the dtype and nothing else, so that
+    it does not run where both are the same.
     """
 
     name: str
@@ -28,8 +28,9 @@ class Operation:
     is_cast: bool = False
 
 
-# What PyTorch runs one by one, and below each what a compiler leaves of it: a fused kernel reads each tensor that
-# comes in once and writes each one that goes out once. The forward comes first, then the backward.
+# What PyTorch runs one by one, and below each what a compiler leaves of it: a fused kernel reads each
+# tensor that comes in once and writes each one that goes out once. The forward comes first, then the
+# backward.
 EAGER_SCORES = (
     Operation("divide by the root of head_dim", (NARROW,), (NARROW,)),
     Operation("mask: copy, and fill the copy", (NARROW, NARROW), (NARROW, NARROW)),
@@ -88,8 +89,9 @@ WEIGHT_CASTS = (  # autocast casts each weight for its matmul, and the weight's 
     Operation("backward, cast its gradient", (NARROW,), (WIDE,), is_cast=True),
 )
 
-# How many numbers of a parameter an update reads or writes. In single operations: 2 to decay the weight, 3 for the
-# first moment, 2 and 3 for the second, 2 for its root, 2 for its correction, 2 for eps, 4 for the weight.
+# How many numbers of a parameter an update reads or writes. In single operations: 2 to decay the weight, 3
+# for the first moment, 2 and 3 for the second, 2 for its root, 2 for its correction, 2 for eps, 4 for the
+# weight.
 UPDATE_IN_SINGLE_OPERATIONS = 2 + 3 + 2 + 3 + 2 + 2 + 2 + 4
 UPDATE_IN_ONE_KERNEL = 4 + 3  # reads weight, gradient and two moments, writes all but the gradient
 CLIPPING = 3  # reads each gradient for the norm, reads it again, writes it scaled
@@ -97,9 +99,9 @@ ADDING_A_GRADIENT = 3  # reads the sum so far and the new gradient, writes the s
 UNSCALING = 2  # float16 alone: reads each gradient, and writes it without the loss's factor
 BUCKETS = 4  # reads and writes each gradient on its way into a bucket, and on its way back
 
-# Attention's matmuls take so many times L B T^2 C FLOPs. Explicit attention has two matmuls in the forward and four in
-# the backward, of 2 FLOPs each. Flash attention computes the scores again in the backward, which makes seven matmuls,
-# and leaves out the half of the scores that lies in the future.
+# Attention's matmuls take so many times L B T^2 C FLOPs. Explicit attention has two matmuls in the forward
+# and four in the backward, of 2 FLOPs each. Flash attention computes the scores again in the backward,
+# which makes seven matmuls, and leaves out the half of the scores that lies in the future.
 EXPLICIT_ATTENTION_FLOPS = 12
 FLASH_ATTENTION_FLOPS = 7
 
@@ -108,11 +110,12 @@ FLASH_ATTENTION_FLOPS = 7
 class Work:
     """What one micro-batch of one process has to do, forward, backward and its share of the update.
 
-    shape: a dict with n_layer, n_head, n_embd and vocab_size. batch_size, seq_len: B and T of the micro-batch.
-    matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32" where it is off.
-    softmax_is_wide: whether autocast computes a softmax in float32. is_compiled: the operations between matmuls are
-    fused. is_flash: attention is one kernel. clips: the gradients' norm is bounded. update_passes: numbers of a
-    parameter that AdamW reads or writes. accum: micro-batches for each update. has_buckets: DDP copies the gradients.
+    shape: a dict with n_layer, n_head, n_embd and vocab_size. batch_size, seq_len: B and T of the
+    micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32"
+    where it is off. softmax_is_wide: whether autocast computes a softmax in float32. is_compiled: the
+    operations between matmuls are fused. is_flash: attention is one kernel. clips: the gradients' norm is
+    bounded. update_passes: numbers of a parameter that AdamW reads or writes. accum: micro-batches for each
+    update. has_buckets: DDP copies the gradients.
     """
 
     shape: dict
@@ -140,9 +143,10 @@ class Rates:
 def flops_per_token(shape, seq_len):
     """FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
 
-    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: GPT-2 asks for no work on padding).
-    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention
-    counted in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
+    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: GPT-2 asks for no work on
+    padding). seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward,
+    and attention counted in full although half of it is masked: the convention of PaLM (arXiv:2204.02311,
+    appendix B).
     """
     L, C = shape["n_layer"], shape["n_embd"]
     return weight_flops_per_token(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * seq_len
@@ -198,8 +202,9 @@ def has_rate_for(work, rates):
 def seconds_of_parts(work, rates):
     """{part of a micro-batch: seconds} that its FLOPs and its bytes take at the rates of a machine.
 
-    The parts are those in which --profile shows where the time went. "matmuls" are those with weights. "attention" is
-    the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that explicit attention does.
+    The parts are those in which --profile shows where the time went. "matmuls" are those with weights.
+    "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else
+    that explicit attention does.
     """
     parts = {
         "matmuls": weight_flops(work) / rates.matmul[work.matmul_dtype],
@@ -228,8 +233,8 @@ def weight_flops(work):
 def attention_seconds(work, rates):
     """Seconds of attention's matmuls.
 
-    Those of explicit attention take what is longer, their FLOPs or moving the scores: with head_dim 64 each number of
-    the scores is moved for 128 FLOPs, which is little for a GPU.
+    Those of explicit attention take what is longer, their FLOPs or moving the scores: with head_dim 64 each
+    number of the scores is moved for 128 FLOPs, which is little for a GPU.
     """
     L, C = work.shape["n_layer"], work.shape["n_embd"]
     flops_per_count = L * work.batch_size * work.seq_len**2 * C

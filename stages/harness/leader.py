@@ -26,7 +26,8 @@ REPORT_EVERY = 5  # seconds between two reports of Trainings
 TOOK_STEP, ENDED = "took its step", "ended"  # what a worker has done
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
 KILLED_MESSAGE = "killed by the system, most likely out of memory: try a smaller --batch-size"
-# what a process says of its end: a line of ours, or the last line of Python's report, with torchrun's mark before it
+# what a process says of its end: a line of ours, or the last line of Python's report, with torchrun's mark
+# before it
 ERROR_LINE = re.compile(r"(?:\[rank\d+\]: )?(?:.*\berror: (.+)|([\w.]*(?:Error|Exception): \S.*))")
 # torchrun's report of a rank that a signal ended; the last one is of the rank that ended first
 SIGNAL_LINE = re.compile(r"\s*traceback : Signal \d+ \((\w+)\) received by PID \d+")
@@ -36,9 +37,10 @@ SIGNAL_LINE = re.compile(r"\s*traceback : Signal \d+ \((\w+)\) received by PID \
 class Row:
     """A row of the table, or a probe: what is started for it.
 
-    name: in the records and the table. script: the path of the file that Python runs. change: the words of the table.
-    flags: what it gets beyond the flags that all rows share. ranks: processes under torchrun; 0 runs the script without
-    it. env: variables that take the place of those in the bench's own environment; None leaves one out.
+    name: in the records and the table. script: the path of the file that Python runs. change: the words of
+    the table. flags: what it gets beyond the flags that all rows share. ranks: processes under torchrun; 0
+    runs the script without it. env: variables that take the place of those in the bench's own environment;
+    None leaves one out.
     """
 
     name: str
@@ -100,15 +102,15 @@ def environment_of(row):
 class Worker:
     """A row at work, in a process of its own. It takes a step for each ask() and ends by itself when the bench dies.
 
-    failure: why it failed, a Failure, or None. memory: the most bytes that it held, of all ranks. speed: tokens per
-    second of its last step.
+    failure: why it failed, a Failure, or None. memory: the most bytes that it held, of all ranks. speed:
+    tokens per second of its last step.
     """
 
     def __init__(self, row, flags, timeout, keep, memory_budget=None):
         """Start the process. keep(entry) gets each line of its record, a dict.
 
-        flags: what all rows share. timeout: seconds that a step may take. memory_budget: bytes that it may hold, or
-        None.
+        flags: what all rows share. timeout: seconds that a step may take. memory_budget: bytes that it may
+        hold, or None.
         """
         self.row = row
         self.timeout = timeout
@@ -276,7 +278,8 @@ def append_line(path, session, name, entry):
 def single_step(row, flags, timeout):
     """(step, failure) of a row's process that takes one step and ends; one of the two is None.
 
-    step: the line that it wrote of its step, a dict. failure: why there is none, a Failure. Nothing goes to a record.
+    step: the line that it wrote of its step, a dict. failure: why there is none, a Failure. Nothing goes to
+    a record.
     """
     lines = []
     worker = Worker(row, flags, timeout, lines.append)
@@ -400,8 +403,9 @@ class Session:
 class Training:
     """One run of Trainings: a row, the number of its session, the steps it took so far, and its worker.
 
-    Of the worker's lines it keeps the header, the error, and the summary with the training curve. The steps themselves
-    are not written: six hundred of them would take a hundred times as much room as all that a page shows of a run.
+    Of the worker's lines it keeps the header, the error, and the summary with the training curve. The steps
+    themselves are not written: six hundred of them would take a hundred times as much room as all that a
+    page shows of a run.
     """
 
     def __init__(self, path, session, row, flags, timeout, steps):
@@ -434,8 +438,8 @@ class Trainings:
     def __init__(self, path, flags, timeout, steps, at_once):
         """Nothing starts before lead().
 
-        path: the results file. flags, timeout: as of a Worker. steps: how many each run takes, warm-up included.
-        at_once: how many may run at a time, where there is memory for them.
+        path: the results file. flags, timeout: as of a Worker. steps: how many each run takes, warm-up
+        included. at_once: how many may run at a time, where there is memory for them.
         """
         self.path = path
         self.flags = flags

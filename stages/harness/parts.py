@@ -7,8 +7,8 @@ from . import arithmetic, ladder
 FUSED = "fused kernels"
 OPTIMIZER = "optimizer"
 REST = "the rest"
-# What torch.profiler calls the operations of each part, as patterns of whole names. The optimizer's part has clipping,
-# the sums of gradients and DDP's buckets, too.
+# What torch.profiler calls the operations of each part, as patterns of whole names. The optimizer's part
+# has clipping, the sums of gradients and DDP's buckets, too.
 PATTERNS = {
     "matmuls": r"aten::(mm|addmm|linear)|.*mkl.*linear.*",
     "attention": r"aten::(bmm|baddbmm|_scaled_dot_product.*|_(flash|efficient|cudnn)_attention.*)",
@@ -25,8 +25,9 @@ MERGED_BY_FUSION = ("softmax and mask", "pointwise", "loss")
 def part_of(names):
     """The part that an operation belongs to.
 
-    names: its own name and those of its callers, the outermost last. The outermost one that has a part decides, since
-    what fills a gradient inside of the loss is the loss's. A fused graph calls matmuls, so it comes last.
+    names: its own name and those of its callers, the outermost last. The outermost one that has a part
+    decides, since what fills a gradient inside of the loss is the loss's. A fused graph calls matmuls, so
+    it comes last.
     """
     found = REST
     for name in names:
@@ -61,8 +62,8 @@ def predicted(header, rates):
 def table(header, measured, rates):
     """[(part, ms measured, ms predicted)] of a profiled step; None where nothing is predicted.
 
-    The last two are the rest, which no arithmetic predicts, and the whole step. header, rates: as of predicted().
-    measured: {part: ms} of the run's summary.
+    The last two are the rest, which no arithmetic predicts, and the whole step. header, rates: as of
+    predicted(). measured: {part: ms} of the run's summary.
     """
     measured_ms, predicted_ms = merged(measured), predicted(header, rates)
     if predicted_ms and FUSED in measured_ms:
