@@ -470,7 +470,8 @@ def what_predicted_is(results):
     return (
         "Predicted: the micro-batch of the row above as it was measured, less what the technique saves by arithmetic: "
         f"FLOPs at the rate of the matmuls ({', '.join(units)}) and bytes at that of the copy "
-        f"({rates.copy / 1e9:.1f} GB/s). [The lessons](../stages/README.md#before-s01--the-arithmetic) count both."
+        f"({rates.copy / 1e9:.1f} GB/s). [The lessons](../stages/README.md#before-s01--the-arithmetic) count both. "
+        'What a padded vocabulary gains (s06), only a trial tells: it is "unknown".'
     )
 
 
