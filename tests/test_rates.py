@@ -171,6 +171,7 @@ def test_an_accelerator_multiplies_larger_matrices_for_longer_and_in_tf32_too(de
 
 
 def test_the_precision_of_float32_matmuls_is_afterwards_as_it_was(device):
+    device.has_tf32 = False
     torch.set_float32_matmul_precision("high")  # as in a stage that --profile ends
     rates.measure(CUDA, torch.bfloat16)
     precision = torch.get_float32_matmul_precision()
