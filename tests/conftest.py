@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,3 +246,22 @@ def shared_runs(stages, request):
 def own_cache(tmp_path, monkeypatch):
     """A cache folder, not there yet, in place of the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """Takes the place of rates.seconds_of(): what it times took `answer` seconds. Notes how many calls it timed."""
+    from harness import rates  # not above: it imports torch, and most tests do without
+
+    timer = SimpleNamespace(answer=0.1, repeats=[], running=False)
+
+    def seconds_of(repeats, device, work, *arguments, **options):
+        timer.repeats.append(repeats)
+        timer.running = True
+        for _ in range(repeats):
+            work(*arguments, **options)
+        timer.running = False
+        return timer.answer
+
+    monkeypatch.setattr(rates, "seconds_of", seconds_of)
+    return timer

@@ -364,12 +364,12 @@ def row_named(results, short):
 
 def peak(results, dtype):
     """The FLOP/s that the large matmuls of the probe reach in a dtype, such as "float32"."""
-    return statistics.median(step["peak"][dtype] for step in results.counted_steps(PEAK))
+    return results.matmul_rates()[dtype]
 
 
 def bandwidth(results):
     """The bytes/s that a copy of a large tensor moves, reads and writes counted."""
-    return statistics.median(step["copy"] for step in results.counted_steps(PEAK))
+    return results.machine_rates().copy
 
 
 def step_ms(results, stage):

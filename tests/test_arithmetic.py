@@ -17,7 +17,10 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from model import GPT, GPTConfig
 
-B, T, L, N_HEAD, C, V = 2, 80, 2, 4, 64, 5003  # no two kinds of tensors have as many numbers
+# a small model of which no two kinds of tensors have as many numbers
+B, T = 2, 80
+L, N_HEAD, C = 2, 4, 64
+V = 5003
 SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C}
 GPT2 = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
 A100 = Rates({"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, copy=2.039e12)  # its datasheet

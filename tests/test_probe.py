@@ -14,23 +14,6 @@ CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64}
 
 
-@pytest.fixture
-def timer(monkeypatch):
-    """Takes the place of seconds_of(): what it times took `answer` seconds. Notes how many calls it timed."""
-    timer = SimpleNamespace(answer=0.1, repeats=[], running=False)
-
-    def seconds_of(repeats, device, work, *arguments, **options):
-        timer.repeats.append(repeats)
-        timer.running = True
-        for _ in range(repeats):
-            work(*arguments, **options)
-        timer.running = False
-        return timer.answer
-
-    monkeypatch.setattr(probe, "seconds_of", seconds_of)
-    return timer
-
-
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
 def test_each_fresh_page_is_touched_once(timer):
     nbytes = 1000 * mmap.PAGESIZE

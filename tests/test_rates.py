@@ -12,23 +12,6 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def timer(monkeypatch):
-    """Takes the place of seconds_of(): what it times took `answer` seconds. Notes how many calls it timed."""
-    timer = SimpleNamespace(answer=0.1, repeats=[], running=False)
-
-    def seconds_of(repeats, device, work, *arguments, **options):
-        timer.repeats.append(repeats)
-        timer.running = True
-        for _ in range(repeats):
-            work(*arguments, **options)
-        timer.running = False
-        return timer.answer
-
-    monkeypatch.setattr(rates, "seconds_of", seconds_of)
-    return timer
-
-
-@pytest.fixture
 def matmuls(monkeypatch, timer):
     """Each matmul that PyTorch carries out in a test: matrices a and b, its output, whether it was timed."""
     matmuls = []

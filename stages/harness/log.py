@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import math
 import os
@@ -171,7 +172,7 @@ class StepLog:
             self.held_out = load_tokens(args.data, split="val")
         self._say_what_runs()
         if self.record.file:
-            self.record.write("header", **self._header())
+            self.record.write("header", **self.header)
         self._begin_step()
 
     def _parameters(self):
@@ -187,7 +188,9 @@ class StepLog:
         self.say(args.title)
         self.say(f"{model} | {batch} | {self.corpus}, {self.tokenizer} | {where}")
 
-    def _header(self):
+    @functools.cached_property
+    def header(self):
+        """What the record begins with, a dict. Made once, since it asks git and the driver."""
         args = self.args
         commit, dirty = git_state(ROOT)
         return {
@@ -361,7 +364,7 @@ class StepLog:
         measured_rates = arithmetic.Rates(figures["rates"]["peak"], figures["rates"]["copy"])
         self.say("this step in ms, and what its FLOPs and bytes take at the rates of this machine:")
         self.say(" measured predicted")
-        for part, measured_ms, predicted_ms in parts.table(self._header(), figures["parts"], measured_rates):
+        for part, measured_ms, predicted_ms in parts.table(self.header, figures["parts"], measured_rates):
             shown = "" if predicted_ms is None else f"{predicted_ms:.2f}"
             self.say(f"{measured_ms:9.2f} {shown:>9} {part}")
 

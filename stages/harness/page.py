@@ -368,7 +368,7 @@ def efficiency(results, name):
     steps = results.counted_steps(ALL_REDUCE + name)
     if not steps:
         return words
-    ms = 1e3 * statistics.median(step["dt"] for step in steps)
+    ms = 1e3 * results.all_reduce_seconds(name)
     share = 100 * ms / results.summary(name)["dt_ms"]
     megabytes = steps[0]["bytes"] / 1e6
     return (
@@ -494,8 +494,7 @@ def peak_line(results):
     """What the column "% of peak" is a share of."""
     steps = results.counted_steps(PEAK)
     rates = []
-    for dtype in sorted(steps[0]["peak"]):
-        rate = statistics.median(step["peak"][dtype] for step in steps)
+    for dtype, rate in sorted(results.matmul_rates().items()):
         rates.append(f"{rate / 1e12:.2f} TFLOP/s in {dtype}")
     header = results.any_header()
     flops = arithmetic.flops_per_token(header["shape"], header["settings"]["seq_len"])
@@ -510,11 +509,7 @@ def peak_line(results):
 def datasheet_sentence(results):
     """What NVIDIA specifies for a card and what share of it the matmuls reached; "" for a card that is not known."""
     specified = DATASHEETS.get(results.any_header()["environment"]["device_name"])
-    steps = results.counted_steps(PEAK)
-    rates = []
-    for dtype in ("bfloat16", "float16"):
-        if dtype in steps[0]["peak"]:
-            rates.append(statistics.median(step["peak"][dtype] for step in steps))
+    rates = [rate for dtype, rate in results.matmul_rates().items() if dtype in ("bfloat16", "float16")]
     if specified is None or not rates:
         return ""
     share = max(rates) / (1e12 * specified)
@@ -526,7 +521,7 @@ def datasheet_sentence(results):
 
 def bandwidth_line(results):
     """How fast a large tensor is copied."""
-    rate = statistics.median(step["copy"] for step in results.counted_steps(PEAK))
+    rate = results.machine_rates().copy
     return f"Memory bandwidth: copying a large tensor moves {rate / 1e9:.1f} GB/s, reads and writes counted."
 
 

@@ -15,7 +15,6 @@ from harness import machine, rates
 from harness.arithmetic import weight_bytes
 from harness.flags import parse_args
 from harness.log import Record
-from harness.rates import seconds_of
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,7 @@ def clearing_rate(nbytes, advice):
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(advice)
         a_byte_in_each_page = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
-        seconds = seconds_of(1, a_byte_in_each_page.device, a_byte_in_each_page.fill_, 1)
+        seconds = rates.seconds_of(1, a_byte_in_each_page.device, a_byte_in_each_page.fill_, 1)
         del a_byte_in_each_page  # else the mapping can't be closed
     return nbytes / seconds
 
@@ -72,7 +71,7 @@ def clearing_rate(nbytes, advice):
 def all_reduce_seconds(gradient):
     """Return the seconds of one all-reduce of a tensor, which all ranks start together."""
     dist.barrier()
-    return seconds_of(1, gradient.device, dist.all_reduce, gradient)
+    return rates.seconds_of(1, gradient.device, dist.all_reduce, gradient)
 
 
 if __name__ == "__main__":

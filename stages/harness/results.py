@@ -760,10 +760,20 @@ class Results:
         steps = self.counted_steps(PEAK)
         if not steps or "copy" not in steps[0]:  # the oldest records have no copy
             return None
-        matmul = {}
+        return arithmetic.Rates(self.matmul_rates(), statistics.median(step["copy"] for step in steps))
+
+    def matmul_rates(self):
+        """{dtype: FLOP/s} of the probe's large matmuls, medians over the rounds. There must be a step of the probe."""
+        steps = self.counted_steps(PEAK)
+        rates = {}
         for dtype in steps[0]["peak"]:
-            matmul[dtype] = statistics.median(step["peak"][dtype] for step in steps)
-        return arithmetic.Rates(matmul, statistics.median(step["copy"] for step in steps))
+            rates[dtype] = statistics.median(step["peak"][dtype] for step in steps)
+        return rates
+
+    def all_reduce_seconds(self, name):
+        """The median seconds of an all-reduce on a row's ranks by itself, or None where none was timed."""
+        dts = [step["dt"] for step in self.counted_steps(ALL_REDUCE + name)]
+        return statistics.median(dts) if dts else None
 
     def seconds_per_micro_batch(self, name):
         """The median seconds that a row takes for one micro-batch of one rank, or None before it ran."""
@@ -821,10 +831,10 @@ class Results:
         seconds = 1e-3 * first_row["dt_ms"] / header["settings"]["world_size"]
         if header["settings"]["world_size"] == 1:
             return seconds
-        steps = self.counted_steps(ALL_REDUCE + name)
-        if not steps:
+        all_reduce = self.all_reduce_seconds(name)
+        if all_reduce is None:
             return None
-        return seconds + statistics.median(step["dt"] for step in steps)
+        return seconds + all_reduce
 
     def sdpa(self, name):
         """The attention kernel that ran in a row, such as "flash", or None."""
