@@ -528,10 +528,21 @@ def results_at_rates(losses=LOSSES, more=(), **bench):
 
 
 def test_losses_at_several_rates_are_a_table_of_stages_by_rates():
-    rows = without_no_break_spaces(page.rates_table(results_at_rates())).splitlines()
+    rows = without_no_break_spaces(page.rates_table(results_at_rates(), "../stages/")).splitlines()
     assert rows[0] == "| stage | lr 1.5e-4 | lr 3e-4 | lr 6e-4 | note |"
     assert rows[2] == "| [s06_vocab](../stages/s06_vocab.py) | 5.8000 | **5.2500** | 5.4000 |  |"
     assert len(rows) == 4
+
+
+def test_the_stages_of_a_table_of_rates_are_linked_from_where_it_stands():
+    rows = page.rates_table(results_at_rates(), "").splitlines()
+    assert rows[2].startswith("| [s06_vocab](s06_vocab.py) | ")
+
+
+def test_a_script_of_ones_own_has_no_link_in_a_table_of_rates():
+    losses = {("mine", 1.5e-4): (5.4,), ("mine", 3e-4): (5.2,), ("mine", 6e-4): (5.3,)}
+    results = results_at_rates(losses, rows=["mine lr 1.5e-4", "mine lr 3e-4", "mine lr 6e-4"], rounds=1)
+    assert page.rates_table(results, "../stages/").splitlines()[2:] == ["| mine | 5.4000 | **5.2000** | 5.3000 |  |"]
 
 
 def test_a_best_rate_at_the_edge_is_marked():

@@ -121,12 +121,12 @@ def speed_cells(results, name):
     }
 
 
-def loss_cells(results, name):
-    """{column: cell} of a row's held-out loss, the mean over its seeds."""
+def loss_cell(results, name):
+    """The held-out loss of a row, the mean over its seeds, and how many these are: "5.2500 (2)"."""
     losses = results.samples(name).values()
     if not losses:
-        return {"held-out loss (seeds)": NOTHING}
-    return {"held-out loss (seeds)": f"{statistics.mean(losses):.4f} ({len(losses)})"}
+        return NOTHING
+    return f"{statistics.mean(losses):.4f} ({len(losses)})"
 
 
 def comparison(results, name, base, digits):
@@ -151,7 +151,7 @@ def cells(results, name, link):
     if results.mode in ("ladder", "loss"):  # in other modes a row is no stage
         row["stage"] = stage_link(name, link)
     if results.mode == "loss":
-        row |= loss_cells(results, name)
+        row["held-out loss (seeds)"] = loss_cell(results, name)
         digits_of_previous, digits_of_first = 4, 4
     else:
         row |= speed_cells(results, name)
@@ -198,12 +198,15 @@ def full_table(results):
     return markdown(alignment, head, [list(row.values()) for row in rows])
 
 
-def rates_table(results):
-    """The held-out losses of a bench of several rates: a row for each stage, a column for each rate."""
+def rates_table(results, link):
+    """The held-out losses of a bench of several rates: a row for each stage, a column for each rate.
+
+    link: the way from the page to the folder of the stages.
+    """
     head = ["stage", *(f"lr {rate_text(rate)}" for rate in results.rates), "note"]
     rows = []
     for stage in results.stages():
-        row = [stage_link(stage, "../stages/")]
+        row = [stage_link(stage, link)]
         for rate in results.rates:
             row.append(rate_cell(results, stage, rate))
         rows.append([*row, note_on_rates(results, stage)])
@@ -265,7 +268,7 @@ def best_table(results):
             difference = results.compare(name, above)
             verdict = results.verdict_on_loss(difference) if difference else ""
         change = escape(results.bench["change"][name])
-        loss = loss_cells(results, name)["held-out loss (seeds)"]
+        loss = loss_cell(results, name)
         rows.append([stage_link(stage, "../stages/"), change, rate, loss, vs_previous, vs_first, verdict])
         above = name
     return markdown("llrrrrl", head, rows)
@@ -280,13 +283,7 @@ def limit_table(results):
 def limit_cells(results, stage):
     """The cells of a stage's row in the table of the mode `limit`."""
     names = results.batches(stage)
-    fits, fails = None, None
-    for batch in sorted(names):
-        last_run = results.runs_of(names[batch])[-1]
-        if last_run.error and fails is None:
-            fails = batch
-        elif last_run.summary and not last_run.error:
-            fits = batch
+    fits, fails = results.largest_batch(stage), results.smallest_batch_that_failed(stage)
     largest, speed, memory = "none", NOTHING, NOTHING
     if fits is not None:
         figures = speed_cells(results, names[fits])
@@ -361,10 +358,10 @@ def reason_not_compiled(results, name):
 
 def efficiency(results, name):
     """What several processes reach of so many times one's speed, and what their all-reduce takes."""
-    speedup, header = results.compare(name, results.rows[0]), results.header(name)
-    if speedup is None or header is None:
+    share_of_ideal = results.efficiency(name)
+    if share_of_ideal is None:
         return ""
-    words = f"efficiency {100 * speedup.value / header['settings']['world_size']:.0f} %"
+    words = f"efficiency {100 * share_of_ideal:.0f} %"
     steps = results.counted_steps(ALL_REDUCE + name)
     if not steps:
         return words
@@ -751,7 +748,12 @@ def page(results):
     device = escape(results.bench["environment"]["device_name"])
     title = f"# {what} on {device}"
     if results.rates:
-        parts = [title, "Held-out loss at each learning rate:", rates_table(results), rates_chart(results)]
+        parts = [
+            title,
+            "Held-out loss at each learning rate:",
+            rates_table(results, "../stages/"),
+            rates_chart(results),
+        ]
         best = best_table(results)
         if best:
             parts += ["Each stage at its best rate, against those above at theirs:", best, chart(results)]

@@ -836,6 +836,13 @@ class Results:
             return None
         return seconds + all_reduce
 
+    def efficiency(self, name):
+        """What the ranks of a row reach of so many times the speed of the first row, from 0 to 1, or None."""
+        speedup, header = self.compare(name, self.rows[0]), self.header(name)
+        if speedup is None or header is None:
+            return None
+        return speedup.value / header["settings"]["world_size"]
+
     def sdpa(self, name):
         """The attention kernel that ran in a row, such as "flash", or None."""
         for run in self.runs_of(name):
@@ -1003,6 +1010,22 @@ class Results:
             if tried == stage and batch.isdecimal():
                 names[int(batch)] = name
         return names
+
+    def largest_batch(self, stage):
+        """The largest batch size of a stage whose last run in the mode `limit` fitted, or None."""
+        names = self.batches(stage)
+        fitting = []
+        for batch in names:
+            last_run = self.runs_of(names[batch])[-1]
+            if last_run.summary and not last_run.error:
+                fitting.append(batch)
+        return max(fitting, default=None)
+
+    def smallest_batch_that_failed(self, stage):
+        """The smallest batch size of a stage whose last run in the mode `limit` ended in an error, or None."""
+        names = self.batches(stage)
+        failed = [batch for batch in names if self.error(names[batch])]
+        return min(failed, default=None)
 
     def is_stale(self, name):
         """Whether the stage's code has changed since a row was measured. Of a script that is gone nobody can tell."""
