@@ -173,7 +173,7 @@ def test_neighbors_are_compared_to_three_decimals_and_with_s01_to_two():
     assert cell(results, "s12_ddp", "note").endswith("no difference")
     assert cell(results, "s12_ddp", "vs s10") == "0.98 ± 0.01"
     readme = without_no_break_spaces(page.readme_table(results))
-    assert "| 0.990 ± 0.006 | 0.99 ± 0.01 |" in readme
+    assert "| 0.990 ± 0.006 | 0.99 ± 0.01 | slower |" in readme
 
 
 def test_losses_are_compared_to_four_decimals():
@@ -647,44 +647,104 @@ def test_the_speed_chart_has_a_bar_for_each_row_with_a_counted_step():
 
 def test_readme_gets_the_narrow_table():
     rows = without_no_break_spaces(page.readme_table(ladder_cpu())).splitlines()
-    assert rows[0] == "| stage | change | tok/sec | dt ms | memory GB | vs previous | vs s01 |"
-    assert rows[4].startswith("| [s03_bf16](stages/s03_bf16.py) | bf16 | 2,000 | 500 | 1.25 | ")
-    assert rows[4].endswith(" | 2.000 ± 0.020 | 2.00 ± 0.00 |")
-    assert rows[5] == "| [s04_compile](stages/s04_compile.py) | compile | – | – | – | – | – |"
-    assert rows[11].startswith("| [s10_fused](stages/s10_fused.py) | fused | 3,000 | 333 | no meter | – |")
+    assert rows[0] == "| stage | change | tok/sec | memory GB | vs previous | vs s01 | verdict |"
+    s03 = "| [s03_bf16](stages/s03_bf16.py) | bf16 | 2,000 | 1.25 | 2.000 ± 0.020 | 2.00 ± 0.00 | faster |"
+    assert rows[4] == s03
+    assert rows[5] == "| [s04_compile](stages/s04_compile.py) | compile | – | – | – | – | failed |"
+    assert rows[11].startswith("| [s10_fused](stages/s10_fused.py) | fused | 3,000 | no meter | – |")
 
 
 def test_readme_leaves_out_what_a_gpu_reserved():
-    assert "| 667 | 1500 | 12.50 | – | – |" in page.readme_table(ladder_t4())
+    assert "| 667 | 12.50 | – | – | – |" in page.readme_table(ladder_t4())
 
 
-def test_readme_groups_the_notes_and_links_to_the_page():
-    part = page.readme_part(ladder_cpu(), "x")
-    assert "; s11: 2 micro-batches per step; no difference; " in part
-    assert "s06: slower" in part
-    assert ". Measured with an earlier version of the stages. [All columns, " in part
-    assert "stale" not in part
-    assert part.endswith("(results/x.md).")
-    two = results_of(run_lines("s08_cosine", [1.0]), run_lines("s09_decay", [1.0]))
-    notes = "- Notes: s08: for the loss, not the speed; s09: for the loss, not the speed; no difference. [All"
-    assert notes in page.readme_part(two, "x")
+def test_the_verdict_of_readme_is_a_word_or_two():
+    """s01 is the first row, s05 stands below a row that failed, and s09 was never started."""
+    rows = page.readme_table(ladder_cpu()).splitlines()[2:]
+    verdicts = [row.removesuffix(" |").split(" | ")[-1] for row in rows]
+    assert verdicts == [
+        "–",
+        "no-op here",
+        "faster",
+        "failed",
+        "–",
+        "slower",
+        "for the loss",
+        "failed",
+        "not run",
+        "not finished",
+        "no difference",
+        "no difference",
+    ]
+
+
+def test_readme_says_where_a_device_cant_run_a_stage():
+    refused = run_lines("s12_ddp", [], end=failure("not for mps", "not-for-this-device"))
+    table = page.readme_table(results_of(run_lines("s11_accum", [1.0]), refused))
+    assert table.endswith("| – | – | – | – | not on this device |")
+
+
+def test_the_first_row_of_readme_is_compared_with_nothing():
+    """Not even s08, which is for the loss, has a verdict there."""
+    table = page.readme_table(results_of(run_lines("s08_cosine", [1.0]), run_lines("s09_decay", [1.0])))
+    rows = table.splitlines()[2:]
+    assert rows[0].endswith(" | – | – | – |")
+    assert rows[1].endswith(" | 1.000 | 1.00 | for the loss |")
+
+
+def test_readme_has_no_verdict_without_a_control():
+    table = page.readme_table(results_of(run_lines("s05_flash", [1.0]), run_lines("s06_vocab", [0.5])))
+    assert table.endswith("| 2.000 | 2.00 | – |")
+
+
+# the speeds are 1, 0.5 and 2 in both rounds, but that of `plain` in the first one, 0.4
+LADDER_WITH_PLAIN = (
+    run_lines("plain", [2.5, 2.0]),
+    run_lines("s01_baseline", [1.0, 1.0]),
+    run_lines("s11_accum", [0.5, 0.5]),
+)
+
+
+def test_readmes_headline_is_s11_over_s01_and_over_plain():
+    headline = page.readme_headline(results_of(*LADDER_WITH_PLAIN))
+    assert headline == "s11 trains 2.00 ± 0.00 times as fast as s01, and 4.50 ± 0.50 times as fast as `plain`."
+
+
+@pytest.mark.parametrize(
+    "names, headline",
+    [
+        (["s01_baseline", "s11_accum"], "s11 trains 2.00 ± 0.00 times as fast as s01."),
+        (["plain", "s11_accum"], "s11 trains 4.50 ± 0.50 times as fast as `plain`."),
+        (["plain", "s01_baseline"], ""),
+        (["s11_accum"], ""),
+    ],
+)
+def test_readmes_headline_has_only_what_was_measured(names, headline):
+    runs = [run for run in LADDER_WITH_PLAIN if run[0]["name"] in names]
+    assert page.readme_headline(results_of(*runs)) == headline
+
+
+def test_readmes_part_is_a_table_a_list_and_a_chart():
+    table, facts, chart = page.readme_part(results_of(*LADDER_WITH_PLAIN), "x").split("\n\n")
+    assert table.startswith("| stage | ")
+    lines = facts.splitlines()
+    assert lines[0].startswith("- s11 trains 2.00")
+    assert lines[1].startswith("- **A CPU**, threads 2, ")
+    assert lines[2].startswith("- mini, B 4, T 256, ")
+    assert lines[3:] == ["- [All columns, the noise and the peak](results/x.md)."]
+    assert chart.startswith("```mermaid\n")
+
+
+def test_readme_says_that_a_row_is_stale_before_the_link_to_the_page():
+    """The code of s05 was another one when it was measured."""
+    lines = page.readme_part(ladder_cpu(), "x").splitlines()
+    link = "[All columns, the noise and the peak](results/x.md)."
+    assert f"- Measured with an earlier version of the stages. {link}" in lines
 
 
 def test_readme_shows_no_other_mode_than_the_ladder():
     with pytest.raises(ResultsError, match="leave --readme out"):
         page.readme_part(results_of(losses("a"), mode="loss"), "x")
-
-
-def test_readme_leaves_out_a_note_that_is_no_more_than_faster():
-    control = run_lines("s05_flash" + CONTROL, [1.0])
-    results = results_of(run_lines("s05_flash", [1.0]), control, run_lines("s06_vocab", [0.5]))
-    assert page.note(results, "s06_vocab") == "faster"
-    assert "Notes" not in page.readme_part(results, "x")
-
-
-def test_readme_has_no_empty_notes():
-    part = page.readme_part(results_of(run_lines("s01_baseline", [1.0])), "x")
-    assert part.splitlines()[-1] == "- [All columns, the noise and the peak](results/x.md)."
 
 
 def test_text_goes_between_markers():

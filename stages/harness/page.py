@@ -5,10 +5,21 @@ import math
 import statistics
 
 from . import arithmetic, ladder
-from .results import ALL_REDUCE, LEARNING_RATE, PEAK, ResultsError, curve_steps, name_at_rate, rate_text, stage_and_rate
+from .results import (
+    ALL_REDUCE,
+    LEARNING_RATE,
+    NOT_FOR_THIS_DEVICE,
+    PEAK,
+    ResultsError,
+    curve_steps,
+    name_at_rate,
+    rate_text,
+    stage_and_rate,
+)
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
 NOTHING = "–"  # a cell without a figure
+LAST_ON_ONE_DEVICE = "s11_accum"  # README.md's headline is of it: s12 adds nothing before there is a second device
 # what markdown, and GitHub's HTML in it, would take for more than a character
 SPECIAL = {
     "&": "&amp;",
@@ -297,15 +308,9 @@ def limit_cells(results, stage):
 
 def note(results, name):
     """What this machine makes of a row, whether a difference was seen, and whether the row is stale."""
-    words = note_without_age(results, name)
-    if not results.is_stale(name):
-        return words
-    return f"{words}; stale" if words else "stale"
-
-
-def note_without_age(results, name):
-    """A row's note, without a word on whether its stage has changed since."""
     parts = [results.problem(name), answer(results, name), results.verdict(name)]
+    if results.is_stale(name):
+        parts.append("stale")
     return "; ".join(escape(part) for part in parts if part)
 
 
@@ -764,20 +769,23 @@ def page(results):
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def readme_notes(results):
-    """The notes of all rows in a line, rows of one note together; a mere "faster" is seen in the table."""
-    stages_of_note = {}
-    for name in results.rows:
-        words = note_without_age(results, name)
-        if words not in ("", "faster"):
-            stages_of_note.setdefault(words, []).append(short(name))
-    notes = [f"{', '.join(stages)}: {words}" for words, stages in stages_of_note.items()]
-    sentences = []
-    if notes:
-        sentences.append(f"Notes: {'; '.join(notes)}. ")
-    if any(results.is_stale(name) for name in results.rows):
-        sentences.append("Measured with an earlier version of the stages. ")
-    return "".join(sentences)
+def readme_verdict(results, name):
+    """What README.md says of a row in a word or two; the full page has its whole note."""
+    problem, error = results.problem(name), results.error(name)
+    if error and error["reason"] == NOT_FOR_THIS_DEVICE:
+        return "not on this device"
+    if error:
+        return "failed"
+    if problem:  # "not run" or "not finished"
+        return problem
+    if name == results.rows[0]:
+        return NOTHING
+    stage, effect = ladder.find(name), results.effect(name)
+    if stage and stage.for_the_loss:
+        return "for the loss"
+    if effect and effect.no_op:
+        return "no-op here"
+    return results.verdict(name) or NOTHING
 
 
 def readme_cells(results, name):
@@ -789,29 +797,47 @@ def readme_cells(results, name):
         "stage": row["stage"],
         "change": row["change"],
         "tok/sec": row["tok/sec"],
-        "dt ms": milliseconds(summary["dt_ms"]) if summary else NOTHING,
         "memory GB": gigabytes(summary["memory"]) if summary else NOTHING,
         "vs previous": row["vs previous"],
         vs_first: row[vs_first],
+        "verdict": readme_verdict(results, name),
     }
 
 
 def readme_table(results):
     """README.md's table, in ladder order."""
     rows = [readme_cells(results, name) for name in results.rows]
-    return markdown("llrrrrr", list(rows[0]), [list(row.values()) for row in rows])
+    return markdown("llrrrrl", list(rows[0]), [list(row.values()) for row in rows])
+
+
+def readme_headline(results):
+    """How many times as fast as s01 and as `plain` all techniques for one device are; "" where neither is known."""
+    s01 = ladder.names()[0]
+    vs_s01 = results.compare(LAST_ON_ONE_DEVICE, s01)
+    vs_plain = results.compare(LAST_ON_ONE_DEVICE, ladder.PLAIN)
+    parts = []
+    if vs_s01:
+        parts.append(f"{vs_s01.text()} times as fast as {short(s01)}")
+    if vs_plain:
+        parts.append(f"{vs_plain.text()} times as fast as `{ladder.PLAIN}`")
+    if not parts:
+        return ""
+    return f"{short(LAST_ON_ONE_DEVICE)} trains {', and '.join(parts)}."
 
 
 def readme_part(results, name):
-    """README.md's part between its markers: chart, narrow table, notes, and a link to results/NAME.md.
+    """README.md's part between its markers: the narrow table, the headline with a link to results/NAME.md, the chart.
 
     Raises ResultsError for the records of another mode than the ladder.
     """
     if results.mode != "ladder":
         raise ResultsError(f"README.md shows the ladder, and {name} is of {results.mode}: leave --readme out")
     link = f"[All columns, the noise and the peak](results/{name}.md)."
-    lines = [*machine_and_setup(results), readme_notes(results) + link]
-    return "\n\n".join([chart(results), readme_table(results), markdown_list(lines)])
+    if any(results.is_stale(row) for row in results.rows):
+        link = f"Measured with an earlier version of the stages. {link}"
+    lines = [readme_headline(results), *machine_and_setup(results), link]
+    parts = [readme_table(results), markdown_list(line for line in lines if line), chart(results)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def between_markers(text, content):
