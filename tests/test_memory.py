@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blocks import LARGE_TENSORS
 from conftest import ROOT, definitions
-from pages import LARGE_TENSORS
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 

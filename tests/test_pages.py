@@ -3,7 +3,6 @@
 from harness import ladder, page
 from harness.results import MODES, ResultsError
 
-import json
 import os
 import re
 import shlex
@@ -55,48 +54,63 @@ def test_the_lessons_show_the_stages_and_the_records():
     assert text == pages.lessons(text), STALE
 
 
-def test_a_figure_is_that_of_the_record():
-    name = pages.shown_in_readme(read_page(README))
-    lines = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
-    memories = [line["memory"] for line in lines if line["kind"] == "step" and line["name"] == "s01_baseline"]
-    most_gb = max(memories[4:]) / 1e9
-    wrong = "A step of s01 holds <!-- = memory s01 -->7<!-- . --> GB."
-    right = f"A step of s01 holds <!-- = memory s01 -->{most_gb:.2f}<!-- . --> GB."
-    assert pages.with_figures(wrong, readme_results()) == right
+@pytest.mark.parametrize("path", [README, LESSONS], ids=["README.md", "stages/README.md"])
+def test_a_page_has_no_comment_within_a_sentence(path):
+    assert re.findall(r"<!-- =.*", read_page(path)) == []
 
 
-@pytest.mark.parametrize("words", ["weight s04", "memory", "memory s99"])
-def test_words_that_name_no_figure_are_refused(words):
-    with pytest.raises(ResultsError):
-        pages.figure(words, readme_results())
+TWO_BLOCKS = "Above.\n\n<!-- one -->\nold\n<!-- end -->\n\nBetween.\n\n<!-- two -->\n<!-- end -->\n\nBelow.\n"
 
 
-def test_a_figure_at_the_start_of_a_line_is_refused():
-    with pytest.raises(ResultsError, match="ends its paragraph"):
-        pages.with_figures("A step takes\n<!-- = ms s01 -->850<!-- . --> ms.", readme_results())
+def test_a_block_stands_between_its_two_comments():
+    text = pages.with_blocks(TWO_BLOCKS, "x.md", [("two", "| 2 |\n| 3 |"), ("one", "1")])
+    one = "<!-- one -->\n1\n<!-- end -->"
+    two = "<!-- two -->\n| 2 |\n| 3 |\n<!-- end -->"
+    assert text == f"Above.\n\n{one}\n\nBetween.\n\n{two}\n\nBelow.\n"
 
 
-def test_a_diff_without_its_place_in_the_lessons_is_refused():
-    text = read_page(LESSONS).replace("<!-- diff s05 -->\n", "")
-    with pytest.raises(ResultsError, match="<!-- diff s05 -->"):
-        pages.lessons(text)
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("<!-- two -->\n", "", "x.md must hold <!-- two --> and, below it, <!-- end -->"),
+        ("<!-- two -->", "<!-- tow -->", "x.md must hold <!-- two -->"),
+        ("Between.", "<!-- three -->\n<!-- end -->", "x.md holds <!-- three -->, which nothing draws"),
+        ("Between.", "<!-- one -->\n<!-- end -->", "x.md holds <!-- one --> more than once"),
+        ("old\n<!-- end -->", "old", "x.md must hold <!-- end --> between <!-- one --> and <!-- two -->"),
+        ("<!-- end -->\n\nBelow.", "", "x.md must hold <!-- end --> below <!-- two -->"),
+        ("Between.", "<!-- end -->", "x.md holds <!-- end --> where no block has begun"),
+    ],
+    ids=[
+        "a missing one",
+        "a misspelled one",
+        "an unknown one",
+        "one twice",
+        "no end",
+        "no last end",
+        "an end too many",
+    ],
+)
+def test_comments_that_are_not_those_of_the_blocks_are_refused(old, new, message):
+    assert old in TWO_BLOCKS
+    with pytest.raises(ResultsError, match=message):
+        pages.with_blocks(TWO_BLOCKS.replace(old, new), "x.md", [("one", "1"), ("two", "2")])
 
 
-def test_a_diff_has_the_lines_that_differ_and_one_around_them():
-    lines = pages.diff("s05_flash", "s06_vocab").splitlines()
-    assert lines == [
-        "```diff",
-        "",
-        "-config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])",
-        "+config = GPTConfig(vocab_size=50304, block_size=T, **SIZES[args.size])",
-        " model = GPT(config, attention).to(device)",
-        "```",
-    ]
+def test_readmes_table_has_comments_of_its_own():
+    text = f"{page.BEGIN}\ntable\n{page.END}\n{TWO_BLOCKS}"
+    drawn = pages.with_blocks(text, "README.md", [("one", "1"), ("two", "2")])
+    assert drawn.startswith(f"{page.BEGIN}\ntable\n{page.END}\n")
 
 
-def test_a_line_that_only_moved_to_the_right_does_not_differ():
-    lines = pages.diff("s02_tf32", "s03_bf16").splitlines()
-    assert "         loss = model(x, y)" in lines
+@pytest.mark.parametrize(
+    "path, draw_page",
+    [(README, pages.readme), (LESSONS, pages.lessons)],
+    ids=["README.md", "stages/README.md"],
+)
+def test_a_page_holds_no_block_that_nothing_draws(path, draw_page):
+    text = read_page(path) + "\n<!-- of no table -->\n<!-- end -->\n"
+    with pytest.raises(ResultsError, match="README.md holds <!-- of no table -->, which nothing draws"):
+        draw_page(text)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +120,8 @@ def drawn(tmp_path_factory):
     for name in ("stages", "results"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "pages.py", folder / "tests")
+    for name in ("pages.py", "blocks.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(README, folder)
     assert draw(folder).returncode == 0
     return folder
@@ -118,7 +133,7 @@ def stale(drawn, tmp_path):
     folder = tmp_path / "stale"
     shutil.copytree(drawn, folder)
     lessons, readme = folder / "stages" / "README.md", folder / "README.md"
-    lessons.write_bytes(re.sub(rb"(<!-- = memory s04 -->)\d", rb"\g<1>0", lessons.read_bytes()))
+    lessons.write_bytes(re.sub(rb"(\| EPYC with bf16, s04 \| )\d", rb"\g<1>0", lessons.read_bytes()))
     readme.write_bytes(re.sub(rb"(\| float32, explicit attention \| )\d", rb"\g<1>0", readme.read_bytes()))
     (folder / "results" / "epyc-8-gb.md").unlink()
     return folder

@@ -1,0 +1,340 @@
+"""The tables of README.md and of the lessons hold what the records say, computed here by hand."""
+
+from harness.results import name_at_rate
+
+import json
+import re
+import statistics
+
+import blocks
+import pytest
+from blocks import EPYC, RESULTS, ZEN3
+from fixtures.records import failure, in_bench, probe_lines, results_of, run_lines, summary
+from pages import LESSONS, read_page
+
+
+def lines_of(name):
+    """The lines of results/NAME.jsonl, dicts."""
+    text = (RESULTS / f"{name}.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def counted_steps(name, row):
+    """The steps of a row of results/NAME.jsonl after its four of warm-up, dicts. The record has one session."""
+    steps = [line for line in lines_of(name) if line["kind"] == "step" and line["name"] == row]
+    return steps[4:]
+
+
+def times_as_fast(name, row, base):
+    """The median ratio of two rows of results/NAME.jsonl with its ±, by hand.
+
+    Of 20 ratios the sixth smallest and the sixth largest enclose the median in 95 % of cases.
+    """
+    ratios = []
+    for step, step_of_base in zip(counted_steps(name, row), counted_steps(name, base), strict=True):
+        ratios.append(step_of_base["dt"] / step["dt"])
+    assert len(ratios) == 20
+    ratios.sort()
+    median = statistics.median(ratios)
+    spread = max(median - ratios[5], ratios[-6] - median)
+    return f"{median:.2f} ± {spread:.2f}"
+
+
+def cells_of(line):
+    """The cells of a line of a markdown table, with the spaces around a ± as they are typed."""
+    return line.replace("\u00a0", " ").removeprefix("| ").removesuffix(" |").split(" | ")
+
+
+def head_of(table):
+    """The head of a markdown table, a list of cells."""
+    return cells_of(table.splitlines()[0])
+
+
+def rows_of(table):
+    """The rows of a markdown table without its head, lists of cells."""
+    return [cells_of(line) for line in table.splitlines()[2:]]
+
+
+# the machines
+
+
+def test_the_table_of_machines_begins_with_the_a100_of_the_datasheet():
+    first_row = rows_of(blocks.machines_table())[0]
+    assert first_row[:6] == ["A100", "gpt2, B 16, T 1024", "19.5", "156", "312", "2,039"]
+    assert first_row[6].endswith("steps: the lecture")
+
+
+@pytest.mark.parametrize(
+    "name, row, dtypes",
+    [(EPYC, 1, ["float32", None, "bfloat16"]), (ZEN3, 2, ["float32", None, None])],
+    ids=[EPYC, ZEN3],
+)
+def test_the_rates_of_a_cpu_are_the_medians_of_its_record(name, row, dtypes):
+    steps = counted_steps(name, "peak")
+    cells = []
+    for dtype in dtypes:
+        if dtype is None:
+            cells.append("–")
+        else:
+            teraflops = statistics.median(step["peak"][dtype] for step in steps) / 1e12
+            cells.append(f"{teraflops:.3f}")
+    gigabytes = statistics.median(step["copy"] for step in steps) / 1e9
+    shown = rows_of(blocks.machines_table())[row]
+    assert shown[1:] == ["micro, B 1, T 1024", *cells, f"{gigabytes:.1f}", f"[record](../results/{name}.md)"]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(2039, "2,039"), (156, "156"), (35.4, "35.4"), (9.876, "9.88"), (0.41, "0.410")],
+)
+def test_a_rate_has_three_digits_or_more(value, text):
+    assert blocks.three_digits(value) == text
+
+
+# the gap between a prediction and a measurement
+
+
+def test_a_gap_has_a_row_for_each_machine_and_stage():
+    table, sentence, gap = blocks.worth("s04_compile", "s03_bf16").split("\n\n")
+    assert head_of(table)[-2:] == ["predicted", "measured"]
+    assert sentence == "The parts of one profiled step, in ms; in brackets what was predicted:"
+    names = [row[0] for row in rows_of(gap)]
+    assert names == ["EPYC with bf16, s03", "EPYC with bf16, s04", "EPYC, Zen 3, s01", "EPYC, Zen 3, s04"]
+
+
+def test_a_gap_has_a_column_for_each_part_that_one_of_its_steps_has():
+    before_fusion = ["matmuls", "attention", "softmax and mask", "pointwise", "loss"]
+    after_fusion = ["matmuls", "attention", "fused kernels"]
+    always = ["optimizer", "the rest", "the step"]
+    assert head_of(blocks.gap_table(blocks.GAPS["s03"])) == ["ms", *before_fusion, *always]
+    assert head_of(blocks.gap_table(blocks.GAPS["s05"])) == ["ms", *after_fusion, *always]
+
+
+def test_a_gap_shows_the_ms_of_a_profiled_step():
+    """s04 on Zen 3 has no part of its own for what its kernels fuse."""
+    (parts,) = [line["parts"] for line in lines_of("profile/zen3-s04") if line["kind"] == "summary"]
+    gap = blocks.gap_table(blocks.GAPS["s04"])
+    shown = dict(zip(head_of(gap), rows_of(gap)[3], strict=True))
+    fused_ms = parts["fused kernels"] + parts.get("pointwise", 0) + parts.get("loss", 0)
+    fused_ms += parts.get("softmax and mask", 0)
+    assert shown["matmuls"].split(" ")[0] == f"{parts['matmuls']:,.0f}"
+    assert shown["fused kernels"].split(" ")[0] == f"{fused_ms:,.0f}"
+    assert shown["the step"].split(" ")[0] == f"{sum(parts.values()):,.0f}"
+    assert shown["loss"] == "–"
+
+
+def test_a_gap_shows_what_was_predicted_in_brackets():
+    """s01's matmuls with weights take 6 FLOPs for each weight and token: 12 C² in a layer, and V C."""
+    tokens, n_layer, width, vocab_size = 1024, 4, 256, 50257
+    flops = 6 * tokens * (12 * n_layer * width**2 + vocab_size * width)
+    rate = statistics.median(step["peak"]["float32"] for step in counted_steps(ZEN3, "peak"))
+    gap = blocks.gap_table(blocks.GAPS["s04"])
+    shown = dict(zip(head_of(gap), rows_of(gap)[2], strict=True))
+    assert shown["matmuls"].endswith(f" ({1e3 * flops / rate:.0f})")
+
+
+@pytest.mark.parametrize("name, above", [("s02_tf32", "s01_baseline"), ("s06_vocab", "s05_flash")])
+def test_a_stage_whose_gap_no_profile_explains_has_one_table(name, above):
+    assert blocks.worth(name, above) == blocks.worth_table(name, above)
+
+
+# held-out losses
+
+
+# the losses of two seeds at two rates; at its best one, 6e-4, s07 is 0.1 and 0.3 above s06, at 3e-4
+LOSSES = {
+    ("s06_vocab", 3e-4): (5.2, 5.3),
+    ("s06_vocab", 6e-4): (5.5, 5.3),
+    ("s07_clip", 3e-4): (5.7, 5.7),
+    ("s07_clip", 6e-4): (5.3, 5.6),
+}
+
+
+def bench_of_losses(losses, batch_size, stages=("s06_vocab", "s07_clip")):
+    """The Results of a bench of two rates at T 256. losses: {(stage, rate): one for each seed}."""
+    runs = []
+    for (stage, rate), of_seeds in losses.items():
+        for seed, held_out in enumerate(of_seeds):
+            name = name_at_rate(stage, rate)
+            end = summary(eval=held_out)
+            runs.append(run_lines(name, [], seed, end, batch_size=batch_size, seq_len=256))
+    rows = []
+    for stage in stages:
+        rows += [name_at_rate(stage, 3e-4), name_at_rate(stage, 6e-4)]
+    return results_of(*runs, mode="loss", rates=[3e-4, 6e-4], rounds=2, rows=rows, steps=40)
+
+
+@pytest.fixture
+def loss_table(monkeypatch):
+    """loss_table() of these Results of benches, from the fewest tokens a step to the most."""
+
+    def draw(name, above, *benches):
+        names = [str(number) for number in range(len(benches))]
+        monkeypatch.setattr(blocks, "LOSS_BENCHES", names)
+        monkeypatch.setattr(blocks, "record", lambda name: benches[int(name)])
+        return blocks.loss_table(name, above)
+
+    return draw
+
+
+def test_a_stages_best_loss_stands_beside_the_best_of_the_one_above(loss_table):
+    """The differences are 0.1 and 0.3: their mean is 0.2, its ± 12.71 times 0.1. In the second bench both are 0.2."""
+    steady = LOSSES | {("s07_clip", 6e-4): (5.4, 5.5)}
+    table = loss_table("s07_clip", "s06_vocab", bench_of_losses(LOSSES, 2), bench_of_losses(steady, 32))
+    assert head_of(table) == [
+        "tokens a step",
+        "best rate of s06",
+        "held-out loss (seeds)",
+        "best rate of s07",
+        "held-out loss (seeds)",
+        "difference",
+    ]
+    assert rows_of(table) == [
+        ["512", "3e-4", "5.2500 (2)", "6e-4", "5.4500 (2)", "0.2000 ± 1.2710 (no difference)"],
+        ["8,192", "3e-4", "5.2500 (2)", "6e-4", "5.4500 (2)", "0.2000 ± 0.0000 (higher)"],
+    ]
+
+
+def test_a_bench_without_a_stage_has_no_row_in_its_table_of_losses(loss_table):
+    of_both = bench_of_losses(LOSSES, 2)
+    of_s06 = bench_of_losses({("s06_vocab", 3e-4): (5.2,), ("s06_vocab", 6e-4): (5.3,)}, 32, stages=("s06_vocab",))
+    rows = rows_of(loss_table("s07_clip", "s06_vocab", of_both, of_s06))
+    assert [row[0] for row in rows] == ["512"]
+
+
+def test_the_difference_of_a_single_seed_has_no_verdict(loss_table):
+    one_seed = {key: of_seeds[:1] for key, of_seeds in LOSSES.items()}
+    (row,) = rows_of(loss_table("s07_clip", "s06_vocab", bench_of_losses(one_seed, 2)))
+    assert row == ["512", "3e-4", "5.2000 (1)", "6e-4", "5.3000 (1)", "0.1000"]
+
+
+def test_a_bench_that_has_only_begun_has_dashes_for_losses(loss_table):
+    begun = {("s06_vocab", 3e-4): (5.2,)}
+    (row,) = rows_of(loss_table("s07_clip", "s06_vocab", bench_of_losses(begun, 2)))
+    assert row == ["512", "–", "–", "–", "–", "–"]
+
+
+@pytest.mark.parametrize(
+    "block, name",
+    [
+        ("loss rates", "zen3-loss-rates"),
+        ("loss batch", "zen3-loss-batch"),
+        ("loss halves", "zen3-loss-halves"),
+    ],
+)
+def test_the_lessons_show_the_held_out_losses_of_a_record(block, name):
+    _, _, below = read_page(LESSONS).partition(f"<!-- {block} -->\n")
+    table, _, _ = below.partition("<!-- end -->")
+    losses = {}
+    for line in lines_of(name):
+        if line["kind"] == "summary" and "eval" in line:
+            losses.setdefault(line["name"], []).append(line["eval"])
+    assert losses
+    for of_seeds in losses.values():
+        assert f"{statistics.mean(of_seeds):.4f}" in table
+
+
+# several ranks, and the largest batch
+
+
+def test_two_ranks_stand_beside_one():
+    """Half a step of a rank and the all-reduce of 40 ms are 0.54 s, where a step took 1 s before."""
+    all_reduces = [{"dt": seconds, "bytes": 120_000_000} for seconds in (0.01, 0.04, 0.09)]
+    bench = results_of(
+        run_lines("1 rank", [1.0] * 3),
+        run_lines("2 ranks", [0.625] * 3, world_size=2),
+        probe_lines(all_reduces, name="all-reduce 2 ranks"),
+        mode="scale",
+    )
+    table = blocks.scale_table(bench)
+    columns = ["", "tok/sec", "times one rank, predicted", "measured", "efficiency in %", "all-reduce ms"]
+    assert head_of(table) == columns
+    assert rows_of(table) == [
+        ["1 rank", "1,000", "–", "–", "–", "–"],
+        ["2 ranks", "1,600", "1.85", "1.60 ± 0.00", "80", "40.0"],
+    ]
+
+
+def bench_of_limits(**bench):
+    """The Results of a bench in which B 2 fits in s05, and nothing in s06.
+
+    B 3 fits for the short run alone, and B 4 fails after its last step.
+    """
+    no = failure("out of memory", "out-of-memory")
+    return results_of(
+        run_lines("s05_flash B1", []),
+        run_lines("s05_flash B2", [0.5]),
+        run_lines("s05_flash B3", []),
+        run_lines("s05_flash B3", [], session=1, end=no),
+        run_lines("s05_flash B4", []) + in_bench([no], "s05_flash B4", session=0),
+        run_lines("s06_vocab B1", [], end=no),
+        mode="limit",
+        rows=["s05_flash", "s06_vocab"],
+        **bench,
+    )
+
+
+def test_the_largest_batch_of_a_stage_is_that_of_its_last_run():
+    table = blocks.limit_table(bench_of_limits(memory_budget=4e9))
+    assert head_of(table) == ["stage", "the largest batch that fits in 4 GB"]
+    assert rows_of(table) == [["[s05_flash](s05_flash.py)", "2"], ["[s06_vocab](s06_vocab.py)", "none"]]
+
+
+@pytest.mark.parametrize("bench", [{}, {"memory_budget": None}], ids=["an old record", "a GPU"])
+def test_a_bench_without_a_budget_names_none(bench):
+    assert head_of(blocks.limit_table(bench_of_limits(**bench))) == ["stage", "the largest batch that fits"]
+
+
+# exercises
+
+
+def test_the_division_shows_the_last_steps_of_both_runs():
+    rows = []
+    for label, name in (("divided", "exercises/divided"), ("not divided", "exercises/undivided")):
+        last_step = [line for line in lines_of(name) if line["kind"] == "step"][-1]
+        rows.append([label, f"{last_step['loss']:.4f}", f"{last_step['norm']:.4f}"])
+    table = blocks.division_table()
+    assert head_of(table) == ["", "loss at the last step", "norm at the last step"]
+    assert rows_of(table) == rows
+
+
+# what to do first
+
+
+def test_what_to_do_first_on_a_cpu_is_worth_what_the_records_say():
+    memory_s01 = times_as_fast("zen3-memory-s01", "both from outside", "plain")
+    memory_s10 = times_as_fast("zen3-memory-s10", "both from outside", "plain")
+    autocast = times_as_fast(EPYC, "s03_bf16", "s02_tf32")
+    flash = times_as_fast(ZEN3, "s05_flash", "s04_compile")
+    vocab = times_as_fast(ZEN3, "s06_vocab", "s05_flash")
+    rows = rows_of(blocks.first_table())
+    assert rows[0][2:] == [
+        f"{memory_s01} (s01), {memory_s10} (s10)",
+        "[s01](results/zen3-memory-s01.md), [s10](results/zen3-memory-s10.md)",
+    ]
+    assert rows[1][2:] == [autocast, "[EPYC with bf16](results/epyc-2-cores.md)"]
+    assert rows[2][2:] == [f"{flash}, then {vocab}", "[EPYC, Zen 3](results/zen3-float32.md)"]
+
+
+def times_of_others(technique, without=None):
+    """The column "times" of the lessons' rows of a technique on GPUs, in rising order.
+
+    without: a word that a row must not have, or None.
+    """
+    times = []
+    for row in re.findall(rf"^\| {technique} \|.*", read_page(LESSONS), re.MULTILINE):
+        cells = cells_of(row)
+        is_left = without is not None and without in row
+        if len(cells) == 6 and not is_left:
+            times.append(cells[4].strip("*"))
+    return sorted(times, key=float)
+
+
+def test_what_to_do_first_on_a_gpu_is_what_others_measured():
+    """Compiling in float32 was slower for one of them; here autocast comes before."""
+    tf32, autocast = times_of_others("TF32"), times_of_others("bf16 autocast")
+    compiled, flash = times_of_others("compile", without="float32"), times_of_others("flash attention")
+    one_card, several = rows_of(blocks.first_table())[3:]
+    ranges = f"{tf32[0]} to {tf32[-1]}, then {autocast[0]}, {compiled[0]} to {compiled[-1]}, {flash[0]} to {flash[-1]}"
+    assert one_card[2] == ranges
+    assert times_of_others("DDP, one card to four") == [several[2].removesuffix(" on four")]
