@@ -214,16 +214,14 @@ def profile_table(bench):
 
 
 def gap_table(profiles):
-    """The parts of some profiled steps, a row for each step. profiles: a list of (bench, stage), as in GAPS."""
-    shown = []
-    for part in PARTS:
-        if any(part in profile(bench, stage) for bench, stage in profiles):
-            shown.append(part)
+    """The parts of some profiled steps, a column for each step. profiles: a list of (bench, stage), as in GAPS."""
     rows = []
-    for bench, stage in profiles:
-        cells = [profile_cell(bench, stage, part) for part in shown]
-        rows.append([f"{CPU_BENCHES[bench]}, {stage}", *cells])
-    return page.markdown("l" + "r" * len(shown), ["ms", *shown], rows)
+    for part in PARTS:
+        cells = [profile_cell(bench, stage, part) for bench, stage in profiles]
+        if any(cell != page.NOTHING for cell in cells):
+            rows.append([part, *cells])
+    steps = [f"{CPU_BENCHES[bench]}, {stage}" for bench, stage in profiles]
+    return page.markdown("l" + "r" * len(steps), ["ms", *steps], rows)
 
 
 def words_of_numbers(kinds):
@@ -305,6 +303,8 @@ def a100_cells(name, above):
 
 def cpu_cells(bench, name, above):
     """The cells of a bench on a CPU in a stage's table: the step before, the saving, predicted, measured."""
+    if name not in bench.rows:  # the stage is younger than the record
+        return 4 * [page.NOTHING]
     before_ms = 1e3 * bench.seconds_per_micro_batch(above)
     saving = bench.predicted_saving(name)
     saved = "unknown" if saving is None else f"{1e3 * saving:.1f}"
@@ -381,19 +381,6 @@ def scale_table(bench):
     return page.markdown("lrrrrr", head, [row_of_one, row_of_two])
 
 
-def limit_table(bench):
-    """The largest batch of each stage that fits. bench: of the mode `limit`."""
-    head = "the largest batch that fits"
-    budget = bench.bench.get("memory_budget")  # a GPU has none, and older records lack it
-    if budget:
-        head += f" in {budget / 1e9:.3g} GB"
-    rows = []
-    for stage in bench.rows:
-        largest = bench.largest_batch(stage)
-        rows.append([page.stage_link(stage, ""), "none" if largest is None else str(largest)])
-    return page.markdown("lr", ["stage", head], rows)
-
-
 def first_table():
     """What to do first in a script of one's own, by what it trains on. The links are from README.md.
 
@@ -402,22 +389,27 @@ def first_table():
     memory_s01 = ratio(memory_bench("s01"), "both from outside", ladder.PLAIN)
     memory_s10 = ratio(memory_bench("s10"), "both from outside", ladder.PLAIN)
     memory_links = f"[s01](results/{MEMORY_BENCH}-s01.md), [s10](results/{MEMORY_BENCH}-s10.md)"
-    autocast = ratio(record(EPYC), "s03", "s02")
-    flash, vocab = ratio(record(ZEN3), "s05", "s04"), ratio(record(ZEN3), "s06", "s05")
+    autocast, fused = ratio(record(EPYC), "s03", "s02"), ratio(record(EPYC), "s10", "s09")
+    vocab_with_16_bits, vocab = ratio(record(EPYC), "s06", "s05"), ratio(record(ZEN3), "s06", "s05")
     gpu = "TF32 (s02), then bf16 autocast (s03), torch.compile (s04), flash attention (s05)"
     gpu_link = "[others](stages/README.md#what-others-measured-on-gpus)"
     rows = [
         [
-            "any CPU (Linux, glibc)",
+            "a CPU, on Linux with glibc",
             "the [three memory variables](stages/README.md#before-s01--memory), no change of code",
             f"{memory_s01} (s01), {memory_s10} (s10)",
             memory_links,
         ],
-        ["a CPU with bf16 units", "bf16 autocast (s03)", autocast, f"[{CPU_BENCHES[EPYC]}](results/{EPYC}.md)"],
+        [
+            "a CPU with bf16 units",
+            "bf16 autocast (s03), then a padded vocabulary (s06), fused AdamW (s10)",
+            f"{autocast}, then {vocab_with_16_bits}, {fused}",
+            f"[{CPU_BENCHES[EPYC]}](results/{EPYC}.md)",
+        ],
         [
             "a CPU without them",
-            "flash attention (s05), then a padded vocabulary (s06)",
-            f"{flash}, then {vocab}",
+            "a padded vocabulary (s06), with torch.compile",
+            vocab,
             f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md)",
         ],
         ["an NVIDIA GPU, Ampere or newer", gpu, "1.2 to 3.0, then 1.1, 1.2 to 2.3, 1.3 to 1.7", gpu_link],
@@ -451,6 +443,19 @@ def division_table():
         last_step = exercise(name)[-1]
         rows.append([label, f"{last_step['loss']:.4f}", f"{last_step['norm']:.4f}"])
     return page.markdown("lrr", ["", "loss at the last step", "norm at the last step"], rows)
+
+
+def float16_table():
+    """The share of zeros in the gradient of the logits' matrix in float16, by step, with the scaler and without.
+
+    The two runs logged this share in place of the norm.
+    """
+    rows = []
+    for scaled, unscaled in zip(exercise("float16-scaled"), exercise("float16-unscaled"), strict=True):
+        shares = [f"{100 * step['norm']:.0f} %" for step in (scaled, unscaled)]
+        rows.append([str(scaled["step"]), *shares, f"{scaled['loss']:.4f}", f"{unscaled['loss']:.4f}"])
+    head = ["step", "zeros, with the scaler", "without", "loss, with the scaler", "without"]
+    return page.markdown("rrrrr", head, rows)
 
 
 def memory_bench(stage):

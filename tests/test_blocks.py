@@ -9,7 +9,7 @@ import statistics
 import blocks
 import pytest
 from blocks import EPYC, RESULTS, ZEN3
-from fixtures.records import failure, in_bench, probe_lines, results_of, run_lines, summary
+from fixtures.records import probe_lines, results_of, run_lines, summary
 from pages import LESSONS, read_page
 
 
@@ -98,23 +98,32 @@ def test_a_gap_has_a_row_for_each_machine_and_stage():
     table, sentence, gap = blocks.worth("s04_compile", "s03_bf16").split("\n\n")
     assert head_of(table)[-2:] == ["predicted", "measured"]
     assert sentence == "The parts of one profiled step, in ms; in brackets what was predicted:"
-    names = [row[0] for row in rows_of(gap)]
-    assert names == ["EPYC with bf16, s03", "EPYC with bf16, s04", "EPYC, Zen 3, s01", "EPYC, Zen 3, s04"]
+    steps = ["EPYC with bf16, s03", "EPYC with bf16, s04", "EPYC, Zen 3, s01", "EPYC, Zen 3, s04"]
+    assert head_of(gap) == ["ms", *steps]
 
 
-def test_a_gap_has_a_column_for_each_part_that_one_of_its_steps_has():
+def first_column(table):
+    """The first cell of each row."""
+    return [row[0] for row in rows_of(table)]
+
+
+def column(table, i):
+    """{first cell of a row: its cell i}."""
+    return {row[0]: row[i] for row in rows_of(table)}
+
+
+def test_a_gap_has_a_row_for_each_part_that_one_of_its_steps_has():
     before_fusion = ["matmuls", "attention", "softmax and mask", "pointwise", "loss"]
     after_fusion = ["matmuls", "attention", "fused kernels"]
     always = ["optimizer", "the rest", "the step"]
-    assert head_of(blocks.gap_table(blocks.GAPS["s03"])) == ["ms", *before_fusion, *always]
-    assert head_of(blocks.gap_table(blocks.GAPS["s05"])) == ["ms", *after_fusion, *always]
+    assert first_column(blocks.gap_table(blocks.GAPS["s03"])) == [*before_fusion, *always]
+    assert first_column(blocks.gap_table(blocks.GAPS["s05"])) == [*after_fusion, *always]
 
 
 def test_a_gap_shows_the_ms_of_a_profiled_step():
     """s04 on Zen 3 has no part of its own for what its kernels fuse."""
     (parts,) = [line["parts"] for line in lines_of("profile/zen3-s04") if line["kind"] == "summary"]
-    gap = blocks.gap_table(blocks.GAPS["s04"])
-    shown = dict(zip(head_of(gap), rows_of(gap)[3], strict=True))
+    shown = column(blocks.gap_table(blocks.GAPS["s04"]), 4)
     fused_ms = parts["fused kernels"] + parts.get("pointwise", 0) + parts.get("loss", 0)
     fused_ms += parts.get("softmax and mask", 0)
     assert shown["matmuls"].split(" ")[0] == f"{parts['matmuls']:,.0f}"
@@ -128,9 +137,13 @@ def test_a_gap_shows_what_was_predicted_in_brackets():
     tokens, n_layer, width, vocab_size = 1024, 4, 256, 50257
     flops = 6 * tokens * (12 * n_layer * width**2 + vocab_size * width)
     rate = statistics.median(step["peak"]["float32"] for step in counted_steps(ZEN3, "peak"))
-    gap = blocks.gap_table(blocks.GAPS["s04"])
-    shown = dict(zip(head_of(gap), rows_of(gap)[2], strict=True))
+    shown = column(blocks.gap_table(blocks.GAPS["s04"]), 3)
     assert shown["matmuls"].endswith(f" ({1e3 * flops / rate:.0f})")
+
+
+def test_a_stage_that_a_record_does_not_have_yet_has_a_row_without_figures():
+    cells = blocks.cpu_cells(blocks.record(ZEN3), "s13_next", "s12_ddp")
+    assert cells == ["–", "–", "–", "–"]
 
 
 @pytest.mark.parametrize("name, above", [("s02_tf32", "s01_baseline"), ("s06_vocab", "s05_flash")])
@@ -255,36 +268,6 @@ def test_two_ranks_stand_beside_one():
     ]
 
 
-def bench_of_limits(**bench):
-    """The Results of a bench in which B 2 fits in s05, and nothing in s06.
-
-    B 3 fits for the short run alone, and B 4 fails after its last step.
-    """
-    no = failure("out of memory", "out-of-memory")
-    return results_of(
-        run_lines("s05_flash B1", []),
-        run_lines("s05_flash B2", [0.5]),
-        run_lines("s05_flash B3", []),
-        run_lines("s05_flash B3", [], session=1, end=no),
-        run_lines("s05_flash B4", []) + in_bench([no], "s05_flash B4", session=0),
-        run_lines("s06_vocab B1", [], end=no),
-        mode="limit",
-        rows=["s05_flash", "s06_vocab"],
-        **bench,
-    )
-
-
-def test_the_largest_batch_of_a_stage_is_that_of_its_last_run():
-    table = blocks.limit_table(bench_of_limits(memory_budget=4e9))
-    assert head_of(table) == ["stage", "the largest batch that fits in 4 GB"]
-    assert rows_of(table) == [["[s05_flash](s05_flash.py)", "2"], ["[s06_vocab](s06_vocab.py)", "none"]]
-
-
-@pytest.mark.parametrize("bench", [{}, {"memory_budget": None}], ids=["an old record", "a GPU"])
-def test_a_bench_without_a_budget_names_none(bench):
-    assert head_of(blocks.limit_table(bench_of_limits(**bench))) == ["stage", "the largest batch that fits"]
-
-
 # exercises
 
 
@@ -298,6 +281,17 @@ def test_the_division_shows_the_last_steps_of_both_runs():
     assert rows_of(table) == rows
 
 
+def test_float16_shows_the_share_of_zeros_that_the_runs_logged_in_place_of_the_norm():
+    scaled = [line for line in lines_of("exercises/float16-scaled") if line["kind"] == "step"]
+    unscaled = [line for line in lines_of("exercises/float16-unscaled") if line["kind"] == "step"]
+    last = [f"{round(100 * step['norm'])} %" for step in (scaled[3], unscaled[3])]
+    losses = [f"{step['loss']:.4f}" for step in (scaled[3], unscaled[3])]
+    rows = rows_of(blocks.float16_table())
+    assert len(rows) == 4
+    assert rows[3] == ["3", *last, *losses]
+    assert last[0] == "0 %"
+
+
 # what to do first
 
 
@@ -305,15 +299,17 @@ def test_what_to_do_first_on_a_cpu_is_worth_what_the_records_say():
     memory_s01 = times_as_fast("zen3-memory-s01", "both from outside", "plain")
     memory_s10 = times_as_fast("zen3-memory-s10", "both from outside", "plain")
     autocast = times_as_fast(EPYC, "s03_bf16", "s02_tf32")
-    flash = times_as_fast(ZEN3, "s05_flash", "s04_compile")
+    vocab_with_16_bits = times_as_fast(EPYC, "s06_vocab", "s05_flash")
+    fused = times_as_fast(EPYC, "s10_fused", "s09_decay")
     vocab = times_as_fast(ZEN3, "s06_vocab", "s05_flash")
     rows = rows_of(blocks.first_table())
     assert rows[0][2:] == [
         f"{memory_s01} (s01), {memory_s10} (s10)",
         "[s01](results/zen3-memory-s01.md), [s10](results/zen3-memory-s10.md)",
     ]
-    assert rows[1][2:] == [autocast, "[EPYC with bf16](results/epyc-2-cores.md)"]
-    assert rows[2][2:] == [f"{flash}, then {vocab}", "[EPYC, Zen 3](results/zen3-float32.md)"]
+    times = f"{autocast}, then {vocab_with_16_bits}, {fused}"
+    assert rows[1][2:] == [times, "[EPYC with bf16](results/epyc-2-cores.md)"]
+    assert rows[2][2:] == [vocab, "[EPYC, Zen 3](results/zen3-float32.md)"]
 
 
 def times_of_others(technique, without=None):

@@ -148,12 +148,16 @@ def comparison(results, name, base, digits):
     return estimate.text(digits)
 
 
-def stage_link(name, link):
-    """The name of a row, with a link to its stage; a user's script, which may be on one machine only, has none."""
+def stage_link(name, link, text=None):
+    """The name of a row, or a text for it, with a link to its stage.
+
+    A user's script, which may be on one machine only, has no link. link: the way from the page to the stages' folder.
+    """
+    text = text or name
     stage = ladder.names()[0] if name == ladder.PLAIN else name
     if ladder.find(stage) is None:
-        return name
-    return f"[{name}]({link}{stage}.py)"
+        return text
+    return f"[{text}]({link}{stage}.py)"
 
 
 def cells(results, name, link):
@@ -789,25 +793,25 @@ def readme_verdict(results, name):
 
 
 def readme_cells(results, name):
-    """{column: cell} of a row in README.md, without quartiles and reserved memory: it is narrow."""
+    """{column: cell} of a row in README.md, which is narrow: short names, no quartiles, no reserved memory."""
     row = cells(results, name, "stages/")
     summary = results.summary(name)
     vs_first = f"vs {short(results.bases()[-1])}"
     return {
-        "stage": row["stage"],
+        "stage": stage_link(name, "stages/", short(name)),
         "change": row["change"],
         "tok/sec": row["tok/sec"],
-        "memory GB": gigabytes(summary["memory"]) if summary else NOTHING,
         "vs previous": row["vs previous"],
-        vs_first: row[vs_first],
         "verdict": readme_verdict(results, name),
+        vs_first: row[vs_first],
+        "memory GB": gigabytes(summary["memory"]) if summary else NOTHING,
     }
 
 
 def readme_table(results):
     """README.md's table, in ladder order."""
     rows = [readme_cells(results, name) for name in results.rows]
-    return markdown("llrrrrl", list(rows[0]), [list(row.values()) for row in rows])
+    return markdown("llrrlrr", list(rows[0]), [list(row.values()) for row in rows])
 
 
 def readme_headline(results):
