@@ -5,7 +5,7 @@ one. Imports no torch. Who imports it has put stages/ on the import path.
 """
 
 from harness import arithmetic, ladder, page, parts
-from harness.results import PEAK, Results, ResultsError, read, run_of, stage_and_rate
+from harness.results import PEAK, Results, ResultsError, name_at_rate, rate_text, read, run_of, stage_and_rate
 
 import difflib
 import functools
@@ -20,6 +20,15 @@ CPU_BENCHES = {EPYC: "EPYC with bf16", ZEN3: "EPYC, Zen 3"}
 MEMORY_BENCH = "zen3-memory"  # begins the names of the records of the mode `memory`
 # the records of the held-out losses at several rates, from the fewest tokens a step to the most
 LOSS_BENCHES = ("zen3-loss-rates", "zen3-loss-batch")
+# s06, s07, and between them the scripts of one's own that have a half of what s07 changes; with their records
+RATES_BENCH, HALVES_BENCH = "zen3-loss-rates", "zen3-loss-halves"
+HALVES = (
+    (RATES_BENCH, "s06_vocab"),
+    (HALVES_BENCH, "clipping_alone"),
+    (HALVES_BENCH, "beta_alone"),
+    (RATES_BENCH, "s07_clip"),
+    (HALVES_BENCH, "long_beta"),
+)
 # what a step of micro at T 1024 allocates in tensors of over 32 MB, which glibc always gives back: how many as large
 # as the logits in float32, and how many as large as the embedding's weight
 LARGE_TENSORS = {
@@ -363,6 +372,19 @@ def loss_row(bench, name, above):
     if difference and bench.verdict_on_loss(difference):
         cell += f" ({bench.verdict_on_loss(difference)})"
     return [tokens, rate_above, loss_above, rate, loss, cell]
+
+
+def halves_table():
+    """The held-out loss of s06, of s07 and of each of its halves, for the first seed, by learning rate."""
+    rates = record(HALVES_BENCH).rates
+    rows = []
+    for record_name, stage in HALVES:
+        row = [page.stage_link(stage, "")]
+        for rate in rates:
+            losses = record(record_name).samples(name_at_rate(stage, rate))
+            row.append(f"{losses[0, 0]:.4f}")
+        rows.append(row)
+    return page.markdown("lrrr", ["", *(f"lr {rate_text(rate)}" for rate in rates)], rows)
 
 
 def scale_table(bench):

@@ -120,7 +120,7 @@ def lessons(text):
         ("loss s09", blocks.loss_table("s09_decay", "s08_cosine")),
         ("loss rates", page.rates_table(record("zen3-loss-rates"), "")),
         ("loss batch", page.rates_table(record("zen3-loss-batch"), "")),
-        ("loss halves", page.rates_table(record("zen3-loss-halves"), "")),
+        ("loss halves", blocks.halves_table()),
         ("scale", blocks.scale_table(record("zen3-scale"))),
         ("profile", blocks.profile_table(EPYC)),
         ("profile zen3", blocks.profile_table(ZEN3)),

@@ -229,11 +229,7 @@ def test_a_bench_that_has_only_begun_has_dashes_for_losses(loss_table):
 
 @pytest.mark.parametrize(
     "block, name",
-    [
-        ("loss rates", "zen3-loss-rates"),
-        ("loss batch", "zen3-loss-batch"),
-        ("loss halves", "zen3-loss-halves"),
-    ],
+    [("loss rates", "zen3-loss-rates"), ("loss batch", "zen3-loss-batch")],
 )
 def test_the_lessons_show_the_held_out_losses_of_a_record(block, name):
     _, _, below = read_page(LESSONS).partition(f"<!-- {block} -->\n")
@@ -247,7 +243,20 @@ def test_the_lessons_show_the_held_out_losses_of_a_record(block, name):
         assert f"{statistics.mean(of_seeds):.4f}" in table
 
 
-# several ranks, and the largest batch
+def test_the_halves_of_s07_stand_between_s06_and_s07_with_the_losses_of_the_first_seed():
+    losses = {}
+    for line in [*lines_of("zen3-loss-rates"), *lines_of("zen3-loss-halves")]:
+        if line["kind"] == "summary" and line["session"] == 0:
+            losses[line["name"]] = f"{line['eval']:.4f}"
+    table = blocks.halves_table()
+    assert head_of(table) == ["", "lr 1.2e-3", "lr 2.4e-3", "lr 4.8e-3"]
+    assert first_column(table)[1:3] == ["clipping_alone", "beta_alone"]
+    assert rows_of(table)[0][2] == losses["s06_vocab lr 2.4e-3"]
+    assert rows_of(table)[1][1] == losses["clipping_alone lr 1.2e-3"]
+    assert rows_of(table)[3][3] == losses["s07_clip lr 4.8e-3"]
+
+
+# several ranks
 
 
 def test_two_ranks_stand_beside_one():
