@@ -430,9 +430,9 @@ def first_table():
         ],
         [
             "a CPU without them",
-            "a padded vocabulary (s06), with torch.compile",
+            "a padded vocabulary (s06)",
             vocab,
-            f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md)",
+            f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md), compiled, with flash attention",
         ],
         ["an NVIDIA GPU, Ampere or newer", gpu, "1.2 to 3.0, then 1.1, 1.2 to 2.3, 1.3 to 1.7", gpu_link],
         ["several GPUs", "DistributedDataParallel (s12)", "2.95 on four", gpu_link],

@@ -323,7 +323,7 @@ def test_a_page_shows_each_control_and_the_worst(again, pair, worst):
     (line,) = [without_no_break_spaces(line) for line in lines if "Noise" in line]
     assert pair in line
     assert f"less than the worst, {worst}, or than its own ±" in line
-    assert "A ratio below 1 counts as its inverse." in line
+    assert "In the noise, a ratio below 1 counts as its inverse." in line
 
 
 def test_a_page_says_that_it_has_no_control():

@@ -492,7 +492,7 @@ def noise_line(results):
     return (
         f"Noise, from runs of one computation (rounds): {', '.join(shown)}. A difference of less than the "
         f'worst, {100 * results.noise():.1f} %, or than its own ±, is called "no difference". '
-        "A ratio below 1 counts as its inverse."
+        "In the noise, a ratio below 1 counts as its inverse."
     )
 
 
