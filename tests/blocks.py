@@ -426,7 +426,7 @@ def first_table():
             "a CPU with bf16 units",
             "bf16 autocast (s03), then a padded vocabulary (s06), fused AdamW (s10)",
             f"{autocast}, then {vocab_with_16_bits}, {fused}",
-            f"[{CPU_BENCHES[EPYC]}](results/{EPYC}.md)",
+            f"[{CPU_BENCHES[EPYC]}](results/{EPYC}.md), compiled from s04 on",
         ],
         [
             "a CPU without them",

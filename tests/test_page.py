@@ -699,6 +699,7 @@ def test_readme_has_no_verdict_without_a_control():
     assert "| 2.000 | – | 2.00 |" in table.splitlines()[-1]
 
 
+TOGETHER = "All techniques for one device together (s11) are"
 # the speeds are 1, 0.5 and 2 in both rounds, but that of `plain` in the first one, 0.4
 LADDER_WITH_PLAIN = (
     run_lines("plain", [2.5, 2.0]),
@@ -709,14 +710,20 @@ LADDER_WITH_PLAIN = (
 
 def test_readmes_headline_is_s11_over_s01_and_over_plain():
     headline = page.readme_headline(results_of(*LADDER_WITH_PLAIN))
-    assert headline == "s11 trains 2.00 ± 0.00 times as fast as s01, and 4.50 ± 0.50 times as fast as `plain`."
+    assert headline == f"{TOGETHER} 2.00 ± 0.00 times as fast as s01, and 4.50 ± 0.50 times as fast as `plain`."
 
 
 @pytest.mark.parametrize(
     "names, headline",
     [
-        (["s01_baseline", "s11_accum"], "s11 trains 2.00 ± 0.00 times as fast as s01."),
-        (["plain", "s11_accum"], "s11 trains 4.50 ± 0.50 times as fast as `plain`."),
+        (
+            ["s01_baseline", "s11_accum"],
+            f"{TOGETHER} 2.00 ± 0.00 times as fast as s01.",
+        ),
+        (
+            ["plain", "s11_accum"],
+            f"{TOGETHER} 4.50 ± 0.50 times as fast as `plain`.",
+        ),
         (["plain", "s01_baseline"], ""),
         (["s11_accum"], ""),
     ],
@@ -730,7 +737,7 @@ def test_readmes_part_is_a_table_a_list_and_a_chart():
     table, facts, chart = page.readme_part(results_of(*LADDER_WITH_PLAIN), "x").split("\n\n")
     assert table.startswith("| stage | ")
     lines = facts.splitlines()
-    assert lines[0].startswith("- s11 trains 2.00")
+    assert lines[0].startswith(f"- {TOGETHER} 2.00")
     assert lines[1].startswith("- **A CPU**, threads 2, ")
     assert lines[2].startswith("- mini, B 4, T 256, ")
     assert lines[3:] == ["- [All columns, the noise and the peak](results/x.md)."]

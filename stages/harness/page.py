@@ -826,7 +826,7 @@ def readme_headline(results):
         parts.append(f"{vs_plain.text()} times as fast as `{ladder.PLAIN}`")
     if not parts:
         return ""
-    return f"{short(LAST_ON_ONE_DEVICE)} trains {', and '.join(parts)}."
+    return f"All techniques for one device together ({short(LAST_ON_ONE_DEVICE)}) are {', and '.join(parts)}."
 
 
 def readme_part(results, name):
