@@ -336,7 +336,10 @@ def worth(name, above):
     profiles = GAPS.get(page.short(name))
     if profiles is None:
         return table
-    words = "The parts of one profiled step, in ms; in brackets what was predicted:"
+    words = (
+        "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, casts and "
+        "some operations of AdamW count with the rest:"
+    )
     return "\n\n".join([table, words, gap_table(profiles)])
 
 

@@ -97,7 +97,7 @@ def test_a_rate_has_three_digits_or_more(value, text):
 def test_a_gap_has_a_row_for_each_machine_and_stage():
     table, sentence, gap = blocks.worth("s04_compile", "s03_bf16").split("\n\n")
     assert head_of(table)[-2:] == ["predicted", "measured"]
-    assert sentence == "The parts of one profiled step, in ms; in brackets what was predicted:"
+    assert sentence.startswith("The parts of one profiled step, in ms, and in brackets what was predicted. ")
     steps = ["EPYC with bf16, s03", "EPYC with bf16, s04", "EPYC, Zen 3, s01", "EPYC, Zen 3, s04"]
     assert head_of(gap) == ["ms", *steps]
 
