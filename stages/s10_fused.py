@@ -1,6 +1,6 @@
 """Stage 10 · fused: fused AdamW.
 
-Unfused, updating a parameter takes about ten operations, each of which reads and writes whole tensors. Fused, one
+Unfused, updating a parameter takes eight operations, each of which reads and writes whole tensors. Fused, one
 kernel reads weight, gradient and both moments once and writes them once. The smaller the batch, the larger the
 optimizer's share of a step, and so the gain. The default on CUDA is a half-fused "foreach", on a CPU a plain loop.
 """

@@ -412,8 +412,8 @@ def method(results):
             passes = f" ({tokens / results.bench['corpus_tokens']:.1f} passes over the corpus)"
         return (
             f"{steps} steps on the same {tokens:,} tokens{passes}, then the loss on the whole held-out "
-            "tenth, in nats per token. A difference is the mean over the seeds, its ± the 95 % interval of "
-            "the mean by Student's t."
+            "tenth, in nats per token. A difference is the mean over the seeds that both have, its ± the 95 % interval "
+            "of the mean by Student's t."
         )
     if results.bench["interleaved"]:
         return (
