@@ -20,15 +20,11 @@ CPU_BENCHES = {EPYC: "EPYC with bf16", ZEN3: "EPYC, Zen 3"}
 MEMORY_BENCH = "zen3-memory"  # begins the names of the records of the mode `memory`
 # the records of the held-out losses at several rates, from the fewest tokens a step to the most
 LOSS_BENCHES = ("zen3-loss-rates", "zen3-loss-batch")
-# s06, s07, and between them the scripts of one's own that have a half of what s07 changes; with their records
-RATES_BENCH, HALVES_BENCH = "zen3-loss-rates", "zen3-loss-halves"
-HALVES = (
-    (RATES_BENCH, "s06_vocab"),
-    (HALVES_BENCH, "clipping_alone"),
-    (HALVES_BENCH, "beta_alone"),
-    (RATES_BENCH, "s07_clip"),
-    (HALVES_BENCH, "long_beta"),
-)
+# s06, s07, and the scripts of one's own that have a half of what s07 changes, or another beta
+HALVES = ("s06_vocab", "clipping_alone", "beta_alone", "s07_clip", "long_beta")
+# the records of the first two seeds: those of all seeds of s06 and s07, and one for each seed of the scripts
+RATES_BENCH = "zen3-loss-rates"
+HALVES_BENCHES = ("zen3-loss-halves", "zen3-loss-halves-seed-2")
 # what a step of micro at T 1024 allocates in tensors of over 32 MB, which glibc always gives back: how many as large
 # as the logits in float32, and how many as large as the embedding's weight
 LARGE_TENSORS = {
@@ -378,16 +374,29 @@ def loss_row(bench, name, above):
 
 
 def halves_table():
-    """The held-out loss of s06, of s07 and of each of its halves, for the first seed, by learning rate."""
-    rates = record(HALVES_BENCH).rates
+    """The held-out losses of s06, of s07 and of its halves by learning rate: of the first seed, and of the second."""
+    rates = record(HALVES_BENCHES[0]).rates
     rows = []
-    for record_name, stage in HALVES:
-        row = [page.stage_link(stage, "")]
+    for stage in HALVES:
+        cells = []
         for rate in rates:
-            losses = record(record_name).samples(name_at_rate(stage, rate))
-            row.append(f"{losses[0, 0]:.4f}")
-        rows.append(row)
+            losses = losses_of_seeds(stage, name_at_rate(stage, rate))
+            cells.append(", ".join(f"{loss:.4f}" for loss in losses))
+        rows.append([page.stage_link(stage, ""), *cells])
     return page.markdown("lrrr", ["", *(f"lr {rate_text(rate)}" for rate in rates)], rows)
+
+
+def losses_of_seeds(stage, row):
+    """The held-out losses of a row of HALVES for the first two seeds, a list; shorter where a seed was not trained."""
+    losses = []
+    for seed, bench in enumerate(HALVES_BENCHES):
+        if ladder.find(stage):
+            loss = record(RATES_BENCH).samples(row).get((seed, 0))
+        else:
+            loss = record(bench).samples(row).get((0, 0))
+        if loss is not None:
+            losses.append(loss)
+    return losses
 
 
 def scale_table(bench):

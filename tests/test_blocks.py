@@ -243,17 +243,29 @@ def test_the_lessons_show_the_held_out_losses_of_a_record(block, name):
         assert f"{statistics.mean(of_seeds):.4f}" in table
 
 
-def test_the_halves_of_s07_stand_between_s06_and_s07_with_the_losses_of_the_first_seed():
+def held_out_losses(name, session):
+    """{row: its held-out loss, as text} of a session of results/NAME.jsonl."""
     losses = {}
-    for line in [*lines_of("zen3-loss-rates"), *lines_of("zen3-loss-halves")]:
-        if line["kind"] == "summary" and line["session"] == 0:
+    for line in lines_of(name):
+        if line["kind"] == "summary" and line["session"] == session:
             losses[line["name"]] = f"{line['eval']:.4f}"
+    return losses
+
+
+def test_the_halves_of_s07_stand_beside_s06_and_s07_with_the_losses_of_two_seeds():
+    first, second = held_out_losses("zen3-loss-rates", 0), held_out_losses("zen3-loss-rates", 1)
+    halves_first = held_out_losses("zen3-loss-halves", 0)
+    halves_second = held_out_losses("zen3-loss-halves-seed-2", 0)
     table = blocks.halves_table()
+    s06, clipping_alone, _, s07, long_beta = rows_of(table)
     assert head_of(table) == ["", "lr 1.2e-3", "lr 2.4e-3", "lr 4.8e-3"]
-    assert first_column(table)[1:3] == ["clipping_alone", "beta_alone"]
-    assert rows_of(table)[0][2] == losses["s06_vocab lr 2.4e-3"]
-    assert rows_of(table)[1][1] == losses["clipping_alone lr 1.2e-3"]
-    assert rows_of(table)[3][3] == losses["s07_clip lr 4.8e-3"]
+    row = "s06_vocab lr 2.4e-3"
+    assert s06[2] == f"{first[row]}, {second[row]}"
+    row = "s07_clip lr 4.8e-3"
+    assert s07[3] == f"{first[row]}, {second[row]}"
+    row = "clipping_alone lr 1.2e-3"
+    assert clipping_alone[1] == f"{halves_first[row]}, {halves_second[row]}"
+    assert long_beta[3] == halves_first["long_beta lr 4.8e-3"]
 
 
 # several ranks
