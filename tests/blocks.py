@@ -333,8 +333,8 @@ def worth(name, above):
     if profiles is None:
         return table
     words = (
-        "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, casts and "
-        "some operations of AdamW count with the rest:"
+        "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, most casts "
+        "count with the rest:"
     )
     return "\n\n".join([table, words, gap_table(profiles)])
 
