@@ -184,17 +184,17 @@ def profile(bench, stage):
 def parts_of_an_old_record(run):
     """{part: ms} of a record that does not tell who called an operation.
 
-    What AdamW and the model both call is left to the rest.
+    What several parts of the model call is left to the rest. The optimizer's time is with all that it calls.
     """
     measured = {}
     for operation, (own_ms, total_ms, _) in run.summary["profile"].items():
         part = parts.part_of([operation])
-        if operation in ("aten::div", "aten::add_", "aten::copy_", "aten::fill_"):
-            part = parts.REST
-        # the optimizer's time is with all that it calls
-        measured[part] = measured.get(part, 0.0) + (total_ms if part == parts.OPTIMIZER else own_ms)
+        if part == parts.REST or operation in ("aten::div", "aten::add_", "aten::copy_", "aten::fill_"):
+            continue
+        ms = total_ms if part == parts.OPTIMIZER else own_ms
+        measured[part] = measured.get(part, 0.0) + ms
     step_ms = 1e3 * run.steps[-1]["dt"]
-    return measured | {parts.REST: step_ms - sum(ms for part, ms in measured.items() if part != parts.REST)}
+    return measured | {parts.REST: step_ms - sum(measured.values())}
 
 
 def profile_cell(bench, stage, part):
@@ -368,8 +368,9 @@ def loss_row(bench, name, above):
     loss, loss_above = page.loss_cell(bench, best), page.loss_cell(bench, best_above)
     cell = page.comparison(bench, best, best_above, 4)
     difference = bench.compare(best, best_above)
-    if difference and bench.verdict_on_loss(difference):
-        cell += f" ({bench.verdict_on_loss(difference)})"
+    verdict = bench.verdict_on_loss(difference) if difference else ""
+    if verdict:
+        cell += f" ({verdict})"
     return [tokens, rate_above, loss_above, rate, loss, cell]
 
 
