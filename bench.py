@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "stages"))
 from harness import arithmetic, ladder, machine, memory, page
 from harness.flags import Parser, add_flags, learning_rate, positive, resolve
 from harness.leader import Row, Session, Trainings, say, silence, single_step
-from harness.log import end_as_by_ctrl_c
+from harness.log import let_signals_interrupt
 from harness.results import (
     ALL_REDUCE,
     CONTROL,
@@ -78,8 +78,9 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # imports the harness, has set the last one itself.
 PLAIN = {"LADDER_PLAIN": "1"} | dict.fromkeys([*KEEP_FREED_MEMORY, *HUGE_PAGES])
 # The rows of the mode `memory` have no variable but their own: None leaves out what a user has set.
-HARNESS_SETTINGS = dict.fromkeys(memory.VARIABLES)  # both, as always
-NO_SETTINGS = HARNESS_SETTINGS | {"LADDER_PLAIN": "1"}
+NO_VARIABLES = dict.fromkeys(memory.VARIABLES)
+HARNESS_SETTINGS = NO_VARIABLES  # the harness then makes its two settings, as in every stage
+NO_SETTINGS = NO_VARIABLES | {"LADDER_PLAIN": "1"}
 # other allocators that PyTorch's launcher for CPUs preloads (torch/backends/xeon/run_cpu.py): the libraries that may
 # hold them, and the variables it sets for them
 ALLOCATORS = {
@@ -277,18 +278,23 @@ def check_mode(args):
     if args.mode == "memory" and len(args.stages) > 1:
         raise InputError("memory compares settings in one stage: pass one, such as s10")
     if args.mode == "scale" and args.stages != ladder.of_mode("scale"):
-        raise InputError("scale is about s12, the one stage that knows several processes")
+        raise InputError("scale compares numbers of processes in s12, which alone knows several: name no other stage")
     if len(args.lr) > 1:
         if args.mode != "loss":
             raise InputError("--lr takes several rates in the mode loss alone: pass one")
         if len({rate_text(rate) for rate in args.lr}) < len(args.lr):
-            raise InputError(f"--lr names a rate twice: {' '.join(rate_text(rate) for rate in args.lr)}")
+            rates = " ".join(rate_text(rate) for rate in args.lr)
+            raise InputError(f"--lr {rates} names a rate twice: name each once")
     if args.mode == "loss" and args.accum > 1:
         raise InputError("loss compares stages after the same tokens, which --accum multiplies: leave it out")
 
 
 def rows_of(args):
-    """(rows, probes) of a bench, two lists of Rows. Raises InputError for a number of ranks that this machine lacks."""
+    """(rows, probes) of a bench, two lists of Rows.
+
+    Raises InputError for ranks that this machine lacks, and for an --accum that does not divide over them. In the mode
+    `scale` the default of args.accum is raised to a number that does.
+    """
     if args.mode == "amp":
         script = script_of(args.stages[0])
         dtypes = ("float32", "float16", "bfloat16")
@@ -364,7 +370,7 @@ def rows_of_scale(args):
         devices, kind = torch.get_device_module(args.device).device_count(), "devices"
         most = args.ranks or devices
     if most > devices:
-        raise InputError(f"--ranks {most}: this machine has {devices} {kind}")
+        raise InputError(f"--ranks {most}: this machine has {devices} {kind}, so pass at most {devices}")
     sizes = world_sizes(most)
     multiple = math.lcm(*sizes)
     if args.accum % multiple:
@@ -457,7 +463,7 @@ def steps_of_loss(args, tokens):
 
 
 def memory_budget(args):
-    """The bytes that a run of the mode `limit` may hold, None on a GPU, whose memory is itself the limit."""
+    """The bytes that a run of the mode `limit` may hold; None in other modes, and on a GPU, which has its own limit."""
     if args.mode != "limit" or not args.interleaved:
         return None
     if args.memory_budget is not None:
@@ -491,11 +497,11 @@ def first_line(args, rows, tokens):
 
 
 def sources(args):
-    """{file or stage: sha256} of all code that a run depends on. Only page.py does nothing before the last step."""
+    """{file or stage: sha256} of all code that decides what runs and what is measured. page.py only draws."""
     stages = list(args.stages)
     if args.plain:
         stages.append(ladder.names()[0])
-    paths = [ROOT / "model.py", ROOT / "data.py"]
+    paths = [ROOT / "bench.py", ROOT / "model.py", ROOT / "data.py"]
     for path in sorted((ROOT / "stages" / "harness").glob("*.py")):
         if path.name != "page.py":
             paths.append(path)
@@ -566,13 +572,20 @@ class Bench:
         return max(0, results.counted_wanted - len(results.counted_steps(name)))
 
     def with_neighbors(self, able, waiting):
-        """The waiting rows after those they are compared with: the bases, and the row above the first of them."""
-        bases = self.results().bases()
-        above = [row for row in able[: able.index(waiting[0])] if row in self.rows]
-        neighbors = [row for row in above if row.name in bases]
-        if above and above[-1] not in neighbors:
-            neighbors.append(above[-1])
-        return neighbors + waiting
+        """The waiting rows, the bases, and each row that the table compares with a waiting one, in the table's order.
+
+        A ratio needs rounds that both rows have. So a row that is measured later takes the row above, the row below and
+        its control along.
+        """
+        results = self.results()
+        compared = [(row.name, results.row_above(row.name)) for row in self.rows]
+        compared += [(row.name, row.name + CONTROL) for row in self.rows]
+        late = {row.name for row in waiting}
+        wanted = late | set(results.bases())
+        for pair in compared:
+            if late & set(pair):
+                wanted |= set(pair)
+        return [row for row in able if row.name in wanted]
 
     def lead_round(self, results, rows, failed, steps):
         """Lead the rows and the probes once, in one session or one by one; the names of those that failed."""
@@ -807,7 +820,7 @@ def bench(argv):
         if args.render:
             return show(existing(args.render), args.readme)
         running, lock = start_new(args)
-    end_as_by_ctrl_c()
+    let_signals_interrupt()
     with lock:
         try:
             running.run()

@@ -196,7 +196,7 @@ class GPT(nn.Module):
             write_whole(home / "model.safetensors", header, *arrays)
             write_whole(home / "config.json", json.dumps(settings, indent=2).encode())
         except OSError as error:
-            raise InputError(f"--save {directory} can't be written: {error}") from None
+            raise InputError(f"--save {directory} can't be written: {error}; pass another directory") from None
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Stage 7 · clip: GPT-3's betas, gradient clipping.
 
-For the loss, not the speed: it costs one more pass over the gradients. One bad batch can throw the weights far off.
+For the loss, not the speed: it costs two more passes over the gradients. One bad batch can throw the weights far off.
 Clipping bounds the gradients' norm at 1, and beta2 = 0.95 lets AdamW's estimate of their size follow them sooner
 (Brown et al., arXiv:2005.14165, appendix B). The norm must be that of the true gradients, so float16's loss scale is
 taken out first.

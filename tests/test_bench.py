@@ -232,8 +232,8 @@ def start_nothing(running):
         ("amp --amp-dtype float16", "leave --amp-dtype out"),
         ("amp s02", "from s03 on"),
         ("amp s02 s03", "pass one"),
-        ("scale s02", "scale is about s12"),
-        ("scale --ranks 9999", "--ranks 9999: this machine has 4 cores"),
+        ("scale s02", "scale compares numbers of processes in s12, which alone knows several: name no other stage"),
+        ("scale --ranks 9999", "--ranks 9999: this machine has 4 cores, so pass at most 4"),
         ("scale --ranks 3 --accum 4", "--accum 4 does not divide over [1, 2, 3] ranks: pass a multiple of 6"),
         ("loss --accum 2", "--accum"),
         ("loss --rounds 10", "pass --seeds instead of --rounds"),
@@ -241,7 +241,7 @@ def start_nothing(running):
         ("loss --lr 0", "'0' is not a number above 0"),
         ("loss --lr 6e-4 nan", "'nan' is not a number above 0"),
         ("loss --lr", "--lr"),
-        ("loss --lr 6e-4 0.0006", "--lr names a rate twice: 6e-4 6e-4"),
+        ("loss --lr 6e-4 0.0006", "--lr 6e-4 6e-4 names a rate twice"),
         ("--lr 3e-4 6e-4", "several rates in the mode loss alone"),
         ("amp --lr 3e-4 6e-4", "several rates in the mode loss alone"),
         ("loss stages/gone.py", "stages/gone.py is no stage"),
@@ -609,6 +609,18 @@ def test_on_a_gpu_a_failure_is_not_tried_again_before_a_resume(repo, gpu):
     repo.plan({})
     assert repo.command("--resume", "x").status == 0
     assert repo.counted_steps()[S03] >= 2 * COUNTED
+
+
+def test_a_row_that_is_measured_after_a_resume_takes_along_what_it_is_compared_with(repo):
+    """A ratio needs rounds that both rows have: s02's with s01, with s03 below it, and with its control."""
+    repo.plan({S02: {"behavior": "crash", "at": 1}})
+    assert repo.run().status == 1
+    assert repo.results().compare(S03, S02) is None
+    repo.plan({})
+    assert repo.command("--resume", "x").status == 0
+    for pair in [(S02, S01), (S03, S02), (AGAIN, S02)]:
+        assert repo.results().compare(*pair) is not None
+    assert repo.results().verdict(S03)
 
 
 @pytest.fixture
@@ -1197,7 +1209,7 @@ def test_no_rate_is_added_to_a_bench_of_one_nor_twice(repo):
     before = repo.records.read_bytes()
     ended = repo.command("--resume", "x", "--lr", "3e-4")
     assert ended.status == 2
-    assert "--lr names a rate twice: 3e-4 3e-4 6e-4" in ended.err
+    assert "--lr 3e-4 3e-4 6e-4 names a rate twice" in ended.err
     assert repo.records.read_bytes() == before
 
 

@@ -234,9 +234,9 @@ def test_accum_divides_over_the_ranks(refusal, torchrun):
 @pytest.mark.parametrize(
     "environment, problem",
     [
-        ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE is 1: unset both"),
-        ({"RANK": "0"}, "RANK is 0 and WORLD_SIZE is 1: unset both"),
-        ({"WORLD_SIZE": "2"}, "RANK is 0 and WORLD_SIZE is 2: unset both"),
+        ({"RANK": "1"}, "of RANK and WORLD_SIZE only RANK is set: unset it"),
+        ({"RANK": "0"}, "of RANK and WORLD_SIZE only RANK is set: unset it"),
+        ({"WORLD_SIZE": "2"}, "of RANK and WORLD_SIZE only WORLD_SIZE is set: unset it"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2: unset both"),
         ({"RANK": "0", "WORLD_SIZE": "abc"}, "the environment variable WORLD_SIZE is 'abc': unset it"),
         ({"MASTER_PORT": "abc"}, "the environment variable MASTER_PORT is 'abc': unset it"),
@@ -532,6 +532,17 @@ def test_threads_that_the_user_chose_stay(parse, best_device, fake, torchrun, ch
     fake.threads = 2
     torchrun(0, 2)
     parse(stage="s12_ddp")
+    assert changes == [("memory is kept",)]
+
+
+def test_a_worker_on_several_ranks_keeps_the_threads_that_the_bench_gave_it(
+    parse, best_device, fake, torchrun, changes, monkeypatch
+):
+    """In `scale` every row has the same number of threads for each rank, so that only the ranks differ."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    fake.threads = 1
+    torchrun(0, 2)
+    parse("--worker", stage="s12_ddp")
     assert changes == [("memory is kept",)]
 
 

@@ -313,6 +313,7 @@ def test_a_hash_is_of_the_code_below_the_docstring(monkeypatch, tmp_path):
     (tmp_path / "one.py").write_text('"""One."""\n\nx = 1\n')
     (tmp_path / "longer.py").write_text('"""Another.\n\nTwo lines more.\n"""\n\nx = 1\n')
     (tmp_path / "bare.py").write_text("x = 1\n")
+    (tmp_path / "bare_above_a_function.py").write_text('x = 1\n\n\ndef f():\n    """Do nothing."""\n')
     (tmp_path / "changed.py").write_text('"""One."""\n\nx = 2\n')
     x_is_1 = hashlib.sha256(b"x = 1").hexdigest()
     assert ladder.code_sha256("one") == x_is_1
@@ -320,6 +321,8 @@ def test_a_hash_is_of_the_code_below_the_docstring(monkeypatch, tmp_path):
     assert ladder.code_sha256("bare") == x_is_1
     assert ladder.code_sha256("changed") != x_is_1
     assert ladder.docstring_and_code("longer") == ("Another.\n\nTwo lines more.\n", "x = 1")
+    assert ladder.docstring_and_code("bare_above_a_function")[0] == ""
+    assert ladder.docstring_and_code("bare_above_a_function")[1].startswith("x = 1")
     assert ladder.docstring_and_code("gone") == ("", "")
 
 

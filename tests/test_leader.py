@@ -543,5 +543,16 @@ def test_trainings_tell_which_runs_are_at_work_and_the_time_left(tmp_path, monke
     ]
     trainings.report()
     (line,) = said
-    assert line.startswith("[1/4 runs, 60 s left] s02_tf32 lr 6e-4 (seed 1) step 4/6, ")
-    assert line.endswith("s02_tf32 lr 6e-4 (seed 2) held-out loss")
+    assert line.startswith("[1/4 runs, 60 s left] s02_tf32 lr 6e-4 (run 1) step 4/6, ")
+    assert line.endswith("s02_tf32 lr 6e-4 (run 2) held-out loss")
+
+
+def test_on_a_terminal_only_a_brief_line_is_cut(capsys, monkeypatch):
+    """A brief line is replaced by the next one, which takes a single line. The others name commands and remedies."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    leader.say("step 1/20, 300 s left | tok/sec s01 500", brief=True)
+    leader.say("interrupted; continue with: python bench.py --resume x")
+    cut, whole = capsys.readouterr().err.split("\r\033[K")[1:]
+    assert cut == "step 1/20, 300 s le"
+    assert whole == "interrupted; continue with: python bench.py --resume x\n"

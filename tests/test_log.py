@@ -1044,7 +1044,15 @@ def test_a_record_on_a_full_disk_ends_the_run(tmp_path, capfd):
     with pytest.raises(InputError) as raised:
         steplog.step(LOSS)
     assert end(steplog.args, raised.value) == 2
-    assert capfd.readouterr().err == "error: --record r.jsonl can't be written: No space left on device\n"
+    problem = "--record r.jsonl can't be written: No space left on device"
+    assert capfd.readouterr().err == f"error: {problem}; name a file on another disk\n"
+
+
+def test_a_worker_whose_bench_is_gone_says_so():
+    record = Record(new_args(worker=True))
+    record.file = FullDisk()
+    with pytest.raises(InputError, match="a step can't be sent to the bench: .*; start the bench again"):
+        record.write("step", step=0)
 
 
 def test_a_reader_of_stdout_that_is_gone_costs_no_run(clock, monkeypatch, tmp_path):
@@ -1086,11 +1094,15 @@ def test_git_state_of_a_repository(monkeypatch, tmp_path):
 
     git("init")
     (tmp_path / "model.py").write_text("one\n")
-    git("add", "model.py")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.jsonl").write_text("an old record\n")
+    git("add", "model.py", "results")
     git("commit", "--message", "first")
     commit = git("rev-parse", "HEAD")
     assert git_state(tmp_path) == (commit, False)
     (tmp_path / "results.md").write_text("a page\n")  # git does not track it
+    assert git_state(tmp_path) == (commit, False)
+    (tmp_path / "results" / "x.jsonl").unlink()  # a new record takes its place
     assert git_state(tmp_path) == (commit, False)
     (tmp_path / "model.py").write_text("two\n")
     assert git_state(tmp_path) == (commit, True)

@@ -137,8 +137,17 @@ def test_a_card_named_by_number_is_taken_by_every_process(fake_cuda, monkeypatch
 
 def test_a_card_beyond_the_last_one_is_refused(fake_cuda):
     fake_cuda.cards = 2
-    with pytest.raises(InputError, match="--device cuda:2 is not there: this machine has cuda:0 to cuda:1"):
+    with pytest.raises(InputError, match="--device cuda:2 is not there: pass one of cuda:0 to cuda:1"):
         machine.find_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", [None, "cuda"])
+def test_more_processes_of_torchrun_than_cards_are_refused(fake_cuda, monkeypatch, name):
+    fake_cuda.cards = 2
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    problem = "LOCAL_RANK is 2, and this machine has 2 CUDA devices: start a process for each of them"
+    with pytest.raises(InputError, match=f"{problem}, --nproc_per_node=2"):
+        machine.find_device(name)
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu", "cuda:x", "cuda0", "cpu "])

@@ -384,10 +384,19 @@ def test_a_page_shows_the_median_rates_of_clearing_pages():
 
 def test_memory_shows_the_page_faults_of_each_setting():
     runs = [run_lines("plain", [2.0] * 3, faults=[99_000] * 3), run_lines("both", [1.0] * 3, faults=[12] * 3)]
+    runs.append(run_lines("tcmalloc", [1.0] * 3, faults=[0, 1, 1]))
     results = results_of(*runs, mode="memory")
     assert cell(results, "plain", "note") == "99,000 page faults in a step"
     assert cell(results, "both", "note").startswith("12 page faults in a step")
+    assert cell(results, "tcmalloc", "note").startswith("1 page fault in a step")
     assert cell(results, "both", "vs plain") == "2.00 ± 0.00"
+
+
+def test_a_round_of_the_probe_on_a_gpu_is_a_process_of_many_steps():
+    rates = [peak_step(float32=1e12), peak_step(float32=1e12)]
+    runs = [run_lines("a", [1.0]), probe_lines(rates), probe_lines(rates, session=1), probe_lines(rates, session=2)]
+    (line,) = [line for line in lines_under_the_table(*runs, rounds=3, interleaved=False) if "Peak:" in line]
+    assert "(rounds: 3)" in line
 
 
 def test_a_title_of_the_record_heads_its_page():

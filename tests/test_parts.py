@@ -101,6 +101,13 @@ def test_a_script_that_is_no_stage_has_its_times_alone():
     assert lines == [("matmuls", 30.0, None), (parts.REST, 70.0, None), ("the step", 100.0, None)]
 
 
+def test_attention_that_fell_back_on_its_matmuls_should_take_the_time_of_explicit_attention():
+    header_of_s05 = run_of("s05_flash", compile=False)
+    explicit = parts.predicted(run_of("s01_baseline", compile=False), RATES)["attention"]
+    assert parts.predicted(header_of_s05, RATES, sdpa="math")["attention"] == explicit
+    assert parts.predicted(header_of_s05, RATES, sdpa="flash")["attention"] < explicit
+
+
 def test_a_type_whose_rate_is_not_known_has_no_prediction():
     header_of_s03 = header("s03_bf16", CPU, GPT2, amp_dtype="float16")
     assert parts.predicted(header_of_s03, RATES) == {}

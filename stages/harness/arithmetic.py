@@ -16,7 +16,7 @@ NARROW_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Operation:
-    """Goes over a large tensor once for each number that it reads or writes, and multiplies no matrices.
+    """What one kernel reads and writes for each number of a large tensor. The FLOPs of a matmul are counted elsewhere.
 
     reads, writes: NARROW, WIDE or SOFTMAX for each. is_cast: it changes the dtype and nothing else, so that
     it does not run where both are the same.
@@ -47,7 +47,8 @@ FUSED_SCORES = (
     Operation("divide, mask, softmax", (NARROW,), (NARROW,)),
     Operation("backward of all three", (NARROW, NARROW), (NARROW,)),
 )
-# the scores are what two matmuls make and read in the forward, and four in the backward
+# In the forward one matmul writes the scores and one reads them. In the backward one writes their gradient and three
+# read the weights or that gradient.
 MATMULS_OF_SCORES = (
     Operation("q k^T", (), (NARROW,)),
     Operation("weights v", (NARROW,), ()),

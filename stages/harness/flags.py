@@ -112,7 +112,7 @@ def parse_args(doc, argv=None):
     args.title = (doc or args.stage).strip().splitlines()[0]  # python -OO has no docstrings
     sys.excepthook = functools.partial(log.end_run, args)
     if "RANK" in os.environ or "MASTER_ADDR" in os.environ:
-        log.end_at_once_by_ctrl_c()  # until StepLog starts
+        log.let_ctrl_c_kill()  # until StepLog starts
     try:
         resolve(args, ladder.find(args.stage))
         prepare_process(args)
@@ -162,10 +162,13 @@ def check_ranks():
     """The number of processes that torchrun started. Raises InputError where its environment is not whole."""
     rank = machine.environment_number("RANK", 0)
     world_size = machine.world_size()
-    if rank >= world_size or ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        remedy = "unset both, or start the run with torchrun"
-        raise InputError(f"RANK is {rank} and WORLD_SIZE is {world_size}: {remedy}")
-    machine.environment_number("MASTER_PORT", 0)
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        set_one = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        raise InputError(f"of RANK and WORLD_SIZE only {set_one} is set: unset it, or start the run with torchrun")
+    if rank >= world_size:
+        problem = f"RANK is {rank} and WORLD_SIZE is {world_size}"
+        raise InputError(f"{problem}: unset both, or start the run with torchrun")
+    machine.environment_number("MASTER_PORT", 0)  # for its error alone: torch.distributed reads the port itself
     address = os.environ.get("MASTER_ADDR")
     if address is not None:
         try:  # torch would try again for half an hour
@@ -243,14 +246,14 @@ def prepare_process(args):
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, machine.cores())))
     if args.device.type == "cpu":
         memory.keep_freed()
-        set_threads()
+        set_threads(args.worker)
 
 
-def set_threads():
-    """Let torch use this process's share of the cores, unless the user chose another number of threads."""
+def set_threads(is_worker):
+    """Let torch use this process's share of the cores, unless the user or the bench chose another number of threads."""
     threads, cores, ranks_here = torch.get_num_threads(), machine.cores(), machine.local_world_size()
-    # torchrun gives each of several ranks one thread, however many cores there are
-    too_few = ranks_here > 1 and threads == 1
+    # torchrun gives each of several ranks one thread, however many cores there are; a worker's number is the bench's
+    too_few = ranks_here > 1 and threads == 1 and not is_worker
     # torch counts the cores of the machine, though a container has fewer
     too_many = threads > cores and "OMP_NUM_THREADS" not in os.environ
     if too_few or too_many:

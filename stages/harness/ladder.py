@@ -310,7 +310,7 @@ def docstring_and_code(name):
     if not path.exists():
         return "", ""
     text = path.read_text(encoding="utf-8")
-    if '"""' not in text:  # a reader's own script may have no docstring
+    if not text.lstrip().startswith('"""'):  # a reader's own script may have no docstring
         return "", text.strip()
     _, docstring, code = text.split('"""', 2)
     return docstring, code.strip()

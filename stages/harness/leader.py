@@ -60,14 +60,16 @@ class Failure:
 
 
 def say(line, brief=False):
-    """Report on stderr where the bench is; a brief line replaces the last where that is a terminal."""
+    """Print a line of progress on stderr. On a terminal a brief line stays only until the next line replaces it."""
     if sys.stderr is None:  # the bench was started with a closed one
         return
     try:
         if sys.stderr.isatty():
-            columns = shutil.get_terminal_size().columns
-            ending = "" if brief else "\n"
-            print(f"\r\033[K{line[: columns - 1]}", end=ending, file=sys.stderr, flush=True)  # wrapped, it would stay
+            ending = "\n"
+            if brief:
+                line = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps can't be replaced as a whole
+                ending = ""
+            print(f"\r\033[K{line}", end=ending, file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
     except OSError:  # a terminal that is gone costs no record
@@ -295,6 +297,14 @@ def single_step(row, flags, timeout):
         worker.stop()
 
 
+def stop_all(workers):
+    """End workers and all that they started. All are told before one is waited for, since each takes its time."""
+    for worker in workers:
+        worker.signal(signal.SIGTERM)
+    for worker in workers:
+        worker.stop()
+
+
 class Session:
     """Fresh workers of some rows, led through warm-up and counted steps, one step each in turn.
 
@@ -348,10 +358,7 @@ class Session:
             self.take_steps(steps)
             self.ask_together(list(self.live), Worker.close)  # all at once, since each takes its time to leave
         finally:
-            for worker in self.live:
-                worker.signal(signal.SIGTERM)  # likewise
-            for worker in self.live:
-                worker.stop()
+            stop_all(self.live)
         return self.failed
 
     def warm_up(self, rows):
@@ -467,10 +474,7 @@ class Trainings:
                 if time.monotonic() > self.reported + REPORT_EVERY:
                     self.report()
         finally:
-            for training in self.live:
-                training.worker.signal(signal.SIGTERM)  # all at once, since each takes its time to leave
-            for training in self.live:
-                training.worker.stop()
+            stop_all([training.worker for training in self.live])
 
     def has_room(self):
         """Whether another run may start: two at first, which show what one holds, then as many as memory holds."""
@@ -517,7 +521,7 @@ class Trainings:
             place = f"step {len(training.losses)}/{self.steps}"
             if len(training.losses) == self.steps:
                 place = "held-out loss"
-            places.append(f"{training.row.name} (seed {training.session + 1}) {place}")
+            places.append(f"{training.row.name} (run {training.session + 1}) {place}")
         left = ""
         if self.steps_taken:
             steps_left = self.runs * self.steps - self.steps_taken

@@ -36,13 +36,13 @@ class LossNotFinite(FloatingPointError):
     """The loss of a step is infinite or no number."""
 
 
-def end_at_once_by_ctrl_c():
+def let_ctrl_c_kill():
     """Let Ctrl-C end the process without Python, whose handler can't run while a rank waits for others."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def end_as_by_ctrl_c():
+def let_signals_interrupt():
     """Let Ctrl-C, a batch system's SIGTERM and a closed terminal's SIGHUP all raise KeyboardInterrupt.
 
     A signal that is ignored stays so: nohup ignores SIGHUP, and a shell SIGINT for its background jobs.
@@ -73,12 +73,15 @@ def leave_process_group():
 
 
 def git_state(folder):
-    """(commit, whether tracked files differ from it) of a folder; (None, False) where git tracks no file of it."""
+    """(commit, whether tracked files differ from it) of a folder; (None, False) where git tracks no file of it.
+
+    A record in results/ may be removed to make room for a new one, so what differs there does not count.
+    """
     git = ["git", "-C", str(folder)]
     if not machine.command_output([*git, "ls-files"]):  # as where a zip was unpacked inside another repository
         return None, False
     commit = machine.command_output([*git, "rev-parse", "HEAD"])
-    changes = machine.command_output([*git, "status", "--porcelain", "--untracked-files=no"])
+    changes = machine.command_output([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"])
     return commit or None, bool(changes)
 
 
@@ -124,7 +127,10 @@ class Record:
         try:
             print(json.dumps({"kind": kind, **entry}, allow_nan=False), file=self.file, flush=True)
         except OSError as error:
-            raise InputError(f"--record {self.file.name} can't be written: {error.strerror}") from None
+            problem = f"--record {self.file.name} can't be written: {error.strerror}; name a file on another disk"
+            if self.is_worker:
+                problem = f"a step can't be sent to the bench: {error.strerror}; start the bench again"
+            raise InputError(problem) from None
 
     def next_step_wanted(self):
         """Whether to take another step: always, or as the bench tells a worker, on all of its ranks alike."""
@@ -167,7 +173,7 @@ class StepLog:
         self.card = {}
         self.record = Record(args)
         StepLog.current = self
-        end_as_by_ctrl_c()  # not before: see end_at_once_by_ctrl_c()
+        let_signals_interrupt()  # not before: see let_ctrl_c_kill()
         if args.eval and machine.is_rank_0():
             self.held_out = load_tokens(args.data, split="val")
         self._say_what_runs()
@@ -224,6 +230,7 @@ class StepLog:
         }
 
     def _begin_step(self):
+        """Start the clock of the next step. A worker waits until the bench asks for it, and ends where it does not."""
         if not self.record.next_step_wanted():
             if self.steps:
                 self.finish(self.model)
@@ -260,6 +267,7 @@ class StepLog:
             profile[event.name] = (before[0] + own_ms, before[1] + total_ms, before[2] + 1)
             part = parts.part_of(callers(event))
             parts_ms[part] = parts_ms.get(part, 0.0) + own_ms
+        # what the named parts leave of the whole step: more than what the profiler saw outside of them
         parts_ms[parts.REST] = step_ms - sum(ms for part, ms in parts_ms.items() if part != parts.REST)
         longest_first = sorted(profile.items(), key=lambda item: item[1], reverse=True)
         self.profile, self.parts = dict(longest_first), parts_ms
@@ -305,15 +313,18 @@ class StepLog:
         self.record.write("step", **entry)
 
     def _say_step(self, step, loss, figures, dt):
-        parts = [f"step {step:4d}", f"loss {loss:.4f}"]
+        words = [f"step {step:4d}", f"loss {loss:.4f}"]
         for name, value in figures.items():
-            parts.append(f"lr {value:.4e}" if name == "lr" else f"{name} {value:.4f}")
-        parts.append(f"dt {1e3 * dt:.2f}ms")
-        parts.append(f"tok/sec {self.tokens_per_step / dt:,.0f}")
-        self.say(" | ".join(parts))
+            words.append(f"lr {value:.4e}" if name == "lr" else f"{name} {value:.4f}")
+        words.append(f"dt {1e3 * dt:.2f}ms")
+        words.append(f"tok/sec {self.tokens_per_step / dt:,.0f}")
+        self.say(" | ".join(words))
 
     def finish(self, model):
-        """End the run: the record's summary, the summary line, and the weights where --save asks for them."""
+        """End the run: the record's summary, the summary line, and the weights where --save asks for them.
+
+        model: the one that the log has from its start, named here so that a stage shows what is saved.
+        """
         if self.card:
             self._note_card("end")
         # a worker waits until the bench closes its stdin: leaving takes time, and others may be on the clock
@@ -347,13 +358,13 @@ class StepLog:
         else:
             steps = f"{figures['counted']} steps"
         held = f"{figures['memory'] / 1e9:.2f} GB ({figures['meter']})"
-        parts = [f"median dt {figures['dt_ms']:.2f}ms {quartiles} over {steps}"]
-        parts.append(f"tok/sec {figures['tok_per_sec']:,.0f}")
-        parts.append(f"memory {held}")
-        parts.append(f"warm-up {figures['warmup_s']:.1f}s")
+        words = [f"median dt {figures['dt_ms']:.2f}ms {quartiles} over {steps}"]
+        words.append(f"tok/sec {figures['tok_per_sec']:,.0f}")
+        words.append(f"memory {held}")
+        words.append(f"warm-up {figures['warmup_s']:.1f}s")
         if "eval" in figures:
-            parts.append(f"held-out loss {figures['eval']:.4f}")
-        self.say(" | ".join(parts))
+            words.append(f"held-out loss {figures['eval']:.4f}")
+        self.say(" | ".join(words))
         if "profile" in figures:
             self._say_profile(figures)
 
@@ -364,7 +375,8 @@ class StepLog:
         measured_rates = arithmetic.Rates(figures["rates"]["peak"], figures["rates"]["copy"])
         self.say("this step in ms, and what its FLOPs and bytes take at the rates of this machine:")
         self.say(" measured predicted")
-        for part, measured_ms, predicted_ms in parts.table(self.header, figures["parts"], measured_rates):
+        lines = parts.table(self.header, figures["parts"], measured_rates, figures["sdpa"])
+        for part, measured_ms, predicted_ms in lines:
             shown = "" if predicted_ms is None else f"{predicted_ms:.2f}"
             self.say(f"{measured_ms:9.2f} {shown:>9} {part}")
 

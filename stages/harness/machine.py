@@ -70,10 +70,16 @@ def usable_devices(with_cuda):
 
 def cuda_device(number=None):
     """Return the CUDA device of this number, a text, or of LOCAL_RANK. Raises InputError if it's missing."""
-    index = environment_number("LOCAL_RANK", 0) if number is None else int(number)
     count = torch.cuda.device_count()
-    if index >= count:
-        raise InputError(f"--device cuda:{index} is not there: this machine has cuda:0 to cuda:{count - 1}")
+    if number is None:
+        index = environment_number("LOCAL_RANK", 0)
+        if index >= count:
+            problem = f"LOCAL_RANK is {index}, and this machine has {count} CUDA devices"
+            raise InputError(f"{problem}: start a process for each of them, --nproc_per_node={count}")
+    else:
+        index = int(number)
+        if index >= count:
+            raise InputError(f"--device cuda:{index} is not there: pass one of cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
 
 
@@ -244,7 +250,7 @@ def has_compiler():
 
 
 def headers_problem():
-    """Return why no code can be compiled that Python is to load, with the remedy, or None when it can."""
+    """Return why the compiler can't build a module that Python loads, with the remedy, or None where it can."""
     if sys.platform == "darwin":
         return None  # a Python of macOS has its headers, though not always in the folder that sysconfig names
     headers = sysconfig.get_path("include", scheme="posix_prefix")  # the default is another one in Debian

@@ -109,7 +109,7 @@ def milliseconds(value):
 
 
 def gigabytes(memory):
-    """A number of bytes in GB; None where nothing could measure it."""
+    """A number of bytes in GB. memory: None where nothing could measure it, and the text says so."""
     if not memory:
         return "no meter"
     return f"{memory / 1e9:.2f}"
@@ -336,7 +336,11 @@ def answer(results, name):
 def pages_of_a_step(results, name):
     """How many pages the system clears for a step of a row."""
     faults = results.page_faults(name)
-    return "" if faults is None else f"{faults:,.0f} page faults in a step"
+    if faults is None:
+        return ""
+    if round(faults) == 1:
+        return "1 page fault in a step"
+    return f"{faults:,.0f} page faults in a step"
 
 
 def recommendation(results, name):
@@ -505,8 +509,9 @@ def peak_line(results):
     header = results.any_header()
     flops = arithmetic.flops_per_token(header["shape"], header["settings"]["seq_len"])
     return (
-        f"Peak: {', '.join(rates)}, reached by matmuls of size {steps[0]['size']} (rounds: {len(steps)}). "
-        f"The column is the share of the larger, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
+        f"Peak: {', '.join(rates)}, reached by matmuls of size {steps[0]['size']} "
+        f"(rounds: {len(results.samples(PEAK))}). "
+        f"The column is the share of the highest rate, taken within a round. A token takes {flops / 1e6:.0f} MFLOP "
         "(6 (12 L C² + V C) + 12 L C T, attention counted in full)."
         f"{datasheet_sentence(results)}"
     )

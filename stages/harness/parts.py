@@ -46,12 +46,13 @@ def merged(times):
     return ordered
 
 
-def predicted(header, rates):
+def predicted(header, rates, sdpa=None):
     """{part: ms} that a step should take by its FLOPs and bytes; {} where nothing can be said.
 
-    header: of the run's record. rates: the arithmetic.Rates of its machine.
+    header: of the run's record. rates: the arithmetic.Rates of its machine. sdpa: the attention kernel that ran, of
+    the run's summary.
     """
-    facts = ladder.Facts(header["environment"], header["settings"], header["fallbacks"])
+    facts = ladder.Facts(header["environment"], header["settings"], header["fallbacks"], sdpa=sdpa)
     work = ladder.work_of(header["stage"], facts, header["shape"])
     if work is None or not arithmetic.has_rate_for(work, rates):
         return {}
@@ -59,13 +60,13 @@ def predicted(header, rates):
     return {part: 1e3 * work.accum * value for part, value in seconds.items()}
 
 
-def table(header, measured, rates):
+def table(header, measured, rates, sdpa=None):
     """[(part, ms measured, ms predicted)] of a profiled step; None where nothing is predicted.
 
-    The last two are the rest, which no arithmetic predicts, and the whole step. header, rates: as of
+    The last two are the rest, which no arithmetic predicts, and the whole step. header, rates, sdpa: as of
     predicted(). measured: {part: ms} of the run's summary.
     """
-    measured_ms, predicted_ms = merged(measured), predicted(header, rates)
+    measured_ms, predicted_ms = merged(measured), predicted(header, rates, sdpa)
     if predicted_ms and FUSED in measured_ms:
         predicted_ms[FUSED] = sum(predicted_ms.pop(part) for part in MERGED_BY_FUSION)
     lines = [(part, ms, predicted_ms.get(part)) for part, ms in measured_ms.items()]

@@ -17,7 +17,7 @@ line.
                   "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
                   "corpus": "Tiny Shakespeare", "tokenizer": "gpt2",
                   "memory_variables": {"THP_MEM_ALLOC_ENABLE": "1"}},
-     "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256}, "parameters": 16287232,
+     "shape": {"vocab_size": 50304, "n_layer": 4, "n_head": 4, "n_embd": 256}, "parameters": 16299520,
      "tokens_per_step": 1024,
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "native_dtype": "bfloat16", "system": "Linux x86_64", "python": "3.11.7",
@@ -37,7 +37,9 @@ older records lack it, and ran at 6e-4. The steps of a run are numbered from 0 w
 run afresh: what the same run wrote before it no longer counts. A reason is one of REASONS.
 
 A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
-"eval", the held-out loss. "compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
+"eval", the held-out loss. With --profile there are three keys more: "profile", {operation: [ms of its own, ms with
+what it called, calls]}, the longest first; "parts", {part of the step: ms}; and "rates", what rates.measure() returns.
+"compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
 where it did not, and null where it compiled none. On CUDA there are two keys more: "reserved", the bytes that
 PyTorch took from the driver, and after a warm-up "card", what nvidia-smi told of the card before the first
 counted step, as "start", and after the last one, as "end". Each of the two has "sm_clock" in MHz, "power" and
@@ -62,7 +64,8 @@ run (the probe may take fewer), and "rounds" says how often every process starts
 in place of the mode; bench.py never writes it, and other programs measured beside the stages have one. In the
 mode `loss` "rates" are the learning rates, from the lowest to the highest; where there are several, a row is a
 stage at one of them, and has a name such as "s06_vocab lr 6e-4". Older records lack "rates". What bench.py
-writes beside these keys is compared by --resume alone. Every other line has two keys more, "session" (the number
+writes beside these keys is for --resume, which compares it; the mode `limit` also reads "memory_budget", the bytes
+that a run may hold. Every other line has two keys more, "session" (the number
 of the group of processes that ran together; in the mode `loss` that of the seed) and "name" (of the row). The
 probe's lines are steps too, with figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 
@@ -724,7 +727,7 @@ class Results:
         return median_estimate([theirs[key] / ours[key] for key in rounds])
 
     def bases(self):
-        """The rows that every row is compared with: the first one, and in the ladder below `plain` that of s01 too."""
+        """The rows that every row is compared with: the first one, and after `plain` s01's too, which is the second."""
         if self.mode == "ladder" and self.rows[0] == ladder.PLAIN:
             return self.rows[:2]
         return self.rows[:1]
@@ -756,14 +759,14 @@ class Results:
         )
 
     def machine_rates(self):
-        """The arithmetic.Rates that the probe measured, medians over the rounds; None where it left none."""
+        """The arithmetic.Rates that the probe measured, medians over its counted steps; None where it left none."""
         steps = self.counted_steps(PEAK)
         if not steps or "copy" not in steps[0]:  # the oldest records have no copy
             return None
         return arithmetic.Rates(self.matmul_rates(), statistics.median(step["copy"] for step in steps))
 
     def matmul_rates(self):
-        """{dtype: FLOP/s} of the probe's large matmuls, medians over the rounds. There must be a step of the probe."""
+        """{dtype: FLOP/s} of the probe's large matmuls, medians over its counted steps, of which there must be one."""
         steps = self.counted_steps(PEAK)
         rates = {}
         for dtype in steps[0]["peak"]:
