@@ -5,7 +5,18 @@ one. Imports no torch. Who imports it has put stages/ on the import path.
 """
 
 from harness import arithmetic, ladder, page, parts
-from harness.results import PEAK, Results, ResultsError, name_at_rate, rate_text, read, run_of, stage_and_rate
+from harness.results import (
+    PEAK,
+    Results,
+    ResultsError,
+    mean_estimate,
+    median_estimate,
+    name_at_rate,
+    rate_text,
+    read,
+    run_of,
+    stage_and_rate,
+)
 
 import difflib
 import functools
@@ -18,13 +29,22 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 EPYC, ZEN3 = "epyc-2-cores", "zen3-float32"
 CPU_BENCHES = {EPYC: "EPYC with bf16", ZEN3: "EPYC, Zen 3"}
 MEMORY_BENCH = "zen3-memory"  # begins the names of the records of the mode `memory`
+NANOGPT_BENCH = "zen3-gpt2-nanogpt"
 # the records of the held-out losses at several rates, from the fewest tokens a step to the most
 LOSS_BENCHES = ("zen3-loss-rates", "zen3-loss-batch")
 # s06, s07, and the scripts of one's own that have a half of what s07 changes, or another beta
 HALVES = ("s06_vocab", "clipping_alone", "beta_alone", "s07_clip", "long_beta")
-# the records of the first two seeds: those of all seeds of s06 and s07, and one for each seed of the scripts
+# what each of two runs with one difference shows: the words of the table, the run that has it, and the other one
+DIFFERENCES = (
+    ("clipping, where the second beta is 0.999", "clipping_alone", "s06_vocab"),
+    ("clipping, where it is 0.95", "s07_clip", "beta_alone"),
+    ("0.95 in place of 0.999, without clipping", "beta_alone", "s06_vocab"),
+    ("0.95 in place of 0.999, with clipping", "s07_clip", "clipping_alone"),
+    ("0.99995 in place of 0.999, with clipping", "long_beta", "clipping_alone"),
+)
+# the record of s06 and s07, and that of the scripts, on the same batches
 RATES_BENCH = "zen3-loss-rates"
-HALVES_BENCHES = ("zen3-loss-halves", "zen3-loss-halves-seed-2")
+HALVES_BENCH = "zen3-loss-halves"
 # what a step of micro at T 1024 allocates in tensors of over 32 MB, which glibc always gives back: how many as large
 # as the logits in float32, and how many as large as the embedding's weight
 LARGE_TENSORS = {
@@ -177,7 +197,7 @@ def profile(bench, stage):
     """{part: (ms measured, ms predicted or None)} of a stage's last step, by results/profile. bench: of PROFILED."""
     run = run_of(read(RESULTS / "profile" / f"{PROFILE_PREFIX[bench]}{stage}.jsonl"))
     measured = run.summary.get("parts") or parts_of_an_old_record(run)
-    lines = parts.table(run.header, measured, record(bench).machine_rates())
+    lines = parts.table(run.header, measured, record(bench).machine_rates(), run.summary["sdpa"])
     return {part: (measured_ms, predicted_ms) for part, measured_ms, predicted_ms in lines}
 
 
@@ -238,14 +258,25 @@ def words_of_numbers(kinds):
     return ", ".join(words) or page.NOTHING
 
 
-def passes_table():
-    """Every operation between two matmuls, with the numbers that it reads and writes for each one of its tensor."""
+def passes_tables():
+    """What the operations between two matmuls read and write for each number of their tensor: single, and fused."""
+    single_rows, fused_rows = [], []
+    for tensor, _, eager, fused in PASSES:
+        single_rows += rows_of_passes(tensor, eager)
+        if fused != eager:
+            fused_rows += rows_of_passes(tensor, fused)
+    single = page.markdown("llll", ["tensor", "operation", "reads", "writes"], single_rows)
+    fused = page.markdown("llll", ["tensor", "fused kernel", "reads", "writes"], fused_rows)
+    return f"{single}\n\nA compiler leaves these kernels of them:\n\n{fused}"
+
+
+def rows_of_passes(tensor, operations):
+    """A row for each operation that goes over a tensor, with what it reads and writes."""
     rows = []
-    for tensor, _, eager, _ in PASSES:
-        for operation in eager:
-            name = f"{operation.name} *" if operation.is_cast else operation.name
-            rows.append([tensor, name, words_of_numbers(operation.reads), words_of_numbers(operation.writes)])
-    return page.markdown("llll", ["tensor", "operation", "reads", "writes"], rows)
+    for operation in operations:
+        name = f"{operation.name} *" if operation.is_cast else operation.name
+        rows.append([tensor, name, words_of_numbers(operation.reads), words_of_numbers(operation.writes)])
+    return rows
 
 
 def bytes_table():
@@ -333,8 +364,8 @@ def worth(name, above):
     if profiles is None:
         return table
     words = (
-        "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, most casts "
-        "count with the rest:"
+        "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, the\n"
+        "division of the scores, the additions to the residual stream and most casts count with the rest:"
     )
     return "\n\n".join([table, words, gap_table(profiles)])
 
@@ -375,29 +406,37 @@ def loss_row(bench, name, above):
 
 
 def halves_table():
-    """The held-out losses of s06, of s07 and of its halves by learning rate: of the first seed, and of the second."""
-    rates = record(HALVES_BENCHES[0]).rates
+    """The held-out losses of s06, of s07 and of its halves by learning rate: the mean over the seeds, and the range."""
+    rates = record(HALVES_BENCH).rates
     rows = []
     for stage in HALVES:
         cells = []
         for rate in rates:
-            losses = losses_of_seeds(stage, name_at_rate(stage, rate))
-            cells.append(", ".join(f"{loss:.4f}" for loss in losses))
+            losses = losses_of_seeds(stage, rate)
+            cells.append(f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
         rows.append([page.stage_link(stage, ""), *cells])
     return page.markdown("lrrr", ["", *(f"lr {rate_text(rate)}" for rate in rates)], rows)
 
 
-def losses_of_seeds(stage, row):
-    """The held-out losses of a row of HALVES for the first two seeds, a list; shorter where a seed was not trained."""
-    losses = []
-    for seed, bench in enumerate(HALVES_BENCHES):
-        if ladder.find(stage):
-            loss = record(RATES_BENCH).samples(row).get((seed, 0))
-        else:
-            loss = record(bench).samples(row).get((0, 0))
-        if loss is not None:
-            losses.append(loss)
-    return losses
+def differences_table():
+    """What each half of s07 does to the held-out loss, by learning rate: the mean over the seeds with its ±."""
+    rates = record(HALVES_BENCH).rates
+    rows = []
+    for words, changed, base in DIFFERENCES:
+        cells = []
+        for rate in rates:
+            pairs = zip(losses_of_seeds(changed, rate), losses_of_seeds(base, rate), strict=True)
+            difference = mean_estimate([loss - loss_of_base for loss, loss_of_base in pairs])
+            cells.append(f"{difference.value:+.3f} ± {difference.spread:.3f}")
+        rows.append([words, *cells])
+    return page.markdown("lrrr", ["what changes", *(f"lr {rate_text(rate)}" for rate in rates)], rows)
+
+
+def losses_of_seeds(stage, rate):
+    """The held-out losses of one of HALVES at a rate, a list in the order of the seeds."""
+    bench = record(RATES_BENCH) if ladder.find(stage) else record(HALVES_BENCH)
+    samples = bench.samples(name_at_rate(stage, rate))
+    return [samples[seed] for seed in sorted(samples)]
 
 
 def scale_table(bench):
@@ -419,26 +458,31 @@ def scale_table(bench):
 def first_table():
     """What to do first in a script of one's own, by what it trains on. The links are from README.md.
 
-    The figures of GPUs are the smallest and the largest of the lessons' table of what others measured.
+    The figures of GPUs are the smallest and the largest of the lessons' table of what others measured; those of
+    torch.compile leave out a run in float32.
     """
     memory_s01 = ratio(memory_bench("s01"), "both from outside", ladder.PLAIN)
     memory_s10 = ratio(memory_bench("s10"), "both from outside", ladder.PLAIN)
-    memory_links = f"[s01](results/{MEMORY_BENCH}-s01.md), [s10](results/{MEMORY_BENCH}-s10.md)"
-    autocast, fused = ratio(record(EPYC), "s03", "s02"), ratio(record(EPYC), "s10", "s09")
-    vocab_with_16_bits, vocab = ratio(record(EPYC), "s06", "s05"), ratio(record(ZEN3), "s06", "s05")
+    nanogpt = ratio(record(NANOGPT_BENCH), "nanoGPT with the variables", "nanoGPT")
+    memory_links = f"[s01](results/{MEMORY_BENCH}-s01.md), [s10](results/{MEMORY_BENCH}-s10.md), "
+    memory_links += f"[nanoGPT](results/{NANOGPT_BENCH}.md)"
+    autocast, compiled = ratio(record(EPYC), "s03", "s02"), ratio(record(EPYC), "s04", "s03")
+    vocab_with_16_bits, fused = ratio(record(EPYC), "s06", "s05"), ratio(record(EPYC), "s10", "s09")
+    vocab = ratio(record(ZEN3), "s06", "s05")
     gpu = "TF32 (s02), then bf16 autocast (s03), torch.compile (s04), flash attention (s05)"
+    times_on_gpus = "1.2 to 3.0, then 1.1, 1.2 to 2.3 (after autocast), 1.3 to 1.7"
     gpu_link = "[others](stages/README.md#what-others-measured-on-gpus)"
     rows = [
         [
             "a CPU, on Linux with glibc",
             "the [three memory variables](stages/README.md#before-s01--memory), no change of code",
-            f"{memory_s01} (s01), {memory_s10} (s10)",
+            f"{memory_s01} (s01), {memory_s10} (s10), {nanogpt} (nanoGPT)",
             memory_links,
         ],
         [
             "a CPU with bf16 units",
-            "bf16 autocast (s03), then a padded vocabulary (s06), fused AdamW (s10)",
-            f"{autocast}, then {vocab_with_16_bits}, {fused}",
+            "bf16 autocast (s03), then torch.compile (s04), a padded vocabulary (s06), fused AdamW (s10)",
+            f"{autocast}, then {compiled}, {vocab_with_16_bits}, {fused}",
             f"[{CPU_BENCHES[EPYC]}](results/{EPYC}.md), compiled from s04 on",
         ],
         [
@@ -447,7 +491,7 @@ def first_table():
             vocab,
             f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md), compiled, with flash attention",
         ],
-        ["an NVIDIA GPU, Ampere or newer", gpu, "1.2 to 3.0, then 1.1, 1.2 to 2.3, 1.3 to 1.7", gpu_link],
+        ["an NVIDIA GPU, Ampere or newer", gpu, times_on_gpus, gpu_link],
         ["several GPUs", "DistributedDataParallel (s12)", "2.95 on four", gpu_link],
     ]
     return page.markdown("llll", ["I train on", "first", "times as fast", "measured"], rows)
@@ -529,7 +573,9 @@ def clearing_table():
         header = bench.any_header()
         nbytes = large_bytes(stage, header["shape"], header["settings"]["seq_len"])
         rate = statistics.median(step["clear"]["4 kB"] for step in bench.counted_steps(PEAK))
-        saved = bench.summary(ladder.PLAIN)["dt_ms"] - bench.summary("freed memory kept")["dt_ms"]
+        plain, kept = bench.samples(ladder.PLAIN), bench.samples("freed memory kept")
+        tokens = header["tokens_per_step"]
+        saved_ms = median_estimate([1e3 * tokens * (plain[step] - kept[step]) for step in plain])
         rows.append(
             [
                 stage,
@@ -538,7 +584,7 @@ def clearing_table():
                 f"{bench.page_faults(ladder.PLAIN):,.0f}",
                 f"{rate / 1e9:.2f}",
                 f"{1e3 * nbytes / rate:.0f}",
-                f"{saved:.0f}",
+                saved_ms.text(digits=0),
             ]
         )
     head = ["", "GB in large tensors", "pages", "page faults measured", "GB/s cleared", "predicted ms", "measured ms"]

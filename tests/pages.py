@@ -104,7 +104,7 @@ def lessons(text):
     """stages/README.md's text with its blocks drawn again."""
     drawn = [
         ("machines", blocks.machines_table()),
-        ("passes", blocks.passes_table()),
+        ("passes", blocks.passes_tables()),
         ("bytes", blocks.bytes_table()),
         ("clearing", blocks.clearing_table()),
         ("memory", blocks.memory_table()),
@@ -121,6 +121,7 @@ def lessons(text):
         ("loss rates", page.rates_table(record("zen3-loss-rates"), "")),
         ("loss batch", page.rates_table(record("zen3-loss-batch"), "")),
         ("loss halves", blocks.halves_table()),
+        ("loss differences", blocks.differences_table()),
         ("scale", blocks.scale_table(record("zen3-scale"))),
         ("profile", blocks.profile_table(EPYC)),
         ("profile zen3", blocks.profile_table(ZEN3)),
