@@ -365,7 +365,8 @@ def worth(name, above):
         return table
     words = (
         "The parts of one profiled step, in ms, and in brackets what was predicted. On the EPYC with bf16, the\n"
-        "division of the scores, the additions to the residual stream and most casts count with the rest:"
+        "division of the scores, the additions to the residual stream and most casts count with the rest, although\n"
+        "their prediction stands in the row to which they belong:"
     )
     return "\n\n".join([table, words, gap_table(profiles)])
 
@@ -489,7 +490,7 @@ def first_table():
             "a CPU without them",
             "a padded vocabulary (s06)",
             vocab,
-            f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md), compiled, with flash attention",
+            f"[{CPU_BENCHES[ZEN3]}](results/{ZEN3}.md), only after compilation and flash attention",
         ],
         ["an NVIDIA GPU, Ampere or newer", gpu, times_on_gpus, gpu_link],
         ["several GPUs", "DistributedDataParallel (s12)", "2.95 on four", gpu_link],
