@@ -551,7 +551,7 @@ def test_the_stages_of_a_table_of_rates_are_linked_from_where_it_stands():
 def test_a_script_of_ones_own_has_no_link_in_a_table_of_rates():
     losses = {("mine", 1.5e-4): (5.4,), ("mine", 3e-4): (5.2,), ("mine", 6e-4): (5.3,)}
     results = results_at_rates(losses, rows=["mine lr 1.5e-4", "mine lr 3e-4", "mine lr 6e-4"], rounds=1)
-    assert page.rates_table(results, "../stages/").splitlines()[2:] == ["| mine | 5.4000 | **5.2000** | 5.3000 |  |"]
+    assert page.rates_table(results, "../stages/").splitlines()[2:] == ["| mine | 5.4000 | **5.2000** | 5.3000 |"]
 
 
 def test_a_best_rate_at_the_edge_is_marked():

@@ -214,18 +214,26 @@ def full_table(results):
 
 
 def rates_table(results, link):
-    """The held-out losses of a bench of several rates: a row for each stage, a column for each rate.
+    """The held-out losses of a bench of several rates: a row for each stage, a column for each rate, and any notes.
 
     link: the way from the page to the folder of the stages.
     """
-    head = ["stage", *(f"lr {rate_text(rate)}" for rate in results.rates), "note"]
+    head = ["stage", *(f"lr {rate_text(rate)}" for rate in results.rates)]
+    align = "l" + "r" * len(results.rates)
+    notes = {stage: note_on_rates(results, stage) for stage in results.stages()}
+    has_notes = any(notes.values())
+    if has_notes:
+        head.append("note")
+        align += "l"
     rows = []
     for stage in results.stages():
         row = [stage_link(stage, link)]
         for rate in results.rates:
             row.append(rate_cell(results, stage, rate))
-        rows.append([*row, note_on_rates(results, stage)])
-    return markdown("l" + "r" * len(results.rates) + "l", head, rows)
+        if has_notes:
+            row.append(notes[stage])
+        rows.append(row)
+    return markdown(align, head, rows)
 
 
 def rate_cell(results, stage, rate):
