@@ -171,7 +171,7 @@ class Stages:
         record = self.new_file("record")
         command = [sys.executable, *launch, STAGES[stage], *flags, "--record", record]
         with process(command, folder or self.folder, self.env | env) as child:
-            out, err = child.communicate(timeout=240)
+            out, err = child.communicate(timeout=600)
         return Ended(child.returncode, out, err, self.run_in(record))
 
     def new_file(self, kind):
