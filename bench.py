@@ -565,19 +565,18 @@ class Bench:
                 return
             needed_before = needed
             steps = min(self.counted_steps, max(needed.values()))
-            failed |= self.lead_round(results, self.with_neighbors(able, waiting), failed, steps)
+            failed |= self.lead_round(results, self.with_neighbors(results, able, waiting), failed, steps)
 
     def steps_needed(self, results, name):
         """How many counted steps a row lacks."""
         return max(0, results.counted_wanted - len(results.counted_steps(name)))
 
-    def with_neighbors(self, able, waiting):
+    def with_neighbors(self, results, able, waiting):
         """The waiting rows, the bases, and each row that the table compares with a waiting one, in the table's order.
 
         A ratio needs rounds that both rows have. So a row that is measured later takes the row above, the row below and
         its control along.
         """
-        results = self.results()
         compared = [(row.name, results.row_above(row.name)) for row in self.rows]
         compared += [(row.name, row.name + CONTROL) for row in self.rows]
         late = {row.name for row in waiting}

@@ -39,11 +39,11 @@ run afresh: what the same run wrote before it no longer counts. A reason is one 
 A summary has the figures of summarize(), "sdpa", the attention kernel that ran, or null, and with --eval
 "eval", the held-out loss. With --profile there are three keys more: "profile", {operation: [ms of its own, ms with
 what it called, calls]}, the longest first; "parts", {part of the step: ms}; and "rates", what rates.measure() returns.
-"compile_cache" is "hit" where torch.compile found every graph in its cache, "miss"
-where it did not, and null where it compiled none. On CUDA there are two keys more: "reserved", the bytes that
-PyTorch took from the driver, and after a warm-up "card", what nvidia-smi told of the card before the first
-counted step, as "start", and after the last one, as "end". Each of the two has "sm_clock" in MHz, "power" and
-"power_limit" in watts, and "temperature" in degrees Celsius. Older records lack "compile_cache" and "card".
+"compile_cache" is "hit" where torch.compile found every graph in its cache, "miss" where it did not, and null where it
+compiled none. On CUDA there are two keys more: "reserved", the bytes that PyTorch took from the driver, and after a
+warm-up "card", what nvidia-smi told of the card before the first counted step, as "start", and after the last one, as
+"end". Each of the two has "sm_clock" in MHz, "power" and "power_limit" in watts, and "temperature" in degrees Celsius.
+Older records lack "compile_cache" and "card".
 
 In the mode `loss` of the bench a run has no step lines, since of six hundred steps a page shows nothing but a curve.
 Its summary has one key more, "curve", a list of the training loss in nats per token: each point is the mean over a
@@ -65,9 +65,9 @@ in place of the mode; bench.py never writes it, and other programs measured besi
 mode `loss` "rates" are the learning rates, from the lowest to the highest; where there are several, a row is a
 stage at one of them, and has a name such as "s06_vocab lr 6e-4". Older records lack "rates". What bench.py
 writes beside these keys is for --resume, which compares it; the mode `limit` also reads "memory_budget", the bytes
-that a run may hold. Every other line has two keys more, "session" (the number
-of the group of processes that ran together; in the mode `loss` that of the seed) and "name" (of the row). The
-probe's lines are steps too, with figures of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
+that a run may hold. Every other line has two keys more, "session" (the number of the group of processes that ran
+together; in the mode `loss` that of the seed) and "name" (of the row). The probe's lines are steps too, with figures
+of their own, in bytes, seconds, FLOP/s by dtype, and bytes/s:
 
     {"kind": "step", "session": 0, "name": "peak", "step": 0, "size": 2048,
      "peak": {"float32": 1.8e11, "bfloat16": 6.1e11}, "copy": 3.5e10, "clear": {"4 kB": 2.1e9, "2 MB": 7.9e9}}
