@@ -9,7 +9,7 @@ runtime := .venv/runtime
 dev := .venv/dev
 endif
 
-.PHONY: help setup bench amp limit scale loss memory test diff clean
+.PHONY: help setup bench amp limit scale loss test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
@@ -18,9 +18,8 @@ help:
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
 	@echo 'make loss          held-out loss of s06 to s08 after the same tokens, at three learning rates'
-	@echo 'make memory        s01 with and without what the harness does for memory on a CPU'
 	@echo 'make test          the tests, on the CPU'
-	@echo 'make diff N=5      what stage 5 changes     (A=s01 B=s12 for any two)'
+	@echo 'make diff N=5      what stage 5 changes'
 	@echo 'make clean         remove .venv and caches, keep results'
 	@echo 'PY=python3 with any of them uses that Python and installs nothing'
 
@@ -39,7 +38,7 @@ setup: $(runtime)
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
 
-amp limit scale loss memory: $(runtime)
+amp limit scale loss: $(runtime)
 	@$(PY) bench.py $@ $(ARGS)
 
 test: $(dev)
@@ -47,13 +46,9 @@ test: $(dev)
 
 # git colors it where the terminal can, and -w leaves out lines that only moved to the right
 diff:
-	@if [ -n "$(A)" ] && [ -n "$(B)" ]; then old="$(A)"; new="$(B)"; \
-	else new=$$(expr "$(N)" + 0 2>/dev/null) || new=0; old=$$(expr $$new - 1); \
-	  new=$$(printf s%02d $$new); old=$$(printf s%02d $$old); fi; \
-	old_file=$$(ls stages/$$old*.py 2>/dev/null | head -n 1); new_file=$$(ls stages/$$new*.py 2>/dev/null | head -n 1); \
-	if [ -z "$$old_file" ] || [ -z "$$new_file" ]; then \
-	  echo "make diff: pass N=2 or a later stage, or A=s01 B=s12" >&2; exit 2; fi; \
-	git --no-pager diff --no-index -w $$old_file $$new_file || true
+	$(if $(N),,$(error pass N=2 or a later stage, as in make diff N=5))
+	@old=$$(printf 's%02d' $$(($(N) - 1))); new=$$(printf 's%02d' $(N)); \
+	git --no-pager diff --no-index -w stages/$${old}_*.py stages/$${new}_*.py || true
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -15,16 +15,17 @@ CARD_COPIES = 40  # since a fast card takes half a millisecond for one
 def measure(device, amp_dtype):
     """Return the rates of a device as a dict.
 
-    size: n of the (n, n) matmuls. peak: their FLOP/s in float32, in TF32 where the device has it, and in amp_dtype, a
-    dict by the dtype's name. copy: bytes per second, read and written, of a copy. The precision of float32 matmuls
-    is afterwards as it was.
+    peak: FLOP/s of large matmuls in float32, in TF32 where the device has it, and in amp_dtype, a dict by the dtype's
+    name. size: n of these (n, n) matmuls. copy: bytes per second, read and written, of a copy. The precision of float32
+    matmuls is afterwards as it was.
     """
     if device.type == "cpu":
         size, seconds = 2048, 0.2
         copy_length, copies = CPU_COPY_LENGTH, CPU_COPIES
     else:
         size, seconds = 8192, 0.5
-        copy_length, copies = card_copy_length(machine.total_memory(device)), CARD_COPIES
+        a_quarter = machine.total_memory(device) // 4
+        copy_length, copies = min(CARD_COPY_LENGTH, a_quarter // 8), CARD_COPIES  # a number has 4 bytes, there twice
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no TF32: s01 has none
     peak = {"float32": matmul_peak(device, torch.float32, size, seconds)}
@@ -45,8 +46,7 @@ def matmul_peak(device, dtype, n, seconds):
     """
     a = torch.randn(n, n, device=device, dtype=dtype)
     b = torch.randn(n, n, device=device, dtype=dtype)
-    # One output for all matmuls, so that no memory is allocated while the clock runs.
-    product = torch.empty(n, n, device=device, dtype=dtype)
+    product = torch.empty(n, n, device=device, dtype=dtype)  # one for all, so that the clock sees no allocation
     torch.matmul(a, b, out=product)  # before the clock: the first one loads the library and chooses a kernel
     once = seconds_of(1, device, torch.matmul, a, b, out=product)
     repeats = 1 + int(seconds / once)
@@ -54,17 +54,8 @@ def matmul_peak(device, dtype, n, seconds):
     return flops / seconds_of(repeats, device, torch.matmul, a, b, out=product)
 
 
-def card_copy_length(total_memory):
-    """Return how many float32 numbers a card copies; both tensors take a quarter of its bytes at most."""
-    bytes_of_a_number = 4 + 4  # in the source and in the target
-    return min(CARD_COPY_LENGTH, total_memory // 4 // bytes_of_a_number)
-
-
 def copy_bandwidth(device, length, copies):
-    """Return the bytes per second of so many copies of a tensor; each float32 number is read and written.
-
-    length: how many numbers the tensor has.
-    """
+    """Return the bytes per second of so many copies of a float32 tensor; each number is read and written."""
     source = torch.ones(length, device=device)
     target = torch.empty_like(source)
     target.copy_(source)  # before the clock: the first one also gets the target's pages from the system
