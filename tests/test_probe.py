@@ -1,118 +1,176 @@
-"""The probe's figures, from timers whose answers are known: FLOP/s, bytes per second, an all-reduce."""
+"""What the machine can do: rates by a clock whose answers are known, and the probe as the bench starts it."""
 
-from harness import memory, probe
+from harness import probe, rates
+from harness.log import Record
 
 import json
-import mmap
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import python, run_script
 
-CPU = torch.device("cpu")
-SHAPE = {"vocab_size": 50257, "n_layer": 2, "n_head": 2, "n_embd": 64}
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
-def test_each_fresh_page_is_touched_once(timer):
-    nbytes = 1000 * mmap.PAGESIZE
-    before = memory.page_faults()
-    assert probe.clearing_rate(nbytes, mmap.MADV_NOHUGEPAGE) == pytest.approx(nbytes / 0.1)
-    assert 1000 <= memory.page_faults() - before < 1500
-    assert timer.repeats == [1]
-
-
-def test_ranks_start_an_all_reduce_together(timer, monkeypatch):
-    events = []
-    gradient = torch.zeros(3)
-    monkeypatch.setattr(dist, "barrier", lambda: events.append("barrier"))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: events.append(tensor))
-    assert probe.all_reduce_seconds(gradient) == 0.1
-    assert events == ["barrier", gradient]
-    assert timer.repeats == [1]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TINY = ("--device", "cpu", "--amp-dtype", "float32", "--size", "tiny", "--seq-len", "32")
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """What the probe takes from rates.measure(), and how fast it finds that memory is handed out."""
-    measured = {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 4e11}, "copy": 2e10}
-    clearing_rates = {mmap.MADV_NOHUGEPAGE: 2e9, mmap.MADV_HUGEPAGE: 8e9}
-    monkeypatch.setattr(probe.rates, "measure", lambda device, amp_dtype: dict(measured))
-    monkeypatch.setattr(probe, "clearing_rate", lambda nbytes, advice: clearing_rates[advice])
-    return measured
+def clock(monkeypatch):
+    """Takes the place of rates.seconds_of(): whatever is timed took `seconds`. Notes how many calls were timed."""
+    clock = SimpleNamespace(seconds=0.1, repeats=[], is_running=False)
+
+    def seconds_of(repeats, device, work, *arguments, **options):
+        clock.repeats.append(repeats)
+        clock.is_running = True
+        for _ in range(repeats):
+            work(*arguments, **options)
+        clock.is_running = False
+        return clock.seconds
+
+    monkeypatch.setattr(rates, "seconds_of", seconds_of)
+    return clock
 
 
-def test_rates_of_a_cpu_tell_how_fast_memory_is_handed_out(measured):
-    assert probe.device_rates(CPU, torch.bfloat16) == measured | {"clear": {"4 kB": 2e9, "2 MB": 8e9}}
+def test_the_peak_is_the_flops_over_the_seconds(clock):
+    """One matmul takes 0.1 s, so that 0.25 s have room for 2, and 1 + 2 are timed. Each is 2 * 10**3 FLOPs."""
+    assert rates.matmul_peak(CPU, torch.float32, 10, seconds=0.25) == pytest.approx(3 * 2000 / 0.1)
+    assert clock.repeats == [1, 3]
 
 
-def test_rates_of_a_card_are_those_of_its_matmuls_and_its_copy(measured):
-    assert probe.device_rates(torch.device("cuda"), torch.bfloat16) == measured
+def test_a_copys_bytes_are_read_and_written(clock):
+    """3 copies of 1000 float32 numbers: 3 * 2 * 4000 bytes."""
+    assert rates.copy_bandwidth(CPU, 1000, copies=3) == pytest.approx(24_000 / 0.1)
+    assert clock.repeats == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_clock_sees_matmuls_of_the_dtype_into_one_output_but_the_first(clock, monkeypatch, dtype):
+    """On an H100 the products of half a second would hold 46 GB."""
+    matmul, timed, outputs = torch.matmul, [], set()
+
+    def noted_matmul(a, b, out):
+        assert a.dtype == b.dtype == out.dtype == dtype
+        assert not torch.equal(a, b)
+        timed.append(clock.is_running)
+        outputs.add(out.data_ptr())
+        return matmul(a, b, out=out)
+
+    monkeypatch.setattr(torch, "matmul", noted_matmul)
+    rates.matmul_peak(CPU, dtype, 10, seconds=0.25)
+    assert timed == [False] + 4 * [True]
+    assert len(outputs) == 1
+
+
+def test_the_device_is_synchronized_before_each_reading_of_the_clock(monkeypatch):
+    events, times = [], iter([10.0, 10.75])
+
+    def perf_counter():
+        events.append("clock")
+        return next(times)
+
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(rates.time, "perf_counter", perf_counter)
+    assert rates.seconds_of(2, torch.device("mps"), events.append, "work") == 0.75
+    assert events == ["synchronize", "clock", "work", "work", "synchronize", "clock"]
 
 
 @pytest.fixture
-def bench(monkeypatch, measured):
-    """Takes the place of the bench: it wants `wanted` steps of 5, and keeps the lines of the record."""
-    bench = SimpleNamespace(wanted=5, asked=0, lines=[])
+def device(monkeypatch):
+    """A device with 80 GB, TF32 or not: 1 TFLOP/s in float32, 2 in TF32, 4 in bfloat16. Notes what is asked of it."""
+    device = SimpleNamespace(memory=80 * 10**9, tf32=True, matmuls=[], copied=0)
 
-    class Record:
-        def __init__(self, args):
-            assert args.steps == 5
+    def matmul_peak(_, dtype, n, seconds):
+        precision = torch.get_float32_matmul_precision()
+        device.matmuls.append((dtype, n))
+        if dtype == torch.bfloat16:
+            return 4e12
+        return 2e12 if precision == "high" else 1e12
 
-        def next_step_wanted(self):
-            bench.asked += 1
-            return bench.asked <= bench.wanted
+    def copy_bandwidth(_, length, copies):
+        device.copied = 2 * 4 * length
+        return 2e10
 
-        def write(self, kind, **entry):
-            bench.lines.append(json.loads(json.dumps({"kind": kind, **entry}, allow_nan=False)))
-
-    args = SimpleNamespace(steps=5, device=CPU, amp_dtype=torch.bfloat16, shape=SHAPE, seq_len=32)
-    monkeypatch.setattr(probe, "parse_args", lambda doc: args)
-    monkeypatch.setattr(probe, "Record", Record)
-    return bench
-
-
-def test_the_probe_measures_when_the_bench_asks(bench):
-    bench.wanted = 2
-    probe.main()
-    clear = {"4 kB": 2e9, "2 MB": 8e9}
-    rates = {"size": 2048, "peak": {"float32": 1e11, "bfloat16": 4e11}, "copy": 2e10, "clear": clear}
-    assert bench.lines == [{"kind": "step", "step": 0, **rates}, {"kind": "step", "step": 1, **rates}]
+    monkeypatch.setattr(rates, "matmul_peak", matmul_peak)
+    monkeypatch.setattr(rates, "copy_bandwidth", copy_bandwidth)
+    monkeypatch.setattr(rates.machine, "total_memory", lambda _: device.memory)
+    monkeypatch.setattr(rates.machine, "has_tf32", lambda _: device.tf32)
+    yield device
+    torch.set_float32_matmul_precision("highest")
 
 
-def test_the_probe_waits_with_its_exit_for_the_bench(bench):
-    probe.main()
-    assert [line["step"] for line in bench.lines] == [0, 1, 2, 3, 4]
-    assert bench.asked == 5 + 1
+def test_a_cpu_multiplies_in_float32_and_in_16_bits(device):
+    device.tf32 = False
+    measured = rates.measure(CPU, torch.bfloat16)
+    assert measured == {"size": 2048, "peak": {"float32": 1e12, "bfloat16": 4e12}, "copy": 2e10}
+    assert device.matmuls == [(torch.float32, 2048), (torch.bfloat16, 2048)]
+    assert rates.measure(CPU, torch.float32)["peak"] == {"float32": 1e12}
 
 
-@pytest.fixture
-def group(monkeypatch):
-    """Takes the place of torch.distributed's group of 2 ranks, and notes what it does."""
+def test_a_card_multiplies_larger_matrices_and_in_tf32_too(device):
+    measured = rates.measure(CUDA, torch.bfloat16)
+    assert measured["peak"] == {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
+    assert {n for _, n in device.matmuls} == {measured["size"]} == {8192}
+    assert device.copied == 8 * 2**28
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("tf32", [True, False], ids=["with TF32", "without"])
+def test_the_precision_of_float32_matmuls_is_afterwards_as_it_was(device, precision, tf32):
+    """It is "high" in a stage that ends with --profile, whose float32 is not to be measured in TF32."""
+    device.tf32 = tf32
+    torch.set_float32_matmul_precision(precision)
+    assert rates.measure(CUDA, torch.bfloat16)["peak"]["float32"] == 1e12
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_a_small_card_copies_within_a_quarter_of_its_memory(device):
+    device.memory = 4 * 10**9
+    rates.measure(CUDA, torch.bfloat16)
+    assert device.copied == 10**9
+
+
+def test_the_probe_measures_once_for_each_line_of_its_stdin():
+    run = python(probe.__file__, *TINY, "--worker", "--steps", "3", stdin="\n\n")
+    first, second, last = [json.loads(line) for line in run.out.splitlines()]
+    assert (first["kind"], first["step"], second["kind"], second["step"]) == ("step", 0, "step", 1)
+    assert second.keys() == {"kind", "step", "size", "peak", "copy"}
+    assert second["peak"]["float32"] > 0
+    assert second["copy"] > 0
+    assert last == {"kind": "summary"}
+
+
+def test_the_probe_asks_once_more_before_it_leaves(monkeypatch):
+    """Its exit takes time, and other rows may be on the clock."""
+    asked = []
+
+    def next_step_wanted(record):
+        asked.append(record)
+        return True
+
+    monkeypatch.setattr(Record, "next_step_wanted", next_step_wanted)
+    monkeypatch.setattr(rates, "measure", lambda device, amp_dtype: {})
+    assert run_script(probe.__file__, *TINY, "--steps", "2").status == 0
+    assert len(asked) == 2 + 1
+
+
+def test_ranks_start_each_all_reduce_together(monkeypatch):
     events = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: events.append(f"join {backend}"))
+    monkeypatch.setattr(dist, "init_process_group", events.append)
     monkeypatch.setattr(dist, "barrier", lambda: events.append("barrier"))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: events.append(f"all-reduce {tensor.nbytes}"))
+    monkeypatch.setattr(dist, "all_reduce", lambda gradient: events.append("all-reduce"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("leave"))
-    return events
+    assert run_script(probe.__file__, *TINY, "--steps", "2").status == 0
+    assert events == ["gloo", "barrier", "all-reduce", "barrier", "all-reduce", "leave"]
 
 
-def test_several_ranks_reduce_one_gradient_of_the_model(bench, group, timer):
-    bench.wanted = 1
-    probe.main()
-    # float32: 12 L C^2 for the blocks, C for each of 50,257 tokens and 32 positions
-    nbytes = 4 * (12 * 2 * 64**2 + (50257 + 32) * 64)
-    assert bench.lines == [{"kind": "step", "step": 0, "dt": 0.1, "bytes": nbytes}]
-    assert group == ["join gloo", "barrier", f"all-reduce {nbytes}", "leave"]
-
-
-def test_the_probe_is_a_worker_that_takes_a_step_for_each_line_of_its_stdin(stages, tmp_path):
-    flags = ["--worker", "--steps", "3", "--device", "cpu", "--amp-dtype", "float32"]
-    run = stages.run_script(probe.__file__, flags, tmp_path, stdin="\n")
-    assert run.status == 0, run.err
-    line = json.loads(run.out)
-    assert line.keys() == {"kind", "step", "size", "peak", "copy", "clear"}
-    assert line["peak"]["float32"] > 0
-    assert line["copy"] > 0
+def test_ranks_of_torchrun_time_an_all_reduce_of_one_gradient():
+    """float32 numbers: 12 L C^2 for the blocks, and C for each of 50,257 tokens and 32 positions."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run = python(*torchrun, probe.__file__, *TINY, "--worker", "--steps", "2", "--accum", "2", stdin="\n\n\n")
+    first, second, last = [json.loads(line) for line in run.out.splitlines()]
+    assert (first["step"], second["step"]) == (0, 1)
+    assert first["bytes"] == 4 * (12 * 2 * 64**2 + (50257 + 32) * 64)
+    assert second["dt"] > 0
+    assert last == {"kind": "summary"}
