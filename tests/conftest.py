@@ -6,6 +6,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)  # these tests are one process, whatever started them
 for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS"):
     os.environ.pop(name, None)  # what make test was given is not for the make commands of the tests
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
 

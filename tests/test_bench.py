@@ -1,7 +1,8 @@
 """The bench: its command line, what it measures in which order, and what is left when it, a stage or a disk fails."""
 
-from harness import ladder, leader, machine, page
-from harness.results import WARMUP, Results, read
+from harness import ladder, leader, machine, modes, readme
+from harness.records import WARMUP, read
+from harness.results import Results
 
 import json
 import os
@@ -110,7 +111,7 @@ def repo(tmp_path, monkeypatch, capsys):
         shutil.copy(ROOT / name, folder)
     for script in (S01, S02, S03, "harness/probe"):
         shutil.copy(ROOT / "tests" / "fixtures" / "fake_stage.py", folder / "stages" / f"{script}.py")
-    (folder / "README.md").write_text(f"{page.BEGIN}\n{page.END}\n")
+    (folder / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
     (folder / "ids.bin").write_bytes(bytes(20_000))
     (folder / "results").mkdir()
     repo = Repository(folder, monkeypatch, capsys)
@@ -133,8 +134,9 @@ def repo(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(leader, "PATIENCE", 60)
     monkeypatch.setattr(bench, "ROOT", folder)
-    monkeypatch.setattr(bench, "PROBE", folder / "stages" / "harness" / "probe.py")
+    monkeypatch.setattr(modes, "PROBE", folder / "stages" / "harness" / "probe.py")
     monkeypatch.setattr(bench, "say", repo.say)
+    monkeypatch.setattr(modes, "say", repo.say)
     monkeypatch.setattr(ladder, "FOLDER", folder / "stages")
     monkeypatch.setattr(leader, "FOLDER", folder / "stages")
     monkeypatch.setattr(leader, "Worker", NamedWorker)
@@ -252,7 +254,7 @@ def test_stages_are_rows_in_the_order_of_the_ladder_wherever_they_stand_among_th
 
 def rows_of(*words):
     """The names of the rows of a bench."""
-    rows, _ = bench.rows_of(parse(*words))
+    rows, _ = modes.rows_of(parse(*words))
     return [row.name for row in rows]
 
 
@@ -284,13 +286,13 @@ def test_loss_on_a_cpu_is_shorter_and_its_runs_share_the_cores(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 8)
     args = parse("loss", "s06", "s07", "--lr", "6e-4")
     assert (args.steps, args.rounds) == (80, 2)
-    rows, _ = bench.rows_of(args)
+    rows, _ = modes.rows_of(args)
     assert {row.env["OMP_NUM_THREADS"] for row in rows} == {"4"}
 
 
 @pytest.mark.parametrize("ranks, sizes, accum", [(1, [1], 4), (3, [1, 2, 3], 12), (4, [1, 2, 4], 4)])
 def test_scale_divides_the_same_micro_batches_over_all_its_ranks(gpu, ranks, sizes, accum):
-    rows, probes = bench.rows_of(parse("scale", "--ranks", str(ranks)))
+    rows, probes = modes.rows_of(parse("scale", "--ranks", str(ranks)))
     assert [row.script.stem for row in rows] == ["s12_ddp"] * len(sizes)
     assert [row.ranks for row in rows] == sizes
     assert [row.ranks for row in probes] == sizes[1:]
@@ -303,7 +305,7 @@ def test_scale_takes_all_gpus(gpu):
 
 def test_scale_on_a_cpu_gives_each_rank_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 6)
-    rows, probes = bench.rows_of(parse("scale", "--ranks", "3"))
+    rows, probes = modes.rows_of(parse("scale", "--ranks", "3"))
     assert [row.name for row in probes] == ["all-reduce of 2 ranks", "all-reduce of 3 ranks"]
     assert {row.env["OMP_NUM_THREADS"] for row in rows + probes} == {"2"}
 
@@ -613,15 +615,15 @@ def test_render_draws_the_page_again_and_runs_nothing(repo):
 
 
 def test_readme_gets_its_table_when_the_bench_is_complete(repo):
-    repo.readme.write_text(f"before\n{page.BEGIN}\n{page.END}\nafter\n")
+    repo.readme.write_text(f"before\n{readme.BEGIN}\n{readme.END}\nafter\n")
     repo.when(AT_THE_FIRST_STEP, interrupt)
     before = repo.readme.read_text()
     assert repo.run(S01, S02, S03, "--readme").status == 130
     assert repo.readme.read_text() == before
     assert repo.resume().status == 0
-    readme = repo.readme.read_text()
-    assert readme.startswith("before\n") and readme.endswith("after\n")
-    assert f"(stages/{S03}.py)" in readme
+    after = repo.readme.read_text()
+    assert after.startswith("before\n") and after.endswith("after\n")
+    assert f"(stages/{S03}.py)" in after
 
 
 # The modes

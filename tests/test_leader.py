@@ -2,7 +2,7 @@
 
 from harness import leader, machine
 from harness.leader import Enough, Row, error_message, lead
-from harness.results import WARMUP
+from harness.records import WARMUP
 
 import json
 

@@ -448,6 +448,6 @@ def test_a_script_that_is_no_stage_and_a_dtype_without_a_rate_have_their_times_a
 @pytest.mark.parametrize("name", ["flash_attention", "cudnn_attention", "efficient_attention", "attention_math"])
 def test_the_kernel_of_attention_is_in_its_operations_name(name):
     operations = f"aten::scaled_dot_product_attention aten::_scaled_dot_product_{name}_for_cpu"
-    kernel = re.search(log.SDPA_KERNEL, operations)[1]
+    kernel = re.search(machine.SDPA_KERNEL, operations)[1]
     assert kernel in ("flash", "cudnn", "efficient", "math")
     assert kernel in name

@@ -1,6 +1,6 @@
 """The page: from the figures of a bench to tables, sentences and a chart."""
 
-from harness import ladder, page
+from harness import ladder, loss_page, markdown, page, readme
 
 import os
 from pathlib import Path
@@ -74,7 +74,7 @@ def ladder_gpu():
 def test_a_page_is_byte_for_byte_what_it_was(drawn):
     """After a wanted change: REDRAW=1 python -m pytest tests/test_page.py, and read the difference."""
     results = drawn()
-    text = f"{page.page(results)}\n# Its part of README.md\n\n{page.readme_part(results, 'x')}\n"
+    text = f"{page.page(results)}\n# Its part of README.md\n\n{readme.readme_part(results, 'x')}\n"
     path = FIXTURES / f"{drawn.__name__}.md"
     if os.environ.get("REDRAW"):
         path.write_text(text, encoding="utf-8")
@@ -107,7 +107,7 @@ def test_neighbors_are_compared_to_three_decimals_and_with_the_first_row_to_two(
 
 @pytest.mark.parametrize("ms, text", [(1234.6, "1235"), (100, "100"), (12.34, "12.3"), (1.234, "1.23")])
 def test_times_have_three_digits(ms, text):
-    assert page.milliseconds(ms) == text
+    assert markdown.milliseconds(ms) == text
 
 
 def test_a_script_of_ones_own_has_its_row_without_a_link():
@@ -195,9 +195,9 @@ S07 = {"1.5e-4": (5.9, 5.8), "6e-4": (5.7, 5.7), "2.4e-3": (5.3, 5.6)}
 
 def test_losses_are_a_table_of_stages_by_rates_with_the_best_in_bold_and_compared():
     results = results_of_losses({"s06_vocab": S06, "s07_clip": S07})
-    head = page.loss_table(results).splitlines()[0]
+    head = loss_page.loss_table(results).splitlines()[0]
     assert head == "| stage | lr 1.5e-4 | lr 6e-4 | lr 2.4e-3 | best vs previous | note |"
-    assert rows_of(page.loss_table(results)) == [
+    assert rows_of(loss_page.loss_table(results)) == [
         "| [s06_vocab](../stages/s06_vocab.py) | 5.8000 | **5.2500** | 5.4000 | – |  |",
         "| [s07_clip](../stages/s07_clip.py) | 5.8500 | 5.7000 | **5.4500** | 0.2000 ± 1.2710 | "
         "no difference; best at the end of the rates: try more |",
@@ -210,31 +210,31 @@ def test_losses_are_a_table_of_stages_by_rates_with_the_best_in_bold_and_compare
 )
 def test_a_loss_is_higher_or_lower_beyond_its_interval(losses, verdict):
     results = results_of_losses({"s06_vocab": {"6e-4": (5.2, 5.3)}, "s07_clip": {"6e-4": losses}})
-    assert rows_of(page.loss_table(results))[1].endswith(f"| {verdict} |")
+    assert rows_of(loss_page.loss_table(results))[1].endswith(f"| {verdict} |")
 
 
 def test_rates_are_compared_over_the_seeds_that_all_of_them_have():
     """At 6e-4 the first seed is worse, and the mean is lower for the second seed alone."""
     results = results_of_losses({"s06_vocab": {"3e-4": (5.5,), "6e-4": (5.6, 4.0)}})
-    assert "| **5.5000** (1) | 4.8000 | – |" in page.loss_table(results)
+    assert "| **5.5000** (1) | 4.8000 | – |" in loss_page.loss_table(results)
 
 
 def test_a_rate_at_which_a_seed_diverged_is_none_to_recommend():
     diverged = run_lines("s06_vocab lr 6e-4", None, session=2, end=failure("the loss is nan at step 3"))
     losses = {"s06_vocab": {"3e-4": (6.0, 6.0, 6.0), "6e-4": (5.0, 5.0)}}
-    (row,) = rows_of(page.loss_table(results_of_losses(losses, more=[diverged], rounds=3)))
+    (row,) = rows_of(loss_page.loss_table(results_of_losses(losses, more=[diverged], rounds=3)))
     assert "| **6.0000** | 5.0000 (2) | – | lr 6e-4 failed: the loss is nan at step 3 |" in row
 
 
 def test_a_stage_without_a_loss_leaves_the_one_below_without_a_comparison():
     losses = {"s06_vocab": {"6e-4": (5.2, 5.3)}, "s07_clip": {"6e-4": ()}, "s08_cosine": {"6e-4": (5.0, 5.1)}}
-    cells = [row.split(" | ", 1)[1] for row in rows_of(page.loss_table(results_of_losses(losses)))]
+    cells = [row.split(" | ", 1)[1] for row in rows_of(loss_page.loss_table(results_of_losses(losses)))]
     assert cells == ["**5.2500** | – |  |", "– | – |  |", "**5.0500** | – |  |"]
 
 
 def test_a_loss_of_other_code_is_stale():
     run = run_lines("s06_vocab lr 6e-4", None, code="1" * 64)
-    (row,) = rows_of(page.loss_table(results_of(run, mode="loss", pair_by="seed")))
+    (row,) = rows_of(loss_page.loss_table(results_of(run, mode="loss", pair_by="seed")))
     assert row.endswith("| stale: the stage has changed since |")
 
 
@@ -265,7 +265,7 @@ def test_readmes_row_of_the_stages_for_the_loss_has_the_last_ones_figures():
     """s07 to s09 take 1, 1 and 0.8 s, s06 above them 0.4 s, and s10 below 0.2 s."""
     names = ("s06_vocab", "s07_clip", "s08_cosine", "s09_decay", "s10_fused")
     results = results_of(*[run_lines(name, [dt]) for name, dt in zip(names, (0.4, 1, 1, 0.8, 0.2), strict=True)])
-    vocab, for_the_loss, fused = rows_of(page.readme_table(results))
+    vocab, for_the_loss, fused = rows_of(readme.readme_table(results))
     links = "[s07](stages/s07_clip.py), [s08](stages/s08_cosine.py), [s09](stages/s09_decay.py)"
     assert for_the_loss.startswith(f"| {links} | for the loss: ")
     assert for_the_loss.endswith("| 1,250 | 0.50 | 0.50 | 1.50 |")
@@ -275,7 +275,7 @@ def test_readmes_row_of_the_stages_for_the_loss_has_the_last_ones_figures():
 
 def test_readmes_ladder_may_end_with_the_stages_for_the_loss():
     results = results_of(run_lines("s06_vocab", [1.0]), run_lines("s07_clip", [0.5]))
-    assert rows_of(page.readme_table(results))[-1].endswith("| 2,000 | 2.00 | 2.00 | 1.50 |")
+    assert rows_of(readme.readme_table(results))[-1].endswith("| 2,000 | 2.00 | 2.00 | 1.50 |")
 
 
 def assert_refused(capsys, words, function, *arguments):
@@ -289,16 +289,16 @@ def assert_refused(capsys, words, function, *arguments):
 
 def test_readme_shows_a_ladder_with_a_step_and_no_other_mode(capsys):
     losses = results_of_losses({"s06_vocab": S06})
-    assert_refused(capsys, "x is of loss: leave --readme out", page.readme_part, losses, "x")
+    assert_refused(capsys, "x is of loss: leave --readme out", readme.readme_part, losses, "x")
     nothing = results_of(rows=["s01_baseline"])
-    assert_refused(capsys, "x has no step yet", page.readme_part, nothing, "x")
+    assert_refused(capsys, "x has no step yet", readme.readme_part, nothing, "x")
 
 
 def test_a_part_takes_the_place_of_the_one_between_readmes_markers():
-    readme = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
-    assert page.with_part(readme, "\nnew\n\n") == readme.replace("old", "new")
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    assert readme.with_part(text, "\nnew\n\n") == text.replace("old", "new")
 
 
-@pytest.mark.parametrize("readme", ["none", page.BEGIN, page.END, f"{page.END} {page.BEGIN}"])
-def test_a_readme_without_its_markers_is_refused(readme, capsys):
-    assert_refused(capsys, "README.md must hold", page.with_part, readme, "new")
+@pytest.mark.parametrize("text", ["none", readme.BEGIN, readme.END, f"{readme.END} {readme.BEGIN}"])
+def test_a_readme_without_its_markers_is_refused(text, capsys):
+    assert_refused(capsys, "README.md must hold", readme.with_part, text, "new")

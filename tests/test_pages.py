@@ -1,6 +1,6 @@
 """README, the lessons and the results show what the stages and the records say, and their commands run."""
 
-from harness import ladder, page
+from harness import ladder, page, readme
 from harness.results import Results
 
 import difflib
@@ -27,8 +27,8 @@ def test_every_record_draws_the_page_that_is_committed_beside_it():
 
 
 def test_readme_shows_the_table_of_the_h100():
-    part = page.readme_part(Results(ROOT / "results" / "h100.jsonl"), "h100")
-    assert page.with_part(README, part) == README, "python bench.py --render h100 --readme"
+    part = readme.readme_part(Results(ROOT / "results" / "h100.jsonl"), "h100")
+    assert readme.with_part(README, part) == README, "python bench.py --render h100 --readme"
 
 
 def test_no_page_is_stale():

@@ -1,7 +1,7 @@
 """What the machine can do: rates by a clock whose answers are known, and the probe as the bench starts it."""
 
 from harness import probe, rates
-from harness.log import Record
+from harness.records import Record
 
 import json
 from types import SimpleNamespace

@@ -1,7 +1,8 @@
 """From the lines of a record to runs, samples, ratios and verdicts."""
 
-from harness import records, results
-from harness.results import PEAK, WARMUP, Results
+from harness import intervals, records, results
+from harness.records import WARMUP
+from harness.results import PEAK, Results
 
 import json
 import math
@@ -188,7 +189,7 @@ def share_missed(n, k):
 
 def test_the_interval_of_a_median_is_the_narrowest_that_holds_it_in_95_percent():
     for n in range(6, 161):
-        k = results.order_statistic(n)
+        k = intervals.order_statistic(n)
         assert share_missed(n, k) <= 0.05 < share_missed(n, k + 1)
 
 
@@ -197,13 +198,13 @@ def test_the_spread_of_a_median_is_the_wider_half_of_its_interval(n, k):
     """k by the tables of the sign test (Conover, Practical Nonparametric Statistics); below 6 the whole range."""
     samples = [float(i**2) for i in range(n)]
     random.Random(n).shuffle(samples)
-    median, spread = results.median_and_spread(samples)
+    median, spread = intervals.median_and_spread(samples)
     assert median == statistics.median(samples)
     assert spread == (n - k) ** 2 - median  # squares are wider apart above the median
 
 
 def test_the_wider_half_of_an_interval_may_lie_below_the_median():
-    assert results.median_and_spread([0.0, 7.0, 8.0]) == (7.0, 7.0)
+    assert intervals.median_and_spread([0.0, 7.0, 8.0]) == (7.0, 7.0)
 
 
 def share_within(t, degrees):
@@ -218,7 +219,7 @@ def share_within(t, degrees):
 def test_the_spread_of_a_mean_is_that_of_students_t(n):
     """The t of n samples, to the digits of the table, holds 95 % of the density."""
     samples = [float(i**2) for i in range(n)]
-    mean, spread = results.mean_and_spread(samples)
+    mean, spread = intervals.mean_and_spread(samples)
     assert mean == statistics.mean(samples)
     t = spread / statistics.stdev(samples) * math.sqrt(n)
     assert share_within(t - 0.006, n - 1) < 0.95 < share_within(t + 0.006, n - 1)
@@ -226,13 +227,13 @@ def test_the_spread_of_a_mean_is_that_of_students_t(n):
 
 def test_the_spread_of_a_mean_of_many_samples_is_too_wide_rather_than_too_narrow():
     for degrees in (16, 30, 1000):
-        assert 1.96 < results.student_t(degrees) <= 1.09 * 1.96
-        assert share_within(results.student_t(degrees), min(degrees, 100)) >= 0.95
+        assert 1.96 < intervals.student_t(degrees) <= 1.09 * 1.96
+        assert share_within(intervals.student_t(degrees), min(degrees, 100)) >= 0.95
 
 
 def test_a_single_sample_has_no_interval():
-    assert results.median_and_spread([3.0]) == (3.0, None)
-    assert results.mean_and_spread([3.0]) == (3.0, None)
+    assert intervals.median_and_spread([3.0]) == (3.0, None)
+    assert intervals.mean_and_spread([3.0]) == (3.0, None)
 
 
 # ratios

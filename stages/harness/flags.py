@@ -60,9 +60,8 @@ def parse_args(doc):
     args.title = (doc or script.stem).strip().splitlines()[0]  # python -OO has no docstrings
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    if args.worker:  # what the script prints is no line of its record
-        args.record_to = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if args.worker:
+        args.record_to = take_stdout()
     if machine.is_rank_0():
         text = script.read_text(encoding="utf-8")
         for name, reason in args.fallbacks.items():
@@ -71,6 +70,13 @@ def parse_args(doc):
         if machine.world_size() > 1:
             print(f"waiting for all {machine.world_size()} ranks", file=sys.stderr)
     return args
+
+
+def take_stdout():
+    """Return the process's stdout as a file for its record, and let what the script prints go to stderr."""
+    record_to = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return record_to
 
 
 def parse(doc, argv, stage=None):

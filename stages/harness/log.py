@@ -4,7 +4,6 @@ records.py describes the lines of a record.
 """
 
 import datetime
-import json
 import math
 import re
 import sys
@@ -12,57 +11,16 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from data import load_tokens, refuse
 from model import GPT, evaluate, save
 
 from . import ladder, machine, parts, rates
-from .records import WARMUP, summarize
+from .records import WARMUP, Record, settle, summarize
 
 PROFILE_LINES = 20  # how many operations --profile shows
 # how PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain RuntimeError
 OUT_OF_MEMORY = r"out of memory|can't allocate|ALLOC_FAILED"
-SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
-
-
-class Record:
-    """The lines of JSON that a run leaves: in the file of --record or, where the run is the bench's worker, in a pipe.
-
-    The bench leads a worker: it takes a step for each line on its stdin, and ends with its summary when that closes.
-    """
-
-    def __init__(self, args):
-        self.is_worker = args.worker
-        self.device = args.device
-        self.file = None
-        if machine.is_rank_0():
-            if args.worker:
-                self.file = args.record_to
-            elif args.record:
-                self.file = open(args.record, "x", encoding="utf-8")  # noqa: SIM115
-
-    def write(self, kind, **entry):
-        """Add a line."""
-        if self.file:
-            print(json.dumps({"kind": kind, **entry}), file=self.file, flush=True)
-
-    def next_step_wanted(self):
-        """Return whether to take another step: always, or as the bench tells a worker, on all of its ranks alike."""
-        if not self.is_worker:
-            return True
-        wanted = False
-        if machine.is_rank_0():
-            wanted = bool(sys.stdin.readline())
-        if dist.is_initialized():
-            answer = torch.tensor([wanted], device=self.device, dtype=torch.int32)
-            dist.broadcast(answer, 0)
-            wanted = bool(answer.item())
-        return wanted
-
-    def wait_for_end(self):
-        """As a worker, wait until the bench asks for no more: leaving takes time, and others may be on the clock."""
-        self.next_step_wanted()
 
 
 class StepLog:
@@ -219,7 +177,9 @@ class StepLog:
             return
         summary = {"sdpa": None}
         if (self.record.file or self.profile) and isinstance(self.model, GPT):
-            summary["sdpa"] = self.sdpa_kernel()
+            config = self.model.config
+            shape = (self.args.batch_size, config.n_head, self.args.seq_len, config.n_embd // config.n_head)
+            summary["sdpa"] = machine.sdpa_kernel(shape, self.args.amp_dtype, self.device)
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
@@ -231,18 +191,6 @@ class StepLog:
             summary["parts"] = self.profile.parts
         self.record.write("summary", **summary)
         self.say_summary(summary)
-
-    def sdpa_kernel(self):
-        """Return the kernel that F.scaled_dot_product_attention chooses for this model, such as "flash"."""
-        config = self.model.config
-        head_dim = config.n_embd // config.n_head
-        shape = (self.args.batch_size, config.n_head, self.args.seq_len, head_dim)
-        q = torch.zeros(shape, dtype=self.args.amp_dtype, device=self.device, requires_grad=True)
-        # the profiler of the CPU sees the calls that start a card's kernels, too
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        match = re.search(SDPA_KERNEL, " ".join(event.name for event in profiler.events()))
-        return match[1] if match else None
 
     def say_summary(self, summary):
         """Print the line of the whole run, and where the time of its last step went with --profile."""
@@ -281,13 +229,3 @@ class StepLog:
 def number_or_none(value):
     """Return a figure as JSON takes it, which has no infinity; a norm is infinite where float16 overflows."""
     return value if math.isfinite(value) else None
-
-
-def settle():
-    """Before a run leaves torch.distributed's group: give the group's threads time to drop the last tensors they hold.
-
-    To drop one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
-    (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.
-    """
-    if dist.is_initialized():
-        time.sleep(0.5)

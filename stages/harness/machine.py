@@ -14,8 +14,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 from data import refuse
+
+# how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
+SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
 
 def is_rank_0():
@@ -208,6 +212,20 @@ def reset_peak_memory(device):
     if device.type == "cpu":
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
+
+
+def sdpa_kernel(shape, dtype, device):
+    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash", or None where nothing tells.
+
+    shape: of q, k and v, (B, n_head, T, head_dim).
+    """
+    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    # the profiler of the CPU sees the calls that start a card's kernels, too
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    names = " ".join(event.name for event in profiler.events())
+    match = re.search(SDPA_KERNEL, names)
+    return match[1] if match else None
 
 
 def commit(folder):

@@ -1,69 +1,14 @@
 """From figures to markdown: tables, the lines under them, and a chart."""
 
-import math
-import statistics
-
-from data import refuse
-
 from . import ladder
 from .arithmetic import flops_per_token
+from .loss_page import loss_table
+from .markdown import NOTHING, STAGES, comparison, escaped, gigabytes, link, milliseconds, short, table
 from .records import WARMUP
-from .results import ALL_REDUCE, PLAIN
+from .results import ALL_REDUCE
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # README.md's table stands between them
-NOTHING = "–"  # a cell without a figure
-TEXTS = ("stage", "change", "what you type", "note", "stopped by")  # columns that are aligned to the left
-STAGES = "../stages/"  # from a page in results/
 # the least speed-up over float32 that earns a 16-bit type each recommendation, the best one first
 GRADES = ((1.5, "excellent: switch it on"), (1.2, "significant: switch it on"), (1.05, "modest"), (0.95, "negligible"))
-
-
-def table(rows):
-    """Return a markdown table of rows, dicts {column: cell} with the same keys."""
-    columns = list(rows[0])
-    rules = [":--" if column in TEXTS else "--:" for column in columns]
-    lines = [columns, rules, *(list(row.values()) for row in rows)]
-    drawn = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
-
-
-def short(name):
-    """Return s05 for s05_flash. The names of other rows stay."""
-    stage = ladder.find(name)
-    return stage.short if stage else name
-
-
-def link(name, folder, text=None):
-    """Return a row's name, or a text for it, with a link to its stage. folder: the way from the page to the stages."""
-    stage = ladder.NAMES[0] if name == PLAIN else name
-    if ladder.find(stage) is None:
-        return text or name
-    return f"[{text or name}]({folder}{stage}.py)"
-
-
-def milliseconds(value):
-    """Return a time with three digits."""
-    if value >= 100:
-        return f"{value:.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}"
-
-
-def gigabytes(memory):
-    """Return a number of bytes in GB; where nothing could measure it, the text says so."""
-    return f"{memory / 1e9:.2f}" if memory else "no meter"
-
-
-def comparison(results, name, base, digits):
-    """Return the cell that compares a row with another, to so many digits after the point."""
-    compared = results.compare(name, base)
-    if compared is None:
-        return NOTHING
-    value, spread = compared
-    if spread is None:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} ± {spread:.{digits}f}"
 
 
 def speed_cells(results, name):
@@ -130,7 +75,7 @@ def note(results, name):
         parts.append(f"{summary['warmup_s']:.0f} s of warm-up")
     if results.is_stale(name):
         parts.append("stale: the stage has changed since")
-    return "; ".join(part for part in parts if part).replace("|", "\\|")
+    return escaped(parts)
 
 
 def recommendation(results, name):
@@ -171,84 +116,6 @@ def efficiency(results, name):
     return words
 
 
-def loss_table(results):
-    """Return the held-out losses of stages by learning rate, each stage's best in bold, and against the stage above."""
-    by_stage = {}
-    for row in results.rows.values():
-        by_stage.setdefault(row["stage"], []).append(row)
-    rows = []
-    best_above = None
-    for stage, rated in by_stage.items():
-        best = best_row(results, rated)
-        row = {"stage": link(stage, STAGES)}
-        notes = []
-        for rate in rated:
-            row[f"lr {rate['lr']}"] = loss_cell(results, rate["name"], is_best=rate is best)
-            errors = [run.error for run in results.runs_of(rate["name"]) if run.error]  # of any seed
-            if errors:
-                notes.append(f"lr {rate['lr']} failed: {errors[0]}")
-        row["best vs previous"] = NOTHING
-        if best and best_above:
-            row["best vs previous"] = comparison(results, best["name"], best_above["name"], 4)
-            notes.append(verdict_on_loss(results.compare(best["name"], best_above["name"])))
-        if best in (rated[0], rated[-1]) and len(rated) > 2:
-            notes.append("best at the end of the rates: try more")
-        if results.is_stale(rated[0]["name"]):
-            notes.append("stale: the stage has changed since")
-        row["note"] = "; ".join(note for note in notes if note).replace("|", "\\|")
-        rows.append(row)
-        best_above = best
-    return table(rows)
-
-
-def best_row(results, rated):
-    """Return the row, of a stage at several rates, with the lowest mean loss over the seeds that all of them have.
-
-    A row of which a seed failed, as where its loss became infinite, is none to recommend. None where no row is left.
-    """
-    losses = {}
-    for row in rated:
-        failed = any(run.error for run in results.runs_of(row["name"]))
-        if results.samples(row["name"]) and not failed:
-            losses[row["name"]] = results.samples(row["name"])
-    best, lowest = None, math.inf
-    for row in rated:
-        if row["name"] not in losses:
-            continue
-        seeds = set(losses[row["name"]])
-        for others in losses.values():
-            seeds &= others.keys()
-        if not seeds:
-            return None
-        mean = statistics.mean(losses[row["name"]][seed] for seed in seeds)
-        if mean < lowest:
-            best, lowest = row, mean
-    return best
-
-
-def loss_cell(results, name, is_best):
-    """Return the mean held-out loss of a row, in bold where it is its stage's best, with its seeds where some lack."""
-    losses = results.samples(name).values()
-    if not losses:
-        return NOTHING
-    text = f"{statistics.mean(losses):.4f}"
-    if is_best:
-        text = f"**{text}**"
-    if len(losses) < results.bench["rounds"]:
-        text += f" ({len(losses)})"
-    return text
-
-
-def verdict_on_loss(difference):
-    """Return a difference of two losses, (value, spread), in a word or two; "" for that of a single seed."""
-    if difference is None or difference[1] is None:
-        return ""
-    value, spread = difference
-    if abs(value) <= spread:
-        return "no difference"
-    return "higher" if value > 0 else "lower"
-
-
 def limit_cells(results, name):
     """Return {column: cell} of a stage in the mode `limit`: its largest batch, and what stopped the next."""
     fits, fails = results.largest_batch(name), results.smallest_batch_that_failed(name)
@@ -260,8 +127,7 @@ def limit_cells(results, name):
         row["memory GB"] = gigabytes(last["memory"])
     row["stopped by"] = "not finished"
     if fails:
-        error = results.runs[fails, name].error.replace("|", "\\|")
-        row["stopped by"] = f"B {fails}: {error}"
+        row["stopped by"] = escaped([f"B {fails}: {results.runs[fails, name].error}"])
     return row
 
 
@@ -382,69 +248,3 @@ def page(results):
     title = f"# {what} on {results.bench['environment']['device_name']}"
     parts = [title, drawn, conditions(results), chart(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def readme_cells(results, name, above):
-    """Return {column: cell} of a row in README.md's table. above: the row that it is compared with."""
-    stage = ladder.find(name)
-    summary = results.summary(name)
-    row = {"stage": link(name, "stages/", short(name))}
-    row["what you type"] = stage.line if stage else results.rows[name]["change"]
-    row["tok/sec"] = f"{summary['tok_per_sec']:,.0f}" if summary else NOTHING
-    for column, base in (("x above", above), (f"x {short(results.first_row)}", results.first_row)):
-        compared = results.compare(name, base)
-        row[column] = f"{compared[0]:.2f}" if compared else NOTHING
-    row["memory GB"] = gigabytes(summary["memory"]) if summary else NOTHING
-    return row
-
-
-def readme_table(results):
-    """Return README.md's table. The stages for the loss share a row, with the figures of the last one."""
-    rows = []
-    above = results.first_row
-    for names in readme_groups(results):
-        row = readme_cells(results, names[-1], above)
-        if len(names) > 1:
-            row["stage"] = ", ".join(link(name, "stages/", short(name)) for name in names)
-            row["what you type"] = "for the loss: " + ", ".join(ladder.find(name).line for name in names)
-        rows.append(row)
-        above = names[-1]
-    return table(rows)
-
-
-def readme_groups(results):
-    """Return the rows of README.md's table: a list of names for each, one, or several neighbors for the loss."""
-    groups = []
-    for name in results.rows:
-        if name == PLAIN:
-            continue
-        stage = ladder.find(name)
-        above = ladder.find(groups[-1][-1]) if groups else None
-        if stage and above and stage.for_the_loss and above.for_the_loss:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return groups
-
-
-def readme_part(results, name):
-    """Return README.md's part between its markers: the table, what it was measured on, and the chart."""
-    if results.mode != "ladder":
-        refuse(f"README.md shows the ladder, and {name} is of {results.mode}: leave --readme out")
-    facts = results.any_facts()
-    if facts is None:
-        refuse(f"{name} has no step yet: leave --readme out")
-    env, settings = facts["environment"], facts["settings"]
-    shape = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}"
-    where = f"{env['device_name']}, torch {env['torch']}, {shape}, {facts['started'][:10]}"
-    caption = f"{where}. [All columns, the noise and the predictions](results/{name}.md)."
-    return "\n\n".join([readme_table(results), caption, chart(results)])
-
-
-def with_part(readme, part):
-    """Return README.md's text with a part between its two markers. Exits with one line where these are not there."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        refuse(f"README.md must hold {BEGIN} and, below it, {END}: put each there once")
-    return f"{before}{BEGIN}\n{part.strip()}\n{END}{after}"

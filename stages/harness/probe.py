@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # stages/, where t
 
 from harness import machine, parse_args, rates
 from harness.arithmetic import weight_bytes
-from harness.log import Record, settle
+from harness.records import Record, settle
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The lines of a record: their format, how they are read, and the figures of some steps.
+"""The lines of a record: their format, how a run writes them and a page reads them, and the figures of some steps.
 
 The format of a record
 ======================
@@ -51,12 +51,68 @@ figures of their own: FLOP/s by dtype, bytes per second, seconds and bytes:
 
 import json
 import statistics
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from data import refuse
 
+from . import machine
+
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+
+
+class Record:
+    """The lines of JSON that a run leaves: in the file of --record or, where the run is the bench's worker, in a pipe.
+
+    The bench leads a worker: it takes a step for each line on its stdin, and ends with its summary when that closes.
+    """
+
+    def __init__(self, args):
+        self.is_worker = args.worker
+        self.device = args.device
+        self.file = None
+        if machine.is_rank_0():
+            if args.worker:
+                self.file = args.record_to
+            elif args.record:
+                self.file = open(args.record, "x", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, kind, **entry):
+        """Add a line."""
+        if self.file:
+            print(json.dumps({"kind": kind, **entry}), file=self.file, flush=True)
+
+    def next_step_wanted(self):
+        """Return whether to take another step: always, or as the bench tells a worker, on all of its ranks alike."""
+        if not self.is_worker:
+            return True
+        wanted = False
+        if machine.is_rank_0():
+            wanted = bool(sys.stdin.readline())
+        if dist.is_initialized():
+            answer = torch.tensor([wanted], device=self.device, dtype=torch.int32)
+            dist.broadcast(answer, 0)
+            wanted = bool(answer.item())
+        return wanted
+
+    def wait_for_end(self):
+        """As a worker, wait until the bench asks for no more: leaving takes time, and others may be on the clock."""
+        self.next_step_wanted()
+
+
+def settle():
+    """Before a run leaves torch.distributed's group: give the group's threads time to drop the last tensors they hold.
+
+    To drop one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
+    (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.
+    """
+    if dist.is_initialized():
+        time.sleep(0.5)
 
 
 @dataclass
