@@ -156,13 +156,13 @@ class Stage:
 
 
 STAGES = (
-    Stage("s01_baseline", "float32, attention written out"),
+    Stage("s01_baseline", "float32, explicit attention"),
     Stage("s02_tf32", '`torch.set_float32_matmul_precision("high")`', (1, 0), note_of_tf32, work_in_tf32),
     Stage("s03_bf16", "`with torch.autocast(...):`", (5, 2), note_of_autocast, work_in_16_bits, modes=("amp",)),
     Stage("s04_compile", "`model = torch.compile(model)`", (2, 0), note_of_compilation, compiled_work),
     Stage(
         "s05_flash",
-        "`F.scaled_dot_product_attention(q, k, v, is_causal=True)`",
+        "`F.scaled_dot_product_attention(...)`",
         (1, 7),
         note_of_flash,
         flash_work,
@@ -171,7 +171,7 @@ STAGES = (
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", (1, 1), is_predictable=False, modes=("loss",)),
     Stage(
         "s07_clip",
-        "`clip_grad_norm_(model.parameters(), 1.0)`",
+        "clipping",
         (4, 2),
         note_of_loss,
         clipped_work,
@@ -188,7 +188,7 @@ STAGES = (
     ),
     Stage(
         "s09_decay",
-        "weight decay on matrices only",
+        "decay of matrices only",
         (5, 1),
         note_of_loss_alone,  # the same tensors in two groups
         for_the_loss=True,
@@ -196,7 +196,7 @@ STAGES = (
     Stage("s10_fused", "`AdamW(..., fused=True)`", (1, 1), work=fused_work),
     Stage(
         "s11_accum",
-        "`for micro in range(args.accum):` around the backward",
+        "`for micro in range(args.accum):`",
         (7, 3),
         note_of_accumulation,
         accumulated_work,
@@ -204,7 +204,7 @@ STAGES = (
     ),
     Stage(
         "s12_ddp",
-        "`model = DistributedDataParallel(model)`",
+        "`DistributedDataParallel(model)`, on one card",
         (15, 3),
         note_of_ddp,
         work_with_buckets,

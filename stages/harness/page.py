@@ -7,6 +7,10 @@ from .markdown import NOTHING, STAGES, comparison, escaped, gigabytes, link, mil
 from .records import WARMUP
 from .results import ALL_REDUCE
 
+# blue bars that can be seen on light and dark
+CHART_COLORS = (
+    '%%{init: {"themeVariables": {"xyChart": {"backgroundColor": "transparent", "plotColorPalette": "#3b7dd8"}}}}%%'
+)
 # the least speed-up over float32 that earns a 16-bit type each recommendation, the best one first
 GRADES = ((1.5, "excellent: switch it on"), (1.2, "significant: switch it on"), (1.05, "modest"), (0.95, "negligible"))
 
@@ -226,6 +230,7 @@ def chart(results):
     bars = ", ".join(f"{speed:.2f}" for speed in speeds)
     lines = [
         "```mermaid",
+        CHART_COLORS,
         "xychart-beta",
         '    title "thousands of tokens per second"',
         f"    x-axis [{', '.join(names)}]",
