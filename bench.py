@@ -1,7 +1,7 @@
 """Runs the stages in processes of their own and writes a table of what each is worth on this machine.
 
     python bench.py                    all stages
-    python bench.py s05 s11            these, by number or name
+    python bench.py s05 s11            these
     python bench.py s11 my/train.py    a stage and a script of your own
     python bench.py amp                float32, float16 with loss scaling and bfloat16, side by side
     python bench.py limit s05 s11      the largest batch that fits
@@ -155,10 +155,21 @@ def check(args):
         refuse(f"README.md shows the ladder: leave --readme or {args.mode} out")
     if len(args.lr) > 1 and args.mode != "loss":
         refuse("--lr takes several rates in the mode loss alone: pass one")
-    if len(set(args.lr)) < len(args.lr):
+    if len({rate_text(rate) for rate in args.lr}) < len(args.lr):
         refuse("--lr names a rate twice: name each once")
     if args.mode in ("amp", "scale") and len(args.scripts) > 1:
         refuse(f"{args.mode} compares variants of one stage: pass one")
+    if args.mode == "amp" and "args.amp_dtype" not in args.scripts[0].read_text(encoding="utf-8"):
+        refuse(f"amp compares the dtypes of autocast, and {args.scripts[0].stem} has none: pass a later stage")
+    if args.mode == "scale" and ladder.find(args.scripts[0].stem) and not ladder.find(args.scripts[0].stem).takes_ranks:
+        refuse(f"{args.scripts[0].stem} is for one process: pass the last stage, or none")
+    for flag, value, mode in (
+        ("--seeds", args.seeds, "loss"),
+        ("--ranks", args.ranks, "scale"),
+        ("--memory-budget", args.memory_budget, "limit"),
+    ):
+        if value is not None and args.mode != mode:
+            refuse(f"{flag} is for the mode {mode}: leave it out")
     if args.mode == "limit" and args.on_cpu and not sys.platform.startswith("linux"):
         refuse("limit needs an accelerator, or Linux, which can limit a process")
     if args.memory_budget is not None and not 0 < args.memory_budget < math.inf:
@@ -214,7 +225,7 @@ def sources(scripts):
         if path.name not in ("page.py", "loss_page.py", "markdown.py", "readme.py"):
             hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     for path in scripts:
-        hashes[path.name] = ladder.code_sha256(path)
+        hashes[str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)] = ladder.code_sha256(path)
     return hashes
 
 

@@ -201,11 +201,15 @@ def start_nothing(running):
         ("--readme", "README.md must hold"),
         ("amp --readme", "leave --readme or amp out"),
         ("amp s03 s05", "pass one"),
-        ("--memory-budget nan", "--memory-budget nan"),
+        ("limit --memory-budget nan", "--memory-budget nan"),
         ("scale --ranks 9", "--ranks 9: this machine has 4"),
         ("--lr 3e-4 6e-4", "several rates in the mode loss alone"),
         ("loss --lr 6e-4 0", "'0' is not a number above 0"),
         ("loss --lr 6e-4 0.0006", "--lr names a rate twice"),
+        ("amp s02", "amp compares the dtypes of autocast, and s02_tf32 has none"),
+        ("scale s02", "s02_tf32 is for one process"),
+        ("--seeds 3", "--seeds is for the mode loss"),
+        ("loss --ranks 2", "--ranks is for the mode scale"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
@@ -240,14 +244,8 @@ def test_help_names_the_flags_that_the_bench_takes_and_no_others(repo):
     assert set(re.findall(r"--[a-z-]+", repo.command("--help").out)) == own | {"--readme", "--help"}
 
 
-@pytest.mark.parametrize("word", ["s05", "5", "05", "s05_flash", "stages/s05_flash.py"])
-def test_a_stage_has_several_names(monkeypatch, word):
-    monkeypatch.chdir(ROOT)
-    assert parse(word).scripts == [ROOT / "stages" / "s05_flash.py"]
-
-
 def test_stages_are_rows_in_the_order_of_the_ladder_wherever_they_stand_among_the_flags():
-    args = parse("11", "--size", "tiny", "s01", "--no-compile", "s11", "--accum", "4")
+    args = parse("s11", "--size", "tiny", "s01", "--no-compile", "s11", "--accum", "4")
     assert [path.stem for path in args.scripts] == ["s01_baseline", "s11_accum"]
     assert (args.stage.size, args.stage.compile, args.stage.accum) == ("tiny", False, 4)
 
@@ -261,6 +259,7 @@ def rows_of(*words):
 def test_each_mode_has_stages_of_its_own():
     assert rows_of() == ["plain", *ladder.NAMES]
     assert rows_of("amp") == ["float32", "float16", "bfloat16"]
+    assert {path.stem for path in parse("amp").scripts} == {"s03_bf16"}
     assert rows_of("loss", "--lr", "6e-4") == [f"{name} lr 6e-4" for name in ("s06_vocab", "s07_clip", "s08_cosine")]
 
 
@@ -297,10 +296,6 @@ def test_scale_divides_the_same_micro_batches_over_all_its_ranks(gpu, ranks, siz
     assert [row.ranks for row in rows] == sizes
     assert [row.ranks for row in probes] == sizes[1:]
     assert {row.flags for row in rows + probes} == {("--accum", str(accum))}
-
-
-def test_scale_takes_all_gpus(gpu):
-    assert rows_of("scale") == ["1 rank", "2 ranks", "4 ranks"]
 
 
 def test_scale_on_a_cpu_gives_each_rank_its_share_of_the_cores(monkeypatch):
@@ -365,13 +360,6 @@ def test_a_failure_costs_its_own_row_and_exit_status_1(repo):
     assert ended.status == 1
     assert ended.out.count("RuntimeError: boom") == 1
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {S03: [5]}
-
-
-def test_where_all_rows_fail_there_is_a_page(repo):
-    repo.plan(**dict.fromkeys(EVERYONE, {"do": "crash", "at": 0}))
-    ended = repo.run()
-    assert ended.status == 1
-    assert ended.out.count("failed: RuntimeError: boom") == 4  # of the control, too
 
 
 @pytest.mark.parametrize("at", [1, STEPS - 1])
@@ -554,13 +542,7 @@ def assert_resume_is_refused(repo, key):
 def test_resume_refuses_other_code(interrupted, file):
     path = interrupted.folder / file
     path.write_text(path.read_text() + "pass\n")
-    assert_resume_is_refused(interrupted, path.name)
-
-
-def test_resume_takes_another_page(interrupted):
-    path = interrupted.folder / "stages" / "harness" / "page.py"
-    path.write_text(path.read_text() + "pass\n")
-    assert interrupted.resume().status == 0
+    assert_resume_is_refused(interrupted, file if S02 in file else path.name)
 
 
 def test_resume_refuses_another_machine(interrupted, monkeypatch):
@@ -581,23 +563,6 @@ def test_a_bench_that_runs_can_not_be_resumed_beside_it(repo):
     assert repo.run().status == 0
     assert others[0].status == 2
     assert "results/x.jsonl is being written by another bench" in others[0].err
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
-
-
-def test_of_two_benches_of_one_name_that_start_together_one_is_refused(repo, monkeypatch):
-    others = []
-    environment = machine.environment
-
-    def look_while_another_starts(device):
-        monkeypatch.setattr(machine, "environment", environment)
-        others.append(repo.run())
-        return environment(device)
-
-    monkeypatch.setattr(machine, "environment", look_while_another_starts)
-    refused = repo.run()
-    assert refused.status == 2
-    assert refused.err.startswith("error: results/x.jsonl is being written by another bench")
-    assert others[0].status == 0
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
 
 
@@ -630,6 +595,8 @@ def test_readme_gets_its_table_when_the_bench_is_complete(repo):
 
 
 def test_amp_runs_one_stage_in_three_dtypes(repo):
+    with open(repo.folder / "stages" / f"{S03}.py", "a") as fake:
+        fake.write("# reads args.amp_dtype\n")  # by which the bench knows that it has dtypes to compare
     assert repo.run("amp", "s03").status == 0
     dtypes = {line["name"]: (line["stage"], line["settings"]["amp_dtype"]) for line in repo.lines("header")}
     assert dtypes.pop("float16 again") == (S03, "float16")
@@ -671,21 +638,14 @@ def test_limit_that_was_interrupted_tries_that_batch_again_and_no_other_twice(re
 
 
 @needs_linux
-@pytest.mark.parametrize("budget, status", [("0.1", 1), ("0.4", 0)])
-def test_the_memory_budget_of_limit_holds_a_process_on_a_cpu(repo, budget, status):
+@pytest.mark.parametrize(
+    "budget, status, stopped_by", [("0.1", 1, "B 1: no room for 200 MB"), ("0.4", 0, "B 2: out of memory")]
+)
+def test_the_memory_budget_of_limit_holds_a_process_on_a_cpu(repo, budget, status, stopped_by):
     repo.plan(**{S02: {"do": "take 200 MB", "at": 1, "largest_batch": 1}})
-    assert repo.run("limit", "s02", "--memory-budget", budget).status == status
-
-
-@needs_linux
-def test_the_memory_budget_of_limit_is_half_of_what_was_free_when_it_began(repo, monkeypatch):
-    monkeypatch.setattr(machine, "free_memory", lambda: 4e8)
-    repo.plan(**{S02: {"largest_batch": 1}})
-    repo.when(AT_THE_FIRST_STEP, interrupt)
-    repo.run("limit", "s02")
-    monkeypatch.setattr(machine, "free_memory", lambda: 8e9)
-    assert repo.resume().status == 0
-    assert repo.results().bench["memory_budget"] == 0.2
+    ended = repo.run("limit", "s02", "--memory-budget", budget)
+    assert ended.status == status
+    assert stopped_by in ended.out
 
 
 def test_loss_trains_each_stage_at_each_rate_with_each_seed_once_and_a_resume_repeats_none(repo):
@@ -724,13 +684,6 @@ def test_on_a_cpu_as_many_losses_are_taken_at_a_time_as_there_are_cores(repo, mo
     repo.when("2 runs to come", lambda: repo.when(AT_THE_FIRST_STEP, lambda: alive.append(len(repo.live))))
     assert repo.run("loss", "s01", "s02", "--lr", "6e-4", "--seeds", "1").status == 0
     assert alive == [at_once]
-
-
-def test_on_a_gpu_the_losses_are_taken_one_by_one(repo, gpu):
-    alive = []
-    repo.when("2 runs to come", lambda: repo.when(AT_THE_FIRST_STEP, lambda: alive.append(len(repo.live))))
-    assert repo.run("loss", "s01", "s02", "--lr", "6e-4", "--seeds", "1").status == 0
-    assert alive == [1]
 
 
 # A script of the reader's own, and the real ones

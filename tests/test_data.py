@@ -304,11 +304,3 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
     assert path.read_text() == "two"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_of_a_link_what_it_points_to_is_replaced(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with whole_file(tmp_path / "link") as unfinished:
-        unfinished.write_text("one")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "one"

@@ -7,7 +7,6 @@ import difflib
 import hashlib
 import math
 import re
-import subprocess
 import sys
 
 import pytest
@@ -24,25 +23,21 @@ def tree_of(stage):
 # The table against the files and the lessons
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_stage_has_a_row(name):
-    assert name in ladder.NAMES, f"stages/{name}.py has no row in STAGES of stages/harness/ladder.py"
-
-
-@pytest.mark.parametrize("name", ladder.NAMES)
-def test_a_row_has_a_stage(name):
-    assert name in FILES, f"{name} in STAGES of stages/harness/ladder.py has no file stages/{name}.py"
-
-
-def test_the_rows_are_in_the_order_of_the_files():
-    assert sorted(ladder.NAMES) == ladder.NAMES
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_stage_has_a_lesson(name):
-    heading = "## " + name.replace("_", " · ")
+def test_every_stage_has_its_file_its_row_and_its_lesson():
     lessons = (ROOT / "stages" / "README.md").read_text("utf-8").splitlines()
-    assert heading in lessons, f"stages/README.md has no lesson {heading!r} for stages/{name}.py"
+    missing = []
+    for name in sorted({*FILES, *ladder.NAMES}):
+        if name not in ladder.NAMES:
+            missing.append(f"the row of {name} in STAGES of stages/harness/ladder.py")
+        if name not in FILES:
+            missing.append(f"the file stages/{name}.py")
+        elif not ladder.path_of(name).read_text("utf-8").startswith(f'"""Stage {int(name[1:3])} · {name[4:]}: '):
+            missing.append(f"the number and name of {name} in its docstring")
+        heading = "## " + name.replace("_", " · ")
+        if heading not in lessons:
+            missing.append(f"the lesson {heading!r} in stages/README.md")
+    assert not missing
+    assert ladder.NAMES == FILES  # in this order
 
 
 def code_lines(stage):
@@ -65,37 +60,12 @@ def test_a_diff_has_exactly_the_lines_of_its_budget(stage):
     assert (len(added), len(removed)) == ladder.stage_of(stage).budget, "\n".join(added + removed)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_docstring_begins_with_the_number_name_and_change_of_its_stage(stage):
-    number = [*STAGES].index(stage) + 1
-    short_name = STAGES[stage].stem[4:]
-    title, blank, *text = ast.get_docstring(tree_of(stage)).splitlines()
-    assert stage == f"s{number:02d}"
-    assert re.fullmatch(rf"Stage {number} · {short_name}: \S.*\S\.", title)
-    assert blank == ""
-    assert text
-
-
 def test_s06_says_by_how_much_padding_raises_the_first_loss():
     [figure] = re.findall(r"log\(1 \+ 47/50257\) = (\S+) ", ast.get_docstring(tree_of("s06")))
     assert figure == f"{math.log(50304 / 50257):.4f}"
 
 
 # The form of a stage
-
-
-def imports_in(tree):
-    """The import statements anywhere in a source, inside functions too."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-
-
-def names_assigned_at_the_top(tree):
-    """The names that a script assigns outside of its functions and loops."""
-    names = set()
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-    return names
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -106,7 +76,6 @@ def test_a_stage_is_a_script_that_reads_from_top_to_bottom(stage):
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     assert "attention" in functions
     assert "main" not in functions
-    assert {"args", "loader", "config", "model", "optimizer", "log"} <= names_assigned_at_the_top(tree)
     assert len([statement for statement in tree.body if isinstance(statement, ast.For)]) == 1
 
 
@@ -114,32 +83,14 @@ def test_a_stage_is_a_script_that_reads_from_top_to_bottom(stage):
 def test_a_stage_imports_torch_and_the_files_that_all_stages_share(stage):
     tree = tree_of(stage)
     packages = set()
-    for node in imports_in(tree):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-        packages |= {module.split(".")[0] for module in modules}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            packages.add(node.module.split(".")[0])
     assert {"harness", "data", "model", "torch"} <= packages
     assert packages <= {"harness", "data", "model", "torch"} | sys.stdlib_module_names
     assert tree.body[1].module == "harness"  # below the docstring: it makes data and model importable
-
-
-def first_name(node):
-    """The name that an expression begins with, "torch" of torch.backends.cudnn; None for a call's result."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_changes_nothing_that_it_imports(stage):
-    tree = tree_of(stage)
-    imported = set()
-    for node in imports_in(tree):
-        imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            assert first_name(node) not in imported, ast.unparse(node)
-        if isinstance(node, ast.Name):
-            assert node.id not in {"setattr", "delattr", "vars", "globals", "exec", "eval"}
 
 
 # What a technique does on a machine
@@ -176,18 +127,13 @@ MACHINES = {
         ("H100", "s03", "active: bfloat16"),
         ("H100", "s04", "active"),
         ("H100", "s05", "active: the cudnn kernel"),
-        ("H100", "s06", ""),
         ("H100", "s07", "for the loss"),
         ("H100", "s08", "no-op: it is for the loss"),
-        ("H100", "s09", "no-op: it is for the loss"),
-        ("H100", "s10", ""),
         ("H100", "s11", "4 micro-batches per step"),
         ("H100", "s12", "one process: what DDP itself costs"),
         ("two H100s", "s12", ""),
         ("T4", "s02", "no-op: this device has no TF32 units"),
         ("T4", "s03", "active: float16, loss scaled"),
-        ("T4", "s05", "active: the efficient kernel"),
-        ("laptop without a compiler", "s02", "no-op: this device has no TF32 units"),
         ("laptop without a compiler", "s03", f"no-op: {NO_16_BITS}"),
         ("laptop without a compiler", "s04", "no-op: not compiled, left out, no C++ compiler found"),
         ("laptop without a compiler", "s11", "no-op: one micro-batch per step"),
@@ -213,56 +159,20 @@ def test_these_stages_take_the_same_steps_as_the_stage_before(machine, no_op_sta
     assert [short for short, note in notes.items() if note.startswith("no-op")] == no_op_stages
 
 
-def test_the_table_knows_which_stages_are_for_the_loss_take_ranks_or_defy_prediction():
-    assert [stage.short for stage in ladder.STAGES if stage.for_the_loss] == ["s07", "s08", "s09"]
-    assert [stage.short for stage in ladder.STAGES if stage.takes_ranks] == ["s12"]
-    assert [stage.short for stage in ladder.STAGES if not stage.is_predictable] == ["s06"]
-
-
-@pytest.mark.parametrize(
-    "mode, stages",
-    [("amp", ["s03"]), ("limit", ["s05", "s11"]), ("scale", ["s12"]), ("loss", ["s06", "s07", "s08"])],
-)
-def test_a_mode_of_the_bench_has_stages_of_its_own(mode, stages):
-    assert [stage.short for stage in ladder.STAGES if mode in stage.modes] == stages
-
-
 # Finding a stage
 
 
-@pytest.mark.parametrize("word", ["s05", "5", "05", "s05_flash", "s05_flash.py", "stages/s05_flash.py"])
+@pytest.mark.parametrize("word", ["s05", "s05_flash", "s05_flash.py", "stages/s05_flash.py"])
 def test_a_stage_is_found_by_what_a_reader_may_call_it(word):
     assert ladder.stage_of(word).name == "s05_flash"
 
 
-@pytest.mark.parametrize("word", ["s5", "0", "13", "flash", "mine.py", ""])
+@pytest.mark.parametrize("word", ["s5", "5", "s13", "flash", "mine.py", ""])
 def test_any_other_word_is_no_stage(word):
     assert ladder.stage_of(word) is None
 
 
-def test_a_stage_is_found_by_its_whole_name_alone():
-    assert ladder.find("s05_flash").short == "s05"
-    assert ladder.find("s05") is None
-
-
-def test_between_two_stages_are_those_that_the_step_adds():
-    assert [stage.short for stage in ladder.between("s03_bf16", "s06_vocab")] == ["s04", "s05", "s06"]
-    assert ladder.between("s06_vocab", "s03_bf16") == ()
-
-
 # A script's title and its code
-
-
-@pytest.mark.parametrize(
-    "stage, change",
-    [
-        ("s01", "float32, explicit attention"),
-        ("s05", "flash attention, no T x T matrix"),
-        ("s12", "DistributedDataParallel"),
-    ],
-)
-def test_a_title_tells_what_a_stage_changes(stage, change):
-    assert ladder.change(STAGES[stage]) == change
 
 
 @pytest.mark.parametrize(
@@ -273,9 +183,10 @@ def test_a_title_tells_what_a_stage_changes(stage, change):
         ("import torch\n", "mine.py"),
     ],
 )
-def test_a_script_of_ones_own_is_called_by_its_title_or_its_file(tmp_path, text, words):
+def test_a_script_of_ones_own_is_called_by_its_title_or_its_file_and_a_stage_by_its_change(tmp_path, text, words):
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     assert ladder.change(tmp_path / "mine.py") == words
+    assert ladder.change(STAGES["s05"]) == "flash attention, no T x T matrix"
 
 
 def test_a_hash_is_of_the_code_below_the_docstring(tmp_path):
@@ -287,21 +198,3 @@ def test_a_hash_is_of_the_code_below_the_docstring(tmp_path):
     for text in ('"""One."""\n\nx = 2\n', 'x = 1\n\n\ndef f():\n    """Do nothing."""\n'):
         script.write_text(text)
         assert ladder.code_sha256(script) != x_is_1
-
-
-def test_no_docstring_is_taken_from_a_function_further_down(tmp_path):
-    (tmp_path / "bare.py").write_text('x = 1\n\n\ndef f():\n    """Do nothing."""\n')
-    docstring, code = ladder.docstring_and_code(tmp_path / "bare.py")
-    assert docstring == ""
-    assert code.startswith("x = 1")
-
-
-# All sources
-
-
-@pytest.mark.parametrize("command", [("check",), ("format", "--check", "--diff")], ids=" ".join)
-def test_ruff_has_no_complaint(command):
-    pytest.importorskip("ruff")
-    ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
-    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr

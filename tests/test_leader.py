@@ -1,7 +1,7 @@
 """Workers take a step each when they are asked, several in turn or all at once, and one that fails says why."""
 
 from harness import leader, machine
-from harness.leader import Enough, Row, error_message, lead
+from harness.leader import Row, error_message, lead
 from harness.records import WARMUP
 
 import json
@@ -55,10 +55,10 @@ def lock(tmp_path, monkeypatch):
     assert all_have_ended(lock)
 
 
-def fake_row(name, ranks=0, flags=(), **plan):
+def fake_row(name, ranks=0, **plan):
     """A Row at which a fake stage is at work, and does as planned."""
     env = {"FAKE_ROW": name, "FAKE_PLANS": json.dumps({name: plan})}
-    return Row(name, FAKE_STAGE, ranks=ranks, flags=flags, env=env)
+    return Row(name, FAKE_STAGE, ranks=ranks, env=env)
 
 
 class Records:
@@ -92,16 +92,6 @@ def led(*rows, steps=2, **options):
     return records
 
 
-def test_counted_steps_go_there_and_back_so_that_a_drift_hits_all_alike():
-    records = led(fake_row("a"), fake_row("b"), fake_row("c"), steps=3)
-    order = [(name, entry["step"]) for name, entry in records.of_kind("step")]
-    warm_up, counted = order[: 3 * WARMUP], order[3 * WARMUP :]
-    assert warm_up == [(name, step) for name in "abc" for step in range(WARMUP)]
-    assert [name for name, _ in counted] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
-    assert records.ended() == {"a", "b", "c"}
-    assert not records.errors()
-
-
 def test_between_the_steps_of_two_workers_is_a_pause(monkeypatch):
     monkeypatch.setattr(leader, "PAUSE", PAUSE)
     records = led(fake_row("a"), fake_row("b"), fake_row("c"), steps=2)
@@ -118,20 +108,11 @@ def test_together_all_take_a_step_at_the_same_time():
     assert records.steps("a") == records.steps("b") == list(range(WARMUP + 2))
 
 
-def test_a_row_has_enough_when_it_has_both_the_steps_and_the_seconds():
-    slow, medium, fast = fake_row("slow", dt=10), fake_row("medium", dt=0.5), fake_row("fast", dt=0.01)
-    records = led(slow, medium, fast, steps=6, enough=Enough(3, seconds=2.0))
-    counted = {name: len(records.steps(name)) - WARMUP for name in ("slow", "medium", "fast")}
-    assert counted == {"slow": 3, "medium": 4, "fast": 6}
-    assert records.ended() == {"slow", "medium", "fast"}
-
-
-def test_the_flags_and_variables_of_a_row_overrule_those_of_all(monkeypatch):
+def test_the_variables_of_a_row_overrule_those_of_the_bench(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    row = fake_row("a", flags=("--batch-size", "8"))
+    row = fake_row("a")
     row.env["OMP_NUM_THREADS"] = "3"
     ((_, header),) = led(row).of_kind("header")
-    assert header["settings"]["batch_size"] == 8
     assert header["variables"]["OMP_NUM_THREADS"] == "3"
 
 

@@ -164,19 +164,6 @@ def test_the_lines_of_a_run(new_log, clock, capsys):
     )
 
 
-def test_the_summary_of_a_run_that_was_all_warm_up_is_its_last_step(new_log, clock, capsys):
-    steplog = new_log("--steps", "4")
-    take_steps(steplog, clock, 4)
-    steplog.finish(None)
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .startswith(
-            "median dt 16000.00ms [16000.00, 16000.00] over the last step alone, warm-up included | tok/sec 4,500 | "
-        )
-    )
-
-
 def test_the_header_of_a_record_says_what_ran_where(new_log, tmp_path):
     new_log("--record", tmp_path / "r.jsonl", model=tiny_gpt())
     (header,) = lines_of(tmp_path / "r.jsonl")
@@ -246,20 +233,14 @@ def own_script(tmp_path):
     return own_script
 
 
-def test_a_script_of_ones_own_needs_no_gpt_and_no_loader(own_script, tmp_path):
-    run = run_script(own_script(), *FLOAT32, "--record", tmp_path / "r.jsonl")
-    assert run.status == 0, run.err
-    header, *steps, summary = lines_of(tmp_path / "r.jsonl")
-    assert (header["stage"], header["title"], header["shape"], header["parameters"]) == ("mine", "My own.", None, 6)
-    assert len(steps) == 5
-    assert summary == {"kind": "summary", "sdpa": None}
-
-
-def test_what_a_workers_script_prints_gets_not_into_its_record(own_script):
+def test_a_script_of_ones_own_needs_no_gpt_and_no_loader_and_what_it_prints_is_no_line_of_its_record(own_script):
     env = {"PYTHONPATH": str(STAGES["s01"].parent)}
     run = python(own_script(), *FLOAT32, "--worker", stdin="\n\n", **env)
     assert run.status == 0, run.err
-    assert [json.loads(line)["kind"] for line in run.out.splitlines()] == ["header", "step", "step", "summary"]
+    header, *steps, summary = [json.loads(line) for line in run.out.splitlines()]
+    assert (header["stage"], header["title"], header["shape"], header["parameters"]) == ("mine", "My own.", None, 6)
+    assert [step["kind"] for step in steps] == ["step", "step"]
+    assert summary == {"kind": "summary", "sdpa": None}
     assert "a word of the script\n" in run.err
 
 
@@ -415,19 +396,17 @@ def run_of(stage, **settings):
 
 
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
-    run = run_of("s04_compile", compile=True)
-    predicted = {part: ms for part, _, ms in parts.measured_and_predicted(run, dict.fromkeys(parts.PATTERNS, 1.0))}
+    """By hand at 10 GB/s: 151.0 M scores x 20, 51.46 M logits x 12, 25 tensors of 0.786 M numbers x 36, 12 of 3.146 M
+    x 20, and 12 of 0.786 M x 60 bytes."""
     measured = {"the rest": 1.0, "loss": 2.0, "pointwise": 3.0, "fused kernels": 30.0, "matmuls": 90.0}
-    lines = parts.measured_and_predicted(run, measured)
+    lines = parts.measured_and_predicted(run_of("s04_compile", compile=True), measured)
     assert [line[:2] for line in lines] == [
         ("matmuls", 90.0),
         ("fused kernels", 35.0),
         ("the rest", 1.0),
         ("the step", 126.0),
     ]
-    # 12 bytes for each logit and 20 for each score, the fused loss and softmax, at 10 GB/s
-    assert predicted["fused kernels"] > 1e3 * (12 * 1024 * VOCAB + 20 * 12 * 12 * 1024**2) / 1e10
-    assert lines[1][2] == predicted["fused kernels"]
+    assert lines[1][2] == pytest.approx(566.7, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage, micro_batches", [("s10_fused", 1), ("s11_accum", 2)])

@@ -193,23 +193,6 @@ def test_the_environment_of_a_cpu_and_of_a_card(cuda, files, commands, monkeypat
     assert machine.environment(CUDA_0)["driver"] == "570.86.10"  # known though nvidia-smi may hang
 
 
-def test_memory_of_an_accelerator_is_that_of_the_device_that_was_named(monkeypatch):
-    totals = {CUDA_0: SimpleNamespace(total_memory=80_000), CUDA_1: SimpleNamespace(total_memory=24_000)}
-    reset = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", totals.get)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {CUDA_0: 1_000, CUDA_1: 2_000}.get)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 16_000)
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3_000)
-    assert machine.total_memory(CUDA_1) == 24_000
-    assert machine.total_memory(MPS) == 16_000
-    assert machine.peak_memory(CUDA_1) == (2_000, "peak allocated")
-    assert machine.peak_memory(MPS) == (3_000, "driver, sampled")
-    machine.reset_peak_memory(CUDA_1)
-    machine.reset_peak_memory(MPS)  # keeps no peak
-    assert reset == [CUDA_1]
-
-
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
 def test_a_reset_starts_the_peak_of_a_cpu_again():
     machine.reset_peak_memory(CPU)
@@ -238,6 +221,20 @@ def test_free_memory_heeds_a_containers_limit(files, limit, free):
     files["/sys/fs/cgroup/memory.max"] = limit
     files["/sys/fs/cgroup/memory.current"] = "400000\n"
     assert machine.free_memory() == free
+
+
+def test_files_that_the_system_can_forget_do_not_count_against_a_containers_limit(files):
+    files["/proc/meminfo"] = "MemAvailable:    8000 kB\n"
+    files["/sys/fs/cgroup/memory.max"], files["/sys/fs/cgroup/memory.current"] = "1000000\n", "400000\n"
+    files["/sys/fs/cgroup/memory.stat"] = "active_file 7000\ninactive_file 300000\n"
+    assert machine.free_memory() == 900_000
+
+
+@pytest.mark.parametrize("limit, cores", [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", 8), ("", 8)])
+def test_cores_are_those_of_this_process_within_a_containers_limit(files, monkeypatch, limit, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    files["/sys/fs/cgroup/cpu.max"] = limit
+    assert machine.cores() == cores
 
 
 def test_where_linux_does_not_tell_half_the_memory_counts_as_free(files, monkeypatch):

@@ -1,10 +1,7 @@
 """python stages/sample.py: text from what a stage saved, its held-out loss, and what a user can get wrong."""
 
-import hashlib
-import os
-from pathlib import Path
-
 import pytest
+import tiktoken
 import torch
 from conftest import FLOAT32, ROOT, definitions, run_script
 
@@ -93,14 +90,13 @@ def test_eval_of_a_model_that_knows_nothing_is_a_guess_among_all_tokens(save_fla
 
 
 def test_a_model_of_gpt2s_tokens_writes_its_words_and_no_padding(save_flat, monkeypatch):
-    for name in ("vocab.bpe", "encoder.json"):
-        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        vocabulary = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "none"))
-        if not (vocabulary / hashlib.sha1(address.encode()).hexdigest()).is_file():  # tiktoken would download it
-            pytest.skip("GPT-2's vocabulary is not here: name a folder that has it in TIKTOKEN_CACHE_DIR")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256}  # in place of GPT-2's vocabulary
+    tokenizer = tiktoken.Encoding("small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": tokenizer}.get)
     monkeypatch.delenv("LADDER_OFFLINE")
-    weights = save_flat(50304, "gpt2", likelier=[0, 50300])  # "!", and padding
-    assert sample("--weights", weights, "--prompt", "To be", "--tokens", 3, "--temperature", 0).out == "To be!!!\n"
+    weights = save_flat(50304, "gpt2", likelier=[256, 50300])  # "th", and padding
+    drawn = sample("--weights", weights, "--prompt", "To be", "--tokens", 3, "--temperature", 0)
+    assert drawn.out == "To beththth\n"
 
 
 def test_gpt2s_tokens_are_refused_where_its_vocabulary_is_missing(save_flat):

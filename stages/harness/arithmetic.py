@@ -8,30 +8,36 @@ the bench's probe. stages/arithmetic.md derives each count.
 from dataclasses import dataclass
 
 # The bytes that a micro-batch reads and writes for each number of a large tensor, without its matmuls: one operation
-# after the other, as PyTorch runs them, and fused by a compiler. The row "16 bits" is that of autocast.
+# after the other, as PyTorch runs them, and fused by a compiler. The row "16 bits" is that of autocast, which keeps the
+# loss and the residual stream in float32. The forward comes first in each sum, then the backward.
 BYTES = {
-    "float32": {  # 4 bytes times the numbers that are read or written
-        "scores": (68, 20),  # 17 one by one, for division, mask, softmax and their backward; fused 2 + 3
-        "logits": (24, 12),  # 6, for the loss and its backward; fused 1 + 2
-        "residual": (44, 36),  # 11, for addition, LayerNorm and their backward; fused 4 + 5
-        "gelu": (20, 20),  # 2 + 3, and nothing to fuse it with
-        "projections": (116, 60),  # 14 for copies, 6 to join three gradients, 9 for bias gradients; fused 6 + 9
+    "float32": {
+        "scores": (4 * (2 + 4 + 2 + 3 + 4 + 2), 4 * (2 + 3)),  # divide, mask, softmax; softmax, mask, divide
+        "logits": (4 * (2 + 1 + 3), 4 * (1 + 2)),  # log_softmax; nll_loss, log_softmax
+        "residual": (4 * (3 + 2 + 3 + 3), 4 * (4 + 5)),  # add, LayerNorm; LayerNorm, add
+        "gelu": (4 * (2 + 3), 4 * (2 + 3)),  # nothing stands beside it to be fused with
+        "projections": (4 * (8 + 6 + 6 + 9), 4 * (6 + 9)),  # copies; copies, three gradients in one, bias gradients
         "casts": (0, 0),
     },
-    "16 bits": {  # 2 bytes for most numbers; the loss and the residual stream stay in float32
-        "scores": (34, 10),
-        "logits": (36, 6),
-        "residual": (60, 28),
-        "gelu": (10, 10),
-        "projections": (58, 30),
-        "casts": (12, 12),  # of each weight to 16 bits, and of its gradient back: 4 + 2 bytes each
+    "16 bits": {
+        "scores": (2 * (2 + 4 + 2 + 3 + 4 + 2), 2 * (2 + 3)),
+        "logits": (6 + 8 + 4 + 12 + 6, 2 + 4),  # cast, log_softmax; nll_loss, log_softmax, cast
+        "residual": (10 + 8 + 6 + 6 + 12 + 12 + 6, 12 + 16),  # add, LayerNorm, cast; cast, LayerNorm, add, cast
+        "gelu": (2 * (2 + 3), 2 * (2 + 3)),
+        "projections": (2 * (8 + 6 + 6 + 9), 2 * (6 + 9)),
+        "casts": (6 + 6, 6 + 6),  # of each weight to 16 bits, and of its gradient back
     },
 }
 # On CUDA the backward of a softmax first multiplies the gradient by the output, three passes more. autocast computes it
 # in float32. A compiler leaves the cast of LayerNorm's gradient to 16 bits as a kernel of its own.
 BYTES_ON_CUDA = {
-    "float32": BYTES["float32"] | {"scores": (80, 20)},
-    "16 bits": BYTES["16 bits"] | {"scores": (80, 10), "residual": (60, 32)},
+    "float32": BYTES["float32"] | {"scores": (4 * (2 + 4 + 2 + 3 + 3 + 4 + 2), 4 * (2 + 3))},
+    "16 bits": BYTES["16 bits"]
+    | {
+        # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
+        "scores": (4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4, 2 * (2 + 3)),
+        "residual": (10 + 8 + 6 + 6 + 12 + 12 + 6, 12 + 16 + 4),
+    },
 }
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.
 PASSES_OF_MATMULS_OVER_SCORES = 6

@@ -224,11 +224,9 @@ def find(name):
 
 
 def stage_of(word):
-    """Return the Stage that a word stands for: s05, 5, 05, s05_flash or its path; None for any other word."""
-    word = Path(word).stem
+    """Return the Stage that a word stands for: s05, s05_flash or its path; None for any other word."""
     for stage in STAGES:
-        number = stage.short[1:]
-        if word in (stage.name, stage.short, number, number.lstrip("0")):
+        if Path(word).stem in (stage.name, stage.short):
             return stage
     return None
 

@@ -98,6 +98,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.stderr,
             text=True,
+            errors="replace",
             env=os.environ | {"PYTHONPATH": python_path} | row.env,
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its workers
             preexec_fn=self.limit_memory if row.memory_budget else None,

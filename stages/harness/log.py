@@ -93,7 +93,7 @@ class StepLog:
             "stage": args.script.stem,
             "title": args.title,
             "code": ladder.code_sha256(args.script),
-            "commit": machine.commit(ladder.FOLDER),
+            "commit": machine.commit(ladder.FOLDER.parent),
             "settings": settings,
             "shape": args.shape if isinstance(self.model, GPT) else None,
             "parameters": self.parameters(),

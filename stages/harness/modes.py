@@ -100,7 +100,7 @@ class Bench:
         self.args = args
         self.path = path
         self.rows, self.probes = rows_of(args)
-        self.control = None
+        self.base_of_control = self.control = None
         if args.mode in ("ladder", "amp", "scale"):
             self.base_of_control = self.rows[len(self.rows) // 2]
             self.control = replace(self.base_of_control, name=f"{self.base_of_control.name} again")
@@ -118,7 +118,7 @@ class Bench:
         else:
             self.compare_in_rounds()
 
-    def lead(self, session, rows, steps, **options):
+    def lead_session(self, session, rows, steps, **options):
         """Lead one session of rows, and return how many of them started; what they write goes to the records."""
         return lead(rows, self.args.stage_flags, functools.partial(self.keep, session), steps, **options)
 
@@ -147,8 +147,8 @@ class Bench:
             results = Results(self.path)
             able = [row for row in self.everyone() if row.name not in failed]
             waiting = [row for row in able if not results.is_finished(row.name)]
-            missing = [self.counted_steps * self.args.rounds - len(results.counted_steps(row.name)) for row in waiting]
-            if not waiting or missing == missing_before:  # no memory for those that wait
+            missing = [self.steps_missing(results, row) for row in waiting]
+            if not waiting or missing == missing_before:  # no step was added: there is no memory for those that wait
                 return
             missing_before = missing
             session = 1 + max((session for session, _ in results.runs), default=-1)
@@ -156,9 +156,13 @@ class Bench:
             rows = [row for row in able if row.name in wanted]
             # the probe comes fourth: where memory is short, s01 and a row above leave room for one that waits
             order = rows[:3] + self.probes + rows[3:]
-            self.lead(session, order, min(self.counted_steps, max(missing)))
+            self.lead_session(session, order, min(self.counted_steps, max(missing)))
             results = Results(self.path)
             failed |= {row.name for row in rows if results.error(row.name)}
+
+    def steps_missing(self, results, row):
+        """Return how many counted steps a row lacks."""
+        return self.counted_steps * self.args.rounds - len(results.counted_steps(row.name))
 
     def with_neighbors(self, waiting):
         """Return the names of the waiting rows and of those that the table compares with them.
@@ -194,7 +198,7 @@ class Bench:
                 say(f"{place}{time_left(rows_left, seconds)}")
                 began = time.monotonic()
                 enough = Enough(COUNTED_STEPS) if row in self.probes else ENOUGH
-                self.lead(session, [row], self.counted_steps, enough=enough)
+                self.lead_session(session, [row], self.counted_steps, enough=enough)
                 seconds[row.name] = time.monotonic() - began
 
     def compare_losses(self):
@@ -211,7 +215,7 @@ class Bench:
                     waiting.append(replace(row, flags=(*row.flags, "--seed", str(self.args.stage.seed + seed))))
             while waiting:
                 say(f"seed {seed + 1} of {self.args.rounds}: {len(waiting)} runs to come")
-                started = self.lead(seed, waiting[:at_once], self.counted_steps, together=True)
+                started = self.lead_session(seed, waiting[:at_once], self.counted_steps, together=True)
                 waiting = waiting[started:]
 
     def find_limit(self, row):
@@ -234,7 +238,7 @@ class Bench:
         tried = replace(row, flags=("--batch-size", str(batch_size)), memory_budget=budget)
         run = Results(self.path).runs.get((batch_size, row.name))
         if run is None or not (run.summary or run.error):  # not yet, or interrupted
-            self.lead(batch_size, [tried], min(LIMIT_STEPS, self.counted_steps))
+            self.lead_session(batch_size, [tried], min(LIMIT_STEPS, self.counted_steps))
         fits = Results(self.path).has_ended(batch_size, row.name)
         say(f"{row.name}: a batch of {batch_size} {'fits' if fits else 'does not fit'}")
         return fits

@@ -43,7 +43,7 @@ def prediction(results, name):
 
 def cells(results, name):
     """Return {column: cell} of a row of the full table."""
-    row = {"stage": link(name, STAGES), "change": results.rows[name]["change"]}
+    row = {"stage": link(name, STAGES), "change": escaped([results.rows[name]["change"]])}
     row |= speed_cells(results, name)
     if results.mode in ("ladder", "scale"):
         row["predicted"] = prediction(results, name)
@@ -88,6 +88,8 @@ def recommendation(results, name):
     if compared is None:
         return ""
     words = grade(compared[0])
+    if results.verdict(name) == "no difference":
+        words = "negligible"
     ours, theirs = results.summary(name)["memory"], results.summary(results.first_row)["memory"]
     if ours and theirs:
         direction = "less" if ours <= theirs else "more"
@@ -146,7 +148,9 @@ def conditions(results):
         versions.append(f"CUDA {env['cuda']}, driver {env['driver']}")
     machine = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
     lines = [f"{', '.join([*machine, *versions])}, {facts['started'][:10]}."]
-    shape = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}"
+    shape = f"{settings['size']}, T {settings['seq_len']}"
+    if results.mode != "limit":
+        shape = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}"
     text = f"{settings['corpus']} in tokens of {settings['tokenizer']}"
     lines.append(f"{shape}, seed {settings['seed']}, {text}. {method(results)}")
     if results.mode in ("ladder", "amp", "scale"):

@@ -31,13 +31,15 @@ def part_of(names):
     fills a gradient inside of the loss, (aten::fill_, aten::nll_loss_backward), is the loss's. A compiled graph is an
     exception, since it calls matmuls, which are not its own time.
     """
-    found = REST
+    matches = []
     for name in names:
         for part, pattern in PATTERNS.items():
-            is_weaker = part == FUSED and found != REST
-            if re.fullmatch(pattern, name) and not is_weaker:
-                found = part
-    return found
+            if re.fullmatch(pattern, name):
+                matches.append(part)
+    named = [part for part in matches if part != FUSED]
+    if named:
+        return named[-1]
+    return FUSED if matches else REST
 
 
 def names_with_callers(event):

@@ -58,8 +58,8 @@ def readme_part(results, name):
     if results.mode != "ladder":
         refuse(f"README.md shows the ladder, and {name} is of {results.mode}: leave --readme out")
     facts = results.any_facts()
-    if facts is None:
-        refuse(f"{name} has no step yet: leave --readme out")
+    if facts is None or not readme_groups(results):
+        refuse(f"{name} has no step of a stage yet: leave --readme out")
     env, settings = facts["environment"], facts["settings"]
     shape = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}"
     where = f"{env['device_name']}, torch {env['torch']}, {shape}, {facts['started'][:10]}"
