@@ -9,8 +9,9 @@
     python bench.py loss s08 s09 --lr 3e-4 6e-4      the held-out loss after the same tokens, at these rates
 
 Every other flag goes to all stages: python stages/s01_baseline.py --help lists them. The table goes to results/NAME.md,
-each step to results/NAME.jsonl as it is measured. On a CPU all processes are alive at once and take one step each in
-turn. On an accelerator they run one after the other, until each has 20 counted steps and six seconds of them.
+each step to results/NAME.jsonl as it is measured. In the ladder on a CPU all processes are alive at once and take one
+step each in turn. On an accelerator they run one after the other, until each has 20 counted steps and six seconds of
+them.
 """
 
 import argparse
@@ -31,8 +32,8 @@ sys.path.insert(0, str(ROOT / "stages"))
 from harness import flags, ladder, machine, page, readme
 from harness.flags import LEARNING_RATE, Parser, learning_rate, parse, positive, rate_text
 from harness.leader import say
-from harness.modes import COUNTED_STEPS, CPU_MEMORY, ENOUGH, MOST_COUNTED_STEPS, Bench
-from harness.records import WARMUP
+from harness.modes import CPU_MEMORY, ENOUGH, MOST_COUNTED_STEPS, Bench
+from harness.records import COUNTED_STEPS, WARMUP
 from harness.results import PEAK, PLAIN, Results
 
 from data import TokenLoader, load_tokens, refuse, whole_file
@@ -50,7 +51,8 @@ def new_parser():
     parser = Parser(usage=usage, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help="times that every process starts afresh (1)")
-    steps_help = "of each process, four of them warm-up (24 on a CPU, at most 164 on a GPU; loss: 80, 600)"
+    on_cpu, most = WARMUP + COUNTED_STEPS, WARMUP + MOST_COUNTED_STEPS
+    steps_help = f"of a process, {WARMUP} of them warm-up ({on_cpu} on a CPU, at most {most} on a GPU; loss: 80, 600)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     rates = " ".join(rate_text(rate) for rate in LOSS_RATES)
     lr_help = f"learning rate ({rate_text(LEARNING_RATE)}); several for loss ({rates})"
@@ -134,6 +136,8 @@ def fill_in_defaults(args):
     """Fill in the flags that were not given, by the mode and the device."""
     if args.mode == "loss" and args.rounds:
         refuse("loss trains each stage once for each seed: pass --seeds instead of --rounds")
+    if args.mode == "limit" and args.rounds:
+        refuse("limit tries each batch once: leave --rounds out")
     if args.mode == "loss":
         args.steps = args.steps or (80 if args.on_cpu else 600)
         args.rounds = args.seeds or (2 if args.on_cpu else 5)
@@ -170,6 +174,8 @@ def check(args):
     ):
         if value is not None and args.mode != mode:
             refuse(f"{flag} is for the mode {mode}: leave it out")
+    if args.memory_budget is not None and not args.on_cpu:
+        refuse("--memory-budget is for a CPU: a card is its own limit")
     if args.mode == "limit" and args.on_cpu and not sys.platform.startswith("linux"):
         refuse("limit needs an accelerator, or Linux, which can limit a process")
     if args.memory_budget is not None and not 0 < args.memory_budget < math.inf:
@@ -299,7 +305,8 @@ def show(path, with_readme):
     print(drawn)
     say(f"written to results/{path.stem}.md, the records to results/{path.name}")
     if results.mode == "limit":
-        return 0 if all(results.largest_batch(name) for name in results.rows) else 1
+        found = [results.largest_batch(name) and results.limit_is_found(name) for name in results.rows]
+        return 0 if all(found) else 1
     everyone = list(results.rows) + list(results.bench["controls"])
     return 0 if all(results.is_finished(name) for name in everyone) else 1
 

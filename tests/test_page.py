@@ -218,7 +218,7 @@ def test_a_page_tells_the_conditions_of_a_bench_of_several_rounds():
     names = ("s01_baseline", "s01_baseline again")
     runs = [run_lines(name, [1.0], session, environment=A100) for name in names for session in (0, 1)]
     drawn = page.page(results_of(*runs, pair_by="session", rounds=2))
-    assert "A row ended once it had 20 counted steps and 6 s of them: 2 rounds, there and back." in drawn
+    assert "a row ended early once it had 20 counted steps and 6 s of them: 2 rounds, there and back." in drawn
     assert "its ± their range." in drawn
 
 

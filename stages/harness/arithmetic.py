@@ -36,7 +36,7 @@ BYTES_ON_CUDA = {
     | {
         # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
         "scores": (4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4, 2 * (2 + 3)),
-        "residual": (10 + 8 + 6 + 6 + 12 + 12 + 6, 12 + 16 + 4),
+        "residual": (BYTES["16 bits"]["residual"][0], BYTES["16 bits"]["residual"][1] + 4),
     },
 }
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.

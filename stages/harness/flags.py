@@ -12,6 +12,7 @@ from data import VOCAB, refuse
 from model import CONTEXT, SIZES
 
 from . import ladder, machine
+from .records import COUNTED_STEPS, WARMUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LEARNING_RATE = 6e-4
@@ -110,7 +111,8 @@ def new_parser(doc):
     """Return the parser of the flags that all stages take, so that the bench can pass one set to all of them."""
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=positive, metavar="N", help="optimizer steps, the first four of them warm-up (50; 24 on a CPU)")
+    steps_help = f"optimizer steps, the first {WARMUP} of them warm-up (50; {WARMUP + COUNTED_STEPS} on a CPU)"
+    add("--steps", type=positive, metavar="N", help=steps_help)
     add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
     add("--seq-len", type=positive, default=CONTEXT, metavar="T", help="tokens in a sequence (%(default)s, the most)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
@@ -136,7 +138,7 @@ def defaults_of(device):
     """Return {flag: default} of what the device decides. An accelerator trains GPT-2, a CPU a model that it can."""
     if device.type == "cpu":
         accum = 2
-        defaults = {"size": "micro", "batch_size": 1, "steps": 24}
+        defaults = {"size": "micro", "batch_size": 1, "steps": WARMUP + COUNTED_STEPS}
     else:
         accum = 4
         batch_size = fitting_batch_size(machine.total_memory(device))
@@ -167,7 +169,8 @@ def check(args, stage):
     if args.accum % ranks:
         refuse(f"--accum {args.accum} does not divide over {ranks} ranks: pass a multiple of {ranks}")
     if stage and ranks > 1 and not stage.takes_ranks:
-        refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {ladder.NAMES[-1]}")
+        others = [other.name for other in ladder.STAGES if other.takes_ranks]
+        refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     for flag, path in (("--record", args.record), ("--save", args.save)):

@@ -40,7 +40,7 @@ STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 
 def student_t(degrees):
     """Return Student's t for a two-sided interval of 95 %, for 1 degree of freedom or more."""
     if degrees > len(STUDENT_T):
-        return STUDENT_T[-1]  # which makes the interval up to 8 % too wide
+        return STUDENT_T[-1]  # which makes the interval up to 9 % too wide
     return STUDENT_T[degrees - 1]
 
 

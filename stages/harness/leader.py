@@ -137,10 +137,7 @@ class Worker:
                     self.note_step(entry)
                     return
                 if entry["kind"] == "summary":
-                    if not self.process.stdin.closed:
-                        self.fail("ended before its last step")
-                    self.is_live = False
-                    self.has_summary = True  # whatever comes after the summary costs no row
+                    self.note_summary()
                     return
             status = self.process.wait()
             self.stderr.seek(0)
@@ -157,6 +154,13 @@ class Worker:
         if self.steps > WARMUP and "dt" in entry:
             self.counted.append(entry["dt"])
         self.memory = (entry.get("memory") or 0) * max(1, self.row.ranks)
+
+    def note_summary(self):
+        """Keep that the run has ended. One that nobody asked to end has failed. What comes later costs no row."""
+        if not self.process.stdin.closed:
+            self.fail("ended before its last step")
+        self.is_live = False
+        self.has_summary = True
 
     def has_enough(self, enough):
         """Tell whether it has taken Enough counted steps."""

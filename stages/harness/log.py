@@ -105,16 +105,20 @@ class StepLog:
     def begin_step(self):
         """Start the clock of the next step. A worker waits until the bench asks for it, and ends where it does not."""
         if not self.record.next_step_wanted():
-            self.write_summary()
-            settle()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            sys.exit()
+            self.leave()
         if self.args.profile and len(self.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
         self.synchronize()
         self.began = time.perf_counter()
+
+    def leave(self):
+        """End the process of a worker before its last step: the rest of the script does not run."""
+        self.write_summary()
+        settle()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit()
 
     def synchronize(self):
         """Wait until the device has done all that it was asked to do."""

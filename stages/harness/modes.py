@@ -13,7 +13,7 @@ from data import refuse
 from . import ladder, machine
 from .flags import rate_text
 from .leader import Enough, Row, lead, say
-from .records import WARMUP
+from .records import COUNTED_STEPS, WARMUP
 from .results import ALL_REDUCE, PEAK, PLAIN, Results
 
 PROBE = ladder.FOLDER / "harness" / "probe.py"
@@ -21,7 +21,6 @@ PROBE = ladder.FOLDER / "harness" / "probe.py"
 # glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md. `plain` is s01 without.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 
-COUNTED_STEPS = 20  # of a row, in a round
 # An accelerator's clock needs seconds to settle. Steps of all rows are planned by one number, since some set a schedule
 # by it, but a row takes no more of them once it has enough.
 MOST_COUNTED_STEPS = 160

@@ -132,7 +132,7 @@ def limit_cells(results, name):
         row["tok/sec"] = f"{last['tokens'] / last['dt']:,.0f}"
         row["memory GB"] = gigabytes(last["memory"])
     row["stopped by"] = "not finished"
-    if fails:
+    if results.limit_is_found(name):
         row["stopped by"] = escaped([f"B {fails}: {results.runs[fails, name].error}"])
     return row
 
@@ -178,15 +178,16 @@ def method(results):
             interval = "their range, since they are so few"
         return (
             f"All processes are alive at once and take one step each in turn: {results.bench['steps']} steps, of which "
-            f"four are warm-up. A ratio is the median of the ratios of these turns, its ± {interval}."
+            f"{WARMUP} are warm-up. A ratio is the median of the ratios of these turns, its ± {interval}."
         )
-    how = f"One after the other, each in a fresh process: {results.bench['steps']} steps, of which four are warm-up"
+    how = f"One after the other, each in a fresh process: {results.bench['steps']} steps, of which {WARMUP} are warm-up"
     if results.bench["enough"]:
         steps, seconds = results.bench["enough"]
-        how = f"{how}. A row ended once it had {steps} counted steps and {seconds:g} s of them"
+        how = f"{how}; a row ended early once it had {steps} counted steps and {seconds:g} s of them"
     if rounds == 1:
         return f"{how}. With one round a ratio has no ±."
-    return f"{how}: {rounds} rounds, there and back. A ratio is the median over the rounds, its ± their range."
+    spread = "their range" if rounds < 6 else "the 95 % interval of that median"
+    return f"{how}: {rounds} rounds, there and back. A ratio is the median over the rounds, its ± {spread}."
 
 
 def noise_line(results):

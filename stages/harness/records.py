@@ -64,6 +64,7 @@ from data import refuse
 from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 
 
 class Record:

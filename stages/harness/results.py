@@ -60,9 +60,14 @@ class Results:
         return None
 
     def error(self, name):
-        """Return why the last run of a row failed, or None."""
+        """Return why a run of a row failed, or None. In turn on a CPU a later session makes up for it."""
         runs = self.runs_of(name)
-        return runs[-1].error if runs else None
+        if self.pair_by == "step":
+            runs = runs[-1:]
+        for run in runs:
+            if run.error:
+                return run.error
+        return None
 
     def counted_steps(self, name):
         """Return every step of a row after the warm-up, of all its runs."""
@@ -319,6 +324,11 @@ class Results:
         """Return the largest batch size of a stage that fitted in the mode `limit`, or None."""
         fitted = [batch for batch, name in self.runs if name == stage and self.has_ended(batch, stage)]
         return max(fitted, default=None)
+
+    def limit_is_found(self, stage):
+        """Tell whether the mode `limit` knows a batch size that fits, and that the next one does not."""
+        fits, fails = self.largest_batch(stage), self.smallest_batch_that_failed(stage)
+        return fails is not None and fails == (fits or 0) + 1
 
     def smallest_batch_that_failed(self, stage):
         """Return the smallest batch size of a stage that did not fit in the mode `limit`, or None."""
