@@ -180,7 +180,7 @@ def start_nothing(running):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("s13", "s13 is no stage"),
+        ("s99", "s99 is no stage"),
         ("s02 amp", "amp is no stage"),
         ("gone.py", "gone.py is no stage"),
         ("--no-such-flag", "--no-such-flag"),

@@ -167,7 +167,7 @@ def test_a_stage_is_found_by_what_a_reader_may_call_it(word):
     assert ladder.stage_of(word).name == "s05_flash"
 
 
-@pytest.mark.parametrize("word", ["s5", "5", "s13", "flash", "mine.py", ""])
+@pytest.mark.parametrize("word", ["s5", "5", "s99", "flash", "mine.py", ""])
 def test_any_other_word_is_no_stage(word):
     assert ladder.stage_of(word) is None
 
