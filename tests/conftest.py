@@ -122,6 +122,16 @@ def names_bound_by(statement):
     return bound
 
 
+def error_of(capsys, function, *arguments):
+    """The line with which this call must end the program."""
+    with pytest.raises(SystemExit) as ended:
+        function(*arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("error: ")
+    return line
+
+
 def python(*words, folder=ROOT, stdin="", **env):
     """The Ended of a process `python WORDS` of its own, in a folder; env: variables beside those of this process."""
     command = [sys.executable, *(str(word) for word in words)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT
+from conftest import ROOT, error_of
 
 import data
 from data import VOCAB, Corpus, TokenLoader, load_tokens, whole_file
@@ -49,16 +49,6 @@ def merges(monkeypatch):
 def ring(length):
     """A corpus of the tokens 0, 1, 2, ...: each is its own position."""
     return Corpus("ring", "gpt2", np.arange(length, dtype=np.uint16))
-
-
-def error_of(capsys, function, *arguments):
-    """The line with which this call must end the program."""
-    with pytest.raises(SystemExit) as ended:
-        function(*arguments)
-    [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert line.startswith("error: ")
-    return line
 
 
 # Batches

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -74,16 +75,12 @@ def test_each_process_of_torchrun_takes_its_own_card_unless_one_is_named(cuda, m
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:2", "meta", "mps"])
 def test_a_device_that_is_not_here_is_refused(cuda, monkeypatch, capsys, name):
     monkeypatch.setattr(torch.mps, "device_count", lambda: 0)
-    with pytest.raises(SystemExit):
-        machine.find_device(name)
-    assert name in capsys.readouterr().err
+    assert name in error_of(capsys, machine.find_device, name)
 
 
 def test_more_processes_of_torchrun_than_cards_are_refused(cuda, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(SystemExit):
-        machine.find_device("cuda")
-    assert "torch finds 2 devices of that type" in capsys.readouterr().err
+    assert "torch finds 2 devices of that type" in error_of(capsys, machine.find_device, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -98,9 +95,8 @@ def test_what_a_card_multiplies_natively_is_decided_by_its_own_generation(cuda, 
 
 def test_one_card_for_all_ranks_is_refused(cuda, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        machine.find_device("cuda:0")
-    assert capsys.readouterr().err == "error: --device cuda:0 gives all ranks one device: pass --device cuda\n"
+    line = error_of(capsys, machine.find_device, "cuda:0")
+    assert line == "error: --device cuda:0 gives all ranks one device: pass --device cuda"
 
 
 @pytest.mark.parametrize("has_units, dtype", [(False, torch.float32), (True, torch.bfloat16)])

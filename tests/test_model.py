@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import definitions
+from conftest import definitions, error_of
 from torch.nn import functional as F
 
 from data import VOCAB
@@ -51,16 +51,6 @@ def small(attention=SDPA):
 @pytest.fixture(params=["s01", "s05"])
 def model(request):
     return small(attention_of(request.param))
-
-
-def error_of(capsys, function, *arguments):
-    """The line with which this call must end the program."""
-    with pytest.raises(SystemExit) as ended:
-        function(*arguments)
-    [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert line.startswith("error: ")
-    return line
 
 
 # Against Hugging Face

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import error_of
 from fixtures.records import A100, GPT2, failure, peak, probe_lines, results_of, run_lines, summary
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -234,20 +235,11 @@ def test_a_page_says_why_nothing_is_called_faster():
     assert "- Noise: unknown, since s01_baseline again failed: boom." in page.page(results_of(*runs, failed))
 
 
-def assert_refused(capsys, words, function, *arguments):
-    """See that a call exits with one line and status 2."""
-    with pytest.raises(SystemExit) as end:
-        function(*arguments)
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
 def test_readme_shows_a_ladder_with_a_step_and_no_other_mode(capsys):
     losses = results_of_losses({"s06_vocab": S06})
-    assert_refused(capsys, "x is of loss: leave --readme out", readme.readme_part, losses, "x")
+    assert "x is of loss: leave --readme out" in error_of(capsys, readme.readme_part, losses, "x")
     nothing = results_of(rows=["s01_baseline"])
-    assert_refused(capsys, "x has no step of a stage yet", readme.readme_part, nothing, "x")
+    assert "x has no step of a stage yet" in error_of(capsys, readme.readme_part, nothing, "x")
 
 
 def test_a_part_takes_the_place_of_the_one_between_readmes_markers():
@@ -257,4 +249,4 @@ def test_a_part_takes_the_place_of_the_one_between_readmes_markers():
 
 @pytest.mark.parametrize("text", ["none", readme.BEGIN, readme.END, f"{readme.END} {readme.BEGIN}"])
 def test_a_readme_without_its_markers_is_refused(text, capsys):
-    assert_refused(capsys, "README.md must hold", readme.with_part, text, "new")
+    assert "README.md must hold" in error_of(capsys, readme.with_part, text, "new")

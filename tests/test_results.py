@@ -10,6 +10,7 @@ import random
 import statistics
 
 import pytest
+from conftest import error_of
 from fixtures.records import (
     GPT2,
     bench_line,
@@ -76,10 +77,7 @@ def test_a_last_line_that_a_kill_cut_off_is_left_out():
 def assert_refused(path, text, message, capsys):
     """See that a record exits with one line and status 2."""
     path.write_text(text)
-    with pytest.raises(SystemExit) as end:
-        Results(path)
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_of(capsys, Results, path)
     assert line.startswith(f"error: {path}")
     assert message in line
 
