@@ -9,7 +9,7 @@ runtime := .venv/runtime
 dev := .venv/dev
 endif
 
-.PHONY: help setup bench amp limit scale loss test diff clean
+.PHONY: help setup bench amp limit scale test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
@@ -17,7 +17,6 @@ help:
 	@echo 'make amp           float32, float16 and bfloat16 side by side'
 	@echo 'make limit         the largest batch that fits'
 	@echo 'make scale         s12 on one process, two, ...'
-	@echo 'make loss          held-out loss of s06 to s08 after the same tokens, at three learning rates'
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes'
 	@echo 'make clean         remove .venv and caches, keep results'
@@ -38,17 +37,22 @@ setup: $(runtime)
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
 
-amp limit scale loss: $(runtime)
+amp limit scale: $(runtime)
 	@$(PY) bench.py $@ $(ARGS)
 
 test: $(dev)
 	@$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-# git colors it where the terminal can, and -w leaves out lines that only moved to the right
+# The docstrings are left out. git colors the rest where the terminal can, and -w leaves out lines that only moved to the
+# right. N=05 is N=5.
 diff:
-	$(if $(N),,$(error pass N=2 or a later stage, as in make diff N=5))
-	@old=$$(printf 's%02d' $$(($(N) - 1))); new=$$(printf 's%02d' $(N)); \
-	git --no-pager diff --no-index -w stages/$${old}_*.py stages/$${new}_*.py || true
+	@new=$$(ls stages/s$$(printf '%02d' '$(N:0%=%)' 2>/dev/null)_*.py 2>/dev/null); \
+	old=$$(ls stages/s$$(printf '%02d' $$(( $(or $(N:0%=%),0) - 1 )))_*.py 2>/dev/null); \
+	if [ ! -f "$$old" ] || [ ! -f "$$new" ]; then echo 'error: pass the number of a stage from 2 on, as in make diff N=5' >&2; exit 2; fi; \
+	folder=$$(mktemp -d); \
+	for stage in "$$old" "$$new"; do sed '1,/^"""$$/d' "$$stage" > "$$folder/$$(basename $$stage)"; done; \
+	cd "$$folder" && git --no-pager diff --no-index -w $$(basename $$old) $$(basename $$new); \
+	rm -r "$$folder"
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

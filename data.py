@@ -7,6 +7,7 @@ tokens are the bytes of Python's own documentation, and a line says so.
 import contextlib
 import hashlib
 import http.client
+import io
 import os
 import sys
 import urllib.request
@@ -19,6 +20,7 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
 def refuse(message):
@@ -56,13 +58,18 @@ def load_tokens(source=None, split="train"):
     """Return the Corpus of a text.
 
     source: None for Tiny Shakespeare; or the path of a .txt in UTF-8, or of a .bin of GPT-2's ids as uint16, which
-    stays on disk. split: "train" for the first nine tenths, "val" for the last, on which no stage trains, or "all".
-    Exits with one line for a file that is missing, empty, not UTF-8, or has ids past the vocabulary.
+    stays on disk. split: "train" for the first nine tenths, "val" for the last, on which no stage trains (its first
+    million tokens, where it is longer), or "all". Exits with one line for a file that is missing, empty or not UTF-8.
     """
     corpus = default_corpus() if source is None else corpus_of_file(Path(source))
     cut = len(corpus.ids) * 9 // 10
-    parts = {"train": corpus.ids[:cut], "val": corpus.ids[cut:], "all": corpus.ids}
-    return Corpus(corpus.name, corpus.tokenizer, parts[split])
+    if split == "train":
+        ids = corpus.ids[:cut]
+    elif split == "val":
+        ids = corpus.ids[cut : cut + HELD_OUT_AT_MOST]
+    else:
+        ids = corpus.ids
+    return Corpus(corpus.name, corpus.tokenizer, ids)
 
 
 def default_corpus():
@@ -120,8 +127,6 @@ def corpus_of_file(path):
             ids, tokenizer = encode(text)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a .bin that is empty or of an odd length
         refuse(f"--data {path}: {error}; {remedy}")
-    if ids.max() >= VOCAB:
-        refuse(f"--data {path}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}; {remedy}")
     return Corpus(path.name, tokenizer, ids)
 
 
@@ -130,14 +135,18 @@ def encode(text):
 
     GPT-2's tokens are kept in the cache under the hash of the text.
     """
-    path = cache_dir() / f"{hashlib.sha256(text).hexdigest()}.gpt2.bin"
-    if path.exists():
-        return np.memmap(path, dtype=np.uint16, mode="r"), "gpt2"
+    path = cache_dir() / f"{hashlib.sha256(text).hexdigest()}.gpt2.npy"
+    try:
+        return np.load(path, mmap_mode="r"), "gpt2"
+    except Exception:
+        pass  # it is not there, or damaged, for which numpy raises what the bytes happen to mean
     encoding = gpt2_encoding()
     if encoding is None:
         return bytes_as_ids(text), "bytes"
     ids = np.array(encoding.encode_ordinary(text.decode()), dtype=np.uint16)
-    keep_in_cache(path, ids.tobytes())
+    file = io.BytesIO()
+    np.save(file, ids)
+    keep_in_cache(path, file.getvalue())
     return ids, "gpt2"
 
 
@@ -149,11 +158,19 @@ def gpt2_encoding():
         refuse("tiktoken is not installed: run make setup, or pip install tiktoken")
     if is_offline():
         return None
+    # tiktoken waits as long as a silent proxy does, and says nothing
+    print("loading GPT-2's vocabulary, or downloading it: LADDER_OFFLINE=1 goes without", file=sys.stderr)
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:
         say_offline(error, "each byte of the text is a token instead")
         return None
+
+
+def check_ids(ids, name):
+    """Exit with one line where an id of the text of this name is past the vocabulary."""
+    if ids.max() >= VOCAB:
+        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
 
 
 def bytes_as_ids(text):
@@ -208,10 +225,12 @@ class TokenLoader:
     def next_batch(self):
         """Return x and y, int64 tensors (batch_size, seq_len), where y holds the token after each one of x.
 
-        They lie in pinned memory where CUDA is in use, so that the copy to the GPU need not wait for the CPU.
+        They lie in pinned memory where CUDA is in use, so that the copy to the GPU need not wait for the CPU. Exits
+        with one line for an id past the vocabulary.
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
+        check_ids(ids, self.corpus.name)  # here, since a look through the whole file would read it into memory
         ids = torch.from_numpy(ids.astype(np.int64))
         self.position += self.world_size * self.tokens_per_batch
         # not is_available(): pinning opens a CUDA context, for which a CPU run has no use

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data import VOCAB, refuse, whole_file
+from data import VOCAB, check_ids, refuse, whole_file
 
 CONTEXT = 1024  # positions GPT-2 was trained with
 SIZES = {
@@ -161,7 +161,7 @@ class GPT(nn.Module):
             refuse(f"OpenAI's weights of {name} are read by transformers: pip install transformers")
         try:
             theirs = GPT2LMHeadModel.from_pretrained(name)
-        except OSError as error:
+        except Exception as error:  # a damaged folder raises whatever its reader does
             refuse(f"{name} can't be loaded: {one_line(error)}")
         c = theirs.config
         model = cls(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd), attention)
@@ -190,7 +190,9 @@ def evaluate(model, ids):
     targets = len(ids) - 1
     total = 0.0
     for start in range(0, targets, T):
-        window = torch.from_numpy(ids[start : start + T + 1].astype(np.int64)).to(device)
+        window = ids[start : start + T + 1].astype(np.int64)
+        check_ids(window, "the held-out text")
+        window = torch.from_numpy(window).to(device)
         x, y = window[None, :-1], window[None, 1:]
         total += model(x, y).item() * y.numel()
     return total / targets
@@ -206,7 +208,7 @@ def save(model, tokenizer, path):
         with whole_file(path) as unfinished:
             torch.save(checkpoint, unfinished)
     except (OSError, RuntimeError) as error:  # torch raises the second where the disk is full
-        refuse(f"--save {path} can't be written: {one_line(error)}")
+        refuse(f"--save {path} can't be written, is the disk full? {one_line(error)}")
 
 
 def load(path, attention):
@@ -216,16 +218,13 @@ def load(path, attention):
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        refuse(f"{path}: {error.strerror}; pass a file that --save wrote")
-    except Exception:  # of another kind of file torch reads what its bytes happen to mean, and raises anything
-        refuse(f"{path} holds no weights: pass a file that --save wrote")
-    try:
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"it holds a {type(checkpoint).__name__}")
         model = GPT(GPTConfig(**checkpoint["config"]), attention)
         model.load_state_dict(checkpoint["weights"])
         tokenizer = checkpoint["tokenizer"]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        refuse(f"{path} holds no GPT that --save wrote: {one_line(error)}")
+    except Exception as error:  # of another kind of file torch reads what its bytes happen to mean, and raises anything
+        refuse(f"{path} is no file that --save wrote: {one_line(error)}")
     for name, p in model.named_parameters():
         if not p.isfinite().all():
             refuse(f"{path}: {name} holds values that are not finite: train it again")

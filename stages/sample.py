@@ -6,25 +6,24 @@ python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (
 """
 
 from harness import machine  # first: it makes data and model importable from here
-from harness.flags import Parser, positive
+from harness.flags import Parser, positive, seed
 
-import argparse
 import math
 
 import torch
 from torch.nn import functional as F
 
 from data import VOCAB, gpt2_encoding, load_tokens, refuse
-from model import GPT, SIZES, evaluate, load
+from model import GPT, evaluate, load
 
-PUBLISHED = [name for name in SIZES if name.startswith("gpt2")]  # by OpenAI
+PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+parser = Parser(__doc__)
 add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"a file that --save wrote, or one of {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", default="\n", help="what to continue (a new line)")
@@ -32,7 +31,7 @@ add("--eval", action="store_true", help="print the loss on the corpus's last ten
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
-add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
+add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 add("--data", metavar="FILE", help="for --eval: the .txt or .bin that was trained on (Tiny Shakespeare)")
 args = parser.parse_args()
@@ -51,7 +50,10 @@ torch.manual_seed(args.seed)
 if args.eval:
     corpus = load_tokens(args.data, split="val")
     if corpus.tokenizer != tokenizer:
-        refuse(f"the model reads tokens of {tokenizer}, and this text is in {corpus.tokenizer}: pass another --data")
+        remedy = "go online, without LADDER_OFFLINE, or pass a .bin of GPT-2's ids"
+        if tokenizer == "bytes":
+            remedy = "set LADDER_OFFLINE=1, and pass a .txt"
+        refuse(f"the model reads tokens of {tokenizer}, and this text is in {corpus.tokenizer}: {remedy}")
     loss = evaluate(model, corpus.ids)
     print(f"{corpus.name}, last tenth, {len(corpus.ids):,} tokens of {tokenizer}")
     print(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")

@@ -6,39 +6,61 @@ the bench's probe. stages/arithmetic.md derives each count.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# The bytes that a micro-batch reads and writes for each number of a large tensor, without its matmuls: one operation
-# after the other, as PyTorch runs them, and fused by a compiler. The row "16 bits" is that of autocast, which keeps the
-# loss and the residual stream in float32. The forward comes first in each sum, then the backward.
+from data import VOCAB
+from model import SIZES
+
+PADDED_VOCAB = 50304  # the rows of s06's logits, of which those past VOCAB are padding
+
+
+class Bytes(NamedTuple):
+    """What a micro-batch reads and writes for each number of a large tensor, without its matmuls.
+
+    one_by_one: one operation after the other, as PyTorch runs them. fused: by a compiler.
+    """
+
+    one_by_one: int
+    fused: int
+
+
+# The row "16 bits" is that of autocast, which keeps the loss and the residual stream in float32. In each sum stands the
+# forward first, then the backward.
 BYTES = {
     "float32": {
-        "scores": (4 * (2 + 4 + 2 + 3 + 4 + 2), 4 * (2 + 3)),  # divide, mask, softmax; softmax, mask, divide
-        "logits": (4 * (2 + 1 + 3), 4 * (1 + 2)),  # log_softmax; nll_loss, log_softmax
-        "residual": (4 * (3 + 2 + 3 + 3), 4 * (4 + 5)),  # add, LayerNorm; LayerNorm, add
-        "gelu": (4 * (2 + 3), 4 * (2 + 3)),  # nothing stands beside it to be fused with
-        "projections": (4 * (8 + 6 + 6 + 9), 4 * (6 + 9)),  # copies; copies, three gradients in one, bias gradients
-        "casts": (0, 0),
+        # divide, mask, softmax; softmax, mask, divide
+        "scores": Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 4 + 2), fused=4 * (2 + 3)),
+        # log_softmax; nll_loss, log_softmax
+        "logits": Bytes(one_by_one=4 * (2 + 1 + 3), fused=4 * (1 + 2)),
+        # add, LayerNorm; LayerNorm, add
+        "residual": Bytes(one_by_one=4 * (3 + 2 + 3 + 3), fused=4 * (4 + 5)),
+        # nothing stands beside it to be fused with
+        "gelu": Bytes(one_by_one=4 * (2 + 3), fused=4 * (2 + 3)),
+        # copies; copies, three gradients in one, bias gradients
+        "projections": Bytes(one_by_one=4 * (8 + 6 + 6 + 9), fused=4 * (6 + 9)),
+        "casts": Bytes(one_by_one=0, fused=0),
     },
     "16 bits": {
-        "scores": (2 * (2 + 4 + 2 + 3 + 4 + 2), 2 * (2 + 3)),
-        "logits": (6 + 8 + 4 + 12 + 6, 2 + 4),  # cast, log_softmax; nll_loss, log_softmax, cast
-        "residual": (10 + 8 + 6 + 6 + 12 + 12 + 6, 12 + 16),  # add, LayerNorm, cast; cast, LayerNorm, add, cast
-        "gelu": (2 * (2 + 3), 2 * (2 + 3)),
-        "projections": (2 * (8 + 6 + 6 + 9), 2 * (6 + 9)),
-        "casts": (6 + 6, 6 + 6),  # of each weight to 16 bits, and of its gradient back
+        "scores": Bytes(one_by_one=2 * (2 + 4 + 2 + 3 + 4 + 2), fused=2 * (2 + 3)),
+        # cast, log_softmax; nll_loss, log_softmax, cast
+        "logits": Bytes(one_by_one=6 + 8 + 4 + 12 + 6, fused=2 + 4),
+        # add, LayerNorm, cast; cast, LayerNorm, add, cast
+        "residual": Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16),
+        "gelu": Bytes(one_by_one=2 * (2 + 3), fused=2 * (2 + 3)),
+        "projections": Bytes(one_by_one=2 * (8 + 6 + 6 + 9), fused=2 * (6 + 9)),
+        # of each weight to 16 bits, and of its gradient back
+        "casts": Bytes(one_by_one=6 + 6, fused=6 + 6),
     },
 }
 # On CUDA the backward of a softmax first multiplies the gradient by the output, three passes more. autocast computes it
 # in float32. A compiler leaves the cast of LayerNorm's gradient to 16 bits as a kernel of its own.
-BYTES_ON_CUDA = {
-    "float32": BYTES["float32"] | {"scores": (4 * (2 + 4 + 2 + 3 + 3 + 4 + 2), 4 * (2 + 3))},
-    "16 bits": BYTES["16 bits"]
-    | {
-        # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
-        "scores": (4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4, 2 * (2 + 3)),
-        "residual": (BYTES["16 bits"]["residual"][0], BYTES["16 bits"]["residual"][1] + 4),
-    },
-}
+BYTES_ON_CUDA = {precision: dict(table) for precision, table in BYTES.items()}
+BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 3 + 4 + 2), fused=4 * (2 + 3))
+# divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
+SCORES_UNDER_AUTOCAST = 4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4
+BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=SCORES_UNDER_AUTOCAST, fused=2 * (2 + 3))
+BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16 + 4)
+
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.
 PASSES_OF_MATMULS_OVER_SCORES = 6
 
@@ -61,15 +83,14 @@ FLASH_ATTENTION_FLOPS = 7
 class Work:
     """What one micro-batch of one process has to do, forward, backward and its share of the update.
 
-    The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd and vocab_size. batch_size, seq_len: B
-    and T of the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast,
+    The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size, and T as block_size.
+    batch_size: B of the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast,
     "float32" where it is off. update: numbers that an update moves for each parameter. accum: micro-batches for each
     update.
     """
 
     shape: dict
     batch_size: int
-    seq_len: int
     matmul_dtype: str = "float32"
     amp_dtype: str = "float32"
     on_cuda: bool = False
@@ -77,6 +98,16 @@ class Work:
     flash: bool = False
     update: int = ADAMW
     accum: int = 1
+
+    @property
+    def seq_len(self):
+        """T, the tokens of a sequence."""
+        return self.shape["block_size"]
+
+    @property
+    def tokens(self):
+        """The tokens of the micro-batch."""
+        return self.batch_size * self.seq_len
 
 
 @dataclass(frozen=True)
@@ -87,15 +118,40 @@ class Rates:
     copy: float
 
 
-def flops_per_token(shape, seq_len):
+def shape_of(model):
+    """Return the shape of a GPT by its config, or None for a model without such a config.
+
+    It is a dict with vocab_size, block_size, n_layer, n_head and n_embd. A vocabulary of 50304 counts as GPT-2's, which
+    s06 pads to that.
+    """
+    config = getattr(model, "config", None)
+    shape = {}
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        if not hasattr(config, name):
+            return None
+        shape[name] = getattr(config, name)
+    if shape["vocab_size"] == PADDED_VOCAB:
+        shape["vocab_size"] = VOCAB
+    return shape
+
+
+def shape_name(shape):
+    """Return "gpt2" for the shape of that size, and the numbers of layers, heads and channels for any other."""
+    for name, size in SIZES.items():
+        if size.items() <= shape.items():
+            return name
+    return f"{shape['n_layer']} layers of {shape['n_head']} heads, {shape['n_embd']} wide"
+
+
+def flops_per_token(shape):
     """Return the FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
 
-    shape: a dict with n_layer (L), n_embd (C) and vocab_size (V, unpadded: GPT-2 asks for no work on padding).
-    seq_len: T. Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted
-    in full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
+    shape: a dict with n_layer (L), n_embd (C), block_size (T) and vocab_size (V, unpadded: GPT-2 asks for no work on
+    padding). Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted in
+    full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
     """
-    L, C = shape["n_layer"], shape["n_embd"]
-    return weight_flops_per_token(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * seq_len
+    L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
+    return weight_flops_per_token(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
 
 
 def weight_flops_per_token(shape):
@@ -109,28 +165,25 @@ def matmul_weights(shape):
     return 12 * L * C**2 + V * C
 
 
-def weight_bytes(shape, seq_len):
-    """Return the bytes of a GPT's weights in float32, or of its gradient, without biases and LayerNorms (0.1 %).
-
-    seq_len: how many positions it has. A stage's model has one for each token of a sequence.
-    """
-    return 4 * (matmul_weights(shape) + seq_len * shape["n_embd"])
+def weight_bytes(shape):
+    """Return the bytes of a GPT's weights in float32, or of its gradient, without biases and LayerNorms (0.1 %)."""
+    return 4 * (matmul_weights(shape) + shape["block_size"] * shape["n_embd"])
 
 
 def bytes_of(tensor, work):
     """Return the bytes that a micro-batch moves for each number of a tensor, one of those in BYTES."""
     table = BYTES_ON_CUDA if work.on_cuda else BYTES
     precision = "float32" if work.amp_dtype == "float32" else "16 bits"
-    one_by_one, fused = table[precision][tensor]
+    moved = table[precision][tensor]
     if tensor == "projections" and work.flash:  # the kernel takes q, k and v as they lie: no copies, compiled or not
-        return fused
-    return fused if work.compiled else one_by_one
+        return moved.fused
+    return moved.fused if work.compiled else moved.one_by_one
 
 
 def numbers_in(tensor, work):
     """Return how many numbers a micro-batch has in a tensor, one of those in BYTES, over all layers."""
     L, H, C, V = (work.shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size"))
-    tokens = work.batch_size * work.seq_len
+    tokens = work.tokens
     if tensor == "scores":
         return L * H * tokens * work.seq_len
     if tensor == "logits":
@@ -170,7 +223,7 @@ def attention_seconds(work, rates):
 def update_bytes(work):
     """Return the bytes that a micro-batch's share of the update moves: AdamW, clipping, DDP's buckets and the like."""
     added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
-    return weight_bytes(work.shape, work.seq_len) * (work.update + added) / work.accum
+    return weight_bytes(work.shape) * (work.update + added) / work.accum
 
 
 def seconds_of_parts(work, rates):
@@ -179,7 +232,7 @@ def seconds_of_parts(work, rates):
     The parts are those in which --profile shows where the time went. "matmuls" are those with weights. "attention" is
     the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that explicit attention does.
     """
-    flops = work.batch_size * work.seq_len * weight_flops_per_token(work.shape)
+    flops = work.tokens * weight_flops_per_token(work.shape)
     pointwise = sum(bytes_moved(tensor, work) for tensor in ("residual", "gelu", "projections", "casts"))
     softmax_and_mask = 0 if work.flash else bytes_moved("scores", work)
     return {
@@ -192,6 +245,11 @@ def seconds_of_parts(work, rates):
     }
 
 
-def seconds(work, rates):
-    """Return the seconds that all parts of a micro-batch take."""
-    return sum(seconds_of_parts(work, rates).values())
+def seconds_per_token(work, rates):
+    """Return the seconds per token that all parts of a micro-batch take, or None where a rate is not known.
+
+    A prediction is the ratio of two of these sums.
+    """
+    if work.matmul_dtype not in rates.matmul:
+        return None
+    return sum(seconds_of_parts(work, rates).values()) / work.tokens

@@ -3,26 +3,30 @@
 import argparse
 import math
 import os
+import stat
 import sys
 from pathlib import Path
 
 import torch
 
-from data import VOCAB, refuse
+from data import refuse
 from model import CONTEXT, SIZES
 
 from . import ladder, machine
-from .records import COUNTED_STEPS, WARMUP
+from .record import COUNTED_STEPS, WARMUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LEARNING_RATE = 6e-4
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with one line for a wrong flag, and no usage before it."""
 
+    def __init__(self, doc, usage=None):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, usage=usage, formatter_class=formatter, allow_abbrev=False)
+
     def error(self, message):
-        refuse(message)
+        refuse(f"{message}; --help lists the flags")
 
 
 def positive(text):
@@ -32,21 +36,19 @@ def positive(text):
     return int(text)
 
 
+def seed(text):
+    """Return the seed that a flag takes, which torch keeps in 63 bits. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
 def learning_rate(text):
-    """Return the finite number above 0 that --lr takes. Raises argparse.ArgumentTypeError."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not math.isfinite(rate) or rate <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as {LEARNING_RATE}")
+    """Return the finite number above 0 that --lr takes. Raises ValueError, which argparse tells in one line."""
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise ValueError
     return rate
-
-
-def rate_text(rate):
-    """Return a learning rate as names and tables show it, such as 6e-4 or 1.2e-3."""
-    digits, exponent = f"{rate:e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def parse_args(doc):
@@ -55,28 +57,33 @@ def parse_args(doc):
     doc: the stage's docstring, whose first line is its title. device is a torch.device, amp_dtype a torch.dtype. Exits
     with one line and status 2 for a wrong flag.
     """
-    script = Path(sys.argv[0])
+    script = Path(sys.argv[0]).resolve()
     args = parse(doc, sys.argv[1:], ladder.find(script.stem))
     args.script = script
     args.title = (doc or script.stem).strip().splitlines()[0]  # python -OO has no docstrings
+    args.has_log = False
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     if args.worker:
         args.record_to = take_stdout()
     if machine.is_rank_0():
-        text = script.read_text(encoding="utf-8")
-        for name, reason in args.fallbacks.items():
-            if f"args.{name}" in text:  # this stage uses the flag
-                print(f"{name}: {reason}", file=sys.stderr)
+        for flag, reason in args.fallbacks.items():
+            if ladder.heeds(script.stem, flag):
+                print(f"{flag}: {reason}", file=sys.stderr)
         if machine.world_size() > 1:
             print(f"waiting for all {machine.world_size()} ranks", file=sys.stderr)
     return args
 
 
 def take_stdout():
-    """Return the process's stdout as a file for its record, and let what the script prints go to stderr."""
+    """Return the process's stdout as a file for its record, and let what the script prints go to stderr.
+
+    The file begins with a line feed, since the script may have printed half a line before.
+    """
     record_to = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if machine.is_rank_0():
+        print(file=record_to, flush=True)
     return record_to
 
 
@@ -84,32 +91,19 @@ def parse(doc, argv, stage=None):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
     doc: what --help begins with. stage: the ladder.Stage that runs, or None for the bench and for a script of the
-    reader's own. The namespace gains `shape`, the model's as a dict, and `fallbacks`, {flag: why this machine can't do
-    what its default would be}. Exits with one line and status 2 for a wrong flag.
+    reader's own. The namespace gains `fallbacks`, {flag: why this machine can't do what its default would be}. Exits
+    with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
-    given = {name for name, value in vars(args).items() if value is not None}
     args.device = machine.find_device(args.device)
-    native = machine.native_amp_dtype(args.device)
-    problem = machine.compile_problem(args.device)
-    defaults = defaults_of(args.device) | {"compile": problem is None}
-    for name, value in defaults.items():
-        if name not in given:
-            setattr(args, name, value)
-    args.amp_dtype = DTYPES[args.amp_dtype] if "amp_dtype" in given else native
-    args.shape = {"vocab_size": VOCAB, **SIZES[args.size]}
-    args.fallbacks = {}
-    if "amp_dtype" not in given and native == torch.float32:
-        args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
-    if "compile" not in given and problem:
-        args.fallbacks["compile"] = f"left out, {problem}"
+    fill_in_defaults(args)
     check(args, stage)
     return args
 
 
 def new_parser(doc):
     """Return the parser of the flags that all stages take, so that the bench can pass one set to all of them."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(doc)
     add = parser.add_argument
     steps_help = f"optimizer steps, the first {WARMUP} of them warm-up (50; {WARMUP + COUNTED_STEPS} on a CPU)"
     add("--steps", type=positive, metavar="N", help=steps_help)
@@ -117,9 +111,9 @@ def new_parser(doc):
     add("--seq-len", type=positive, default=CONTEXT, metavar="T", help="tokens in a sequence (%(default)s, the most)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
-    add("--lr", type=learning_rate, default=LEARNING_RATE, metavar="RATE", help=rate_help)
+    add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
     add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
@@ -130,21 +124,35 @@ def new_parser(doc):
     add("--profile", action="store_true", help=profile_help)
     add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="FILE", help="write the weights there at the end")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)  # what the bench starts: see log.Record
+    add("--worker", action="store_true", help=argparse.SUPPRESS)  # what the bench starts: see record.Record
     return parser
 
 
-def defaults_of(device):
-    """Return {flag: default} of what the device decides. An accelerator trains GPT-2, a CPU a model that it can."""
-    if device.type == "cpu":
-        accum = 2
-        defaults = {"size": "micro", "batch_size": 1, "steps": WARMUP + COUNTED_STEPS}
+def fill_in_defaults(args):
+    """Fill in the flags that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
+    on_cpu = args.device.type == "cpu"
+    args.fallbacks = {}
+    if args.size is None:
+        args.size = "micro" if on_cpu else "gpt2"
+    if args.batch_size is None:
+        args.batch_size = 1 if on_cpu else fitting_batch_size(machine.total_memory(args.device))
+    if args.steps is None:
+        args.steps = WARMUP + COUNTED_STEPS if on_cpu else 50
+    if args.accum is None:
+        ranks = machine.world_size()
+        micro_batches = 2 if on_cpu else 4
+        args.accum = ranks * max(1, micro_batches // ranks)
+    if args.amp_dtype is not None:
+        args.amp_dtype = DTYPES[args.amp_dtype]
     else:
-        accum = 4
-        batch_size = fitting_batch_size(machine.total_memory(device))
-        defaults = {"size": "gpt2", "batch_size": batch_size, "steps": 50}
-    ranks = machine.world_size()
-    return defaults | {"accum": ranks * max(1, accum // ranks)}
+        args.amp_dtype = machine.native_amp_dtype(args.device)
+        if args.amp_dtype == torch.float32:
+            args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
+    if args.compile is None:
+        problem = machine.compile_problem(args.device)
+        args.compile = problem is None
+        if problem:
+            args.fallbacks["compile"] = f"left out, {problem}"
 
 
 def fitting_batch_size(total_memory):
@@ -162,8 +170,6 @@ def fitting_batch_size(total_memory):
 def check(args, stage):
     """Exit with one line where the flags do not fit one another, this device or this stage."""
     ranks = machine.world_size()
-    if not 0 <= args.seed < 2**63:
-        refuse(f"--seed {args.seed}: pass a number from 0 to 2**63 - 1")
     if args.seq_len > CONTEXT:
         refuse(f"--seq-len {args.seq_len} is beyond GPT-2's context: pass {CONTEXT} or less")
     if args.accum % ranks:
@@ -174,9 +180,16 @@ def check(args, stage):
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     for flag, path in (("--record", args.record), ("--save", args.save)):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            refuse(f"{flag} {path}: there is no such folder; make it, or name a file elsewhere")
+        if path is not None:
+            check_can_be_written(flag, Path(path))
     if args.record is not None and Path(args.record).exists():
         refuse(f"--record {args.record} is there already: name a new file")
-    if args.save is not None and Path(args.save).is_dir():
-        refuse(f"--save {args.save} is a folder: name a file")
+
+
+def check_can_be_written(flag, path):
+    """Exit with one line, before the training, where a file can't be written at its end."""
+    folder = path.resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        refuse(f"{flag} {path}: {folder} is no folder that you may write to; make it, or name a file elsewhere")
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        refuse(f"{flag} {path} is there and no file: name a file")

@@ -20,6 +20,8 @@ from data import refuse
 
 # how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
+# how Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error
+OUT_OF_MEMORY = r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
 
 
 def is_rank_0():
@@ -32,13 +34,20 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def dtype_name(dtype):
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def find_device(name=None):
     """Return the torch.device of this name, or the best one there is. Exits with one line where it is not there.
 
     Under torchrun each rank takes a card of its own where the name has no number.
     """
     if name is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None or device.type not in ("cuda", "mps"):  # of others the harness knows nothing
+            device = torch.device("cpu")
     else:
         try:
             device = torch.device(name)
@@ -49,7 +58,7 @@ def find_device(name=None):
     if device.index is not None and world_size() > 1:
         refuse(f"--device {name} gives all ranks one device: pass --device {device.type}")
     count = 0
-    if device.type in ("cuda", "mps", "xpu"):
+    if device.type in ("cuda", "mps"):
         count = torch.get_device_module(device).device_count()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -67,15 +76,13 @@ def native_amp_dtype(device):
         return torch.float16 if capability >= (7, 0) else torch.float32
     if device.type == "mps":
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    if device.type == "xpu" or cpu_has_bfloat16():
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 def cpu_has_bfloat16():
     """Tell whether this CPU multiplies bfloat16 in hardware."""
     if platform.machine() == "x86_64":
-        return torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have AVX512-BF16 too
+        return torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have it, too; torch 2.11 has no public question
     if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
         return True
     return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
@@ -83,6 +90,9 @@ def cpu_has_bfloat16():
 
 def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
+    if device.type == "cpu":
+        # oneDNN uses the units for float16 matrices; torch 2.11 does not, and has no get_capabilities()
+        return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -125,7 +135,7 @@ def environment(device):
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "tf32": has_tf32(device),
-        "native_dtype": str(native_amp_dtype(device)).removeprefix("torch."),
+        "native_dtype": dtype_name(native_amp_dtype(device)),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -136,8 +146,8 @@ def environment(device):
 
 def device_name(device):
     """Return the hardware's own name."""
-    if device.type in ("cuda", "xpu"):
-        return torch.get_device_module(device).get_device_name(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     if match:
         return match[1].strip()
@@ -146,22 +156,14 @@ def device_name(device):
 
 def driver_version():
     """Return the version of NVIDIA's driver, such as "570.86.10", or None where nothing tells."""
-    match = re.search(r"\b\d{3}\.\d[\d.]*", read_text("/proc/driver/nvidia/version"))
-    if match:
-        return match[0]
-    return command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or None
+    return command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0] or None
 
 
 def cores():
-    """Return how many CPU cores this process may use. Linux tells, and so does a container of its own limit."""
-    count = os.cpu_count()
+    """Return how many CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    match = re.match(r"(\d+) (\d+)", read_text("/sys/fs/cgroup/cpu.max"))  # "max 100000" where there is no limit
-    if match:
-        quota, period = int(match[1]), int(match[2])  # microseconds on all cores together, in each period
-        count = max(1, min(count, quota // period))
-    return count
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def total_memory(device):
@@ -174,11 +176,11 @@ def total_memory(device):
 def free_memory():
     """Return the bytes of the system's memory that can be taken without swapping.
 
-    Linux tells, and so does a container of its own limit. On another system it is half of all there is.
+    Linux reports it, and inside a container its limit counts, too. macOS reports pages.
     """
     free = proc_bytes("/proc/meminfo", "MemAvailable")
     if free is None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return free_memory_of_macos()
     limit = read_text("/sys/fs/cgroup/memory.max").strip()
     if limit.isdecimal():  # "max" where there is no limit
         used = int(read_text("/sys/fs/cgroup/memory.current"))
@@ -189,6 +191,16 @@ def free_memory():
     return free
 
 
+def free_memory_of_macos():
+    """Return the bytes that vm_stat counts as free, or as what the system gives away when memory is short."""
+    report = command_output(["vm_stat"])
+    page_size = re.search(r"page size of (\d+) bytes", report)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)", report, re.MULTILINE)
+    if page_size is None:
+        return 0
+    return int(page_size[1]) * sum(int(count) for count in pages)
+
+
 def peak_memory(device):
     """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 
@@ -197,8 +209,8 @@ def peak_memory(device):
     """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"
-    if device.type != "cpu":
-        return torch.get_device_module(device).max_memory_allocated(device), "peak allocated"
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "peak allocated"
     peak = proc_bytes("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak, "peak RSS"
@@ -207,8 +219,8 @@ def peak_memory(device):
 
 def reset_peak_memory(device):
     """Let peak_memory() start again at what is held now, where the meter allows it."""
-    if device.type in ("cuda", "xpu"):
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     if device.type == "cpu":
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)

@@ -1,252 +1,333 @@
-"""The rows of each mode of the bench, and how they are led: in turn, in rounds, seed by seed, batch by batch."""
+"""The questions that the bench answers, an object each: the worth of each technique, dtypes, batches, processes."""
 
-import functools
-import json
 import math
-import time
+import sys
 from dataclasses import replace
 
 import torch
 
 from data import refuse
 
-from . import ladder, machine
-from .flags import rate_text
-from .leader import Enough, Row, lead, say
-from .records import COUNTED_STEPS, WARMUP
-from .results import ALL_REDUCE, PEAK, PLAIN, Results
+from . import ladder, machine, page, schedule
+from .results import NO_DIFFERENCE
+from .workers import Row
 
 PROBE = ladder.FOLDER / "harness" / "probe.py"
+PLAIN = "plain"  # the row of s01 without the variables that the bench sets on a CPU
+PEAK = "peak"  # the row of the probe
+ONE_RANK = "1 rank"  # the row that the efficiency of several is measured by
 # On a CPU, glibc returns the pages of a freed tensor, and Linux clears those of the next one. With these variables,
 # glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md. `plain` is s01 without.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
-
-# An accelerator's clock needs seconds to settle. Steps of all rows are planned by one number, since some set a schedule
-# by it, but a row takes no more of them once it has enough.
-MOST_COUNTED_STEPS = 160
-ENOUGH = Enough(COUNTED_STEPS, seconds=6.0)
-LIMIT_STEPS = 3  # counted steps that decide whether a batch fits
+# the speed-up over float32 above which a 16-bit type earns each recommendation, the best one first
+GRADES = ((1.5, "excellent: switch it on"), (1.2, "significant: switch it on"), (1.05, "modest"), (0.95, "negligible"))
 
 
-def rows_of(args):
-    """Return (rows, probes) of a bench, two lists of Rows."""
-    env = CPU_MEMORY if args.on_cpu else {}
-    rows = [Row(path.stem, path, ladder.change(path), env=env) for path in args.scripts]
-    if args.mode == "amp":
-        return rows_of_amp(rows[0]), [Row(PEAK, PROBE, env=env)]
-    if args.mode == "scale":
-        return rows_of_scale(args, rows[0])
-    if args.mode == "loss":
-        return rows_of_loss(args, rows), []
-    if args.mode == "limit":
-        return rows, []
-    if args.plain:
-        first = ladder.path_of(ladder.NAMES[0])
-        rows.insert(0, Row(PLAIN, first, f"s01 without {', '.join(CPU_MEMORY)}"))
-    return rows, [Row(PEAK, PROBE, env=env)]
+class Mode:
+    """What the modes share: rows that are compared with one another, in turn on a CPU and in rounds elsewhere.
 
-
-def rows_of_amp(row):
-    """Return the Rows of the mode `amp`: a stage in three dtypes."""
-    dtypes = ("float32", "float16", "bfloat16")
-    return [replace(row, name=dtype, flags=("--amp-dtype", dtype)) for dtype in dtypes]
-
-
-def rows_of_loss(args, rows):
-    """Return the Rows of the mode `loss`: each stage at each rate. On a CPU, runs at the same time share the cores."""
-    env = {}
-    if args.on_cpu:
-        env = {"OMP_NUM_THREADS": str(max(1, machine.cores() // (len(rows) * len(args.lr))))}
-    rated = []
-    for row in rows:
-        for rate in args.lr:
-            name = f"{row.name} lr {rate_text(rate)}"
-            rated.append(replace(row, name=name, flags=("--lr", rate_text(rate), "--eval"), env=row.env | env))
-    return rated
-
-
-def rows_of_scale(args, row):
-    """Return (rows, probes) of the mode `scale`: a stage on 1, 2, 4, ... processes, and an all-reduce for each.
-
-    All divide the same micro-batches.
+    name: its word on the command line. title: of its page. own_flag: the flag of bench.py, as argparse names it, that
+    this mode alone takes. sets_flag: the flag of the stages that its rows set themselves.
     """
-    if args.on_cpu:
-        devices = machine.cores()
-        most = args.ranks or min(2, devices)
-    else:
-        devices = torch.get_device_module(args.stage.device).device_count()
-        most = args.ranks or devices
-    if most > devices:
-        refuse(f"--ranks {most}: this machine has {devices} for them, pass at most that")
-    sizes = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    accum = math.lcm(args.stage.accum, *sizes)
-    env = row.env
-    if args.on_cpu:  # as many threads for a single rank, which is compared with
-        env = row.env | {"OMP_NUM_THREADS": str(max(1, devices // most))}
-    rows, probes = [], []
-    for size in sizes:
-        name = "1 rank" if size == 1 else f"{size} ranks"
-        rows.append(replace(row, name=name, ranks=size, flags=("--accum", str(accum)), env=env))
-        if size > 1:
-            probes.append(replace(rows[-1], name=ALL_REDUCE + name, script=PROBE))
-    return rows, probes
 
+    own_flag = None
+    sets_flag = None
 
-class Bench:
-    """A bench that runs: its flags, its rows, probes and A/A control, and the path of its records."""
+    def check(self, args):
+        """Exit with one line where the command line can't answer the question."""
 
-    def __init__(self, args, path):
-        self.args = args
-        self.path = path
-        self.rows, self.probes = rows_of(args)
-        self.base_of_control = self.control = None
-        if args.mode in ("ladder", "amp", "scale"):
-            self.base_of_control = self.rows[len(self.rows) // 2]
-            self.control = replace(self.base_of_control, name=f"{self.base_of_control.name} again")
-        self.counted_steps = args.steps - WARMUP
+    def rounds(self, on_cpu):
+        """Return how many times each process starts afresh by default: one round on a GPU would have no ±."""
+        return 1 if on_cpu else 3
 
-    def run(self):
-        """Measure what is not in the records yet."""
-        if self.args.mode == "limit":
-            for row in self.rows:
-                self.find_limit(row)
-        elif self.args.mode == "loss":
-            self.compare_losses()
-        elif self.args.on_cpu:
-            self.compare_in_turn()
+    def run(self, bench, on_cpu):
+        """Measure what is missing."""
+        if on_cpu:
+            schedule.in_turn(bench)
         else:
-            self.compare_in_rounds()
+            schedule.in_rounds(bench)
 
-    def lead_session(self, session, rows, steps, **options):
-        """Lead one session of rows, and return how many of them started; what they write goes to the records."""
-        return lead(rows, self.args.stage_flags, functools.partial(self.keep, session), steps, **options)
+    def is_complete(self, results):
+        """Tell whether every row has all that was asked for."""
+        return all(results.is_finished(row) for row in results.table_rows + results.control_rows)
 
-    def keep(self, session, name, entry):
-        """Append a worker's line to the records."""
-        if self.args.mode == "loss" and entry["kind"] == "step":
-            return  # hundreds of steps, of which the page shows nothing
-        line = {"kind": entry["kind"], "session": session, "name": name} | entry
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    def short_rows(self, results, folder=None):
+        """Return the short table. folder: the way to the stages, for links; None for a terminal."""
+        return page.short_rows_of_variants(results, self.note)
 
-    def everyone(self):
-        """Return all rows, and behind the one in the middle its control."""
-        rows = list(self.rows)
-        rows.insert(rows.index(self.base_of_control) + 1, self.control)
+    def full_rows(self, results):
+        """Return the full table."""
+        return page.full_rows(results, self.note, vs_previous=False)
+
+    def note(self, results, row):
+        """Return the mode's own words on a row."""
+        return ""
+
+    def method(self, results):
+        """Return a sentence on how the runs were led."""
+        bench = results.bench
+        steps = f"{bench['steps']} steps, of which {bench['warmup']} are warm-up"
+        if results.pairs_turns:
+            return f"All processes are alive at once and take one step each in turn: {steps}."
+        how = f"One after the other, each in a fresh process: {steps}"
+        if bench["enough"]:
+            enough_steps, seconds = bench["enough"]
+            how += f"; a row ends once it has {enough_steps} counted steps and {seconds:g} s of them"
+        rounds = "1 round" if bench["rounds"] == 1 else f"{bench['rounds']} rounds, there and back"
+        return f"{how}. {rounds}."
+
+    def page(self, results):
+        """Return the whole of results/NAME.md."""
+        short = page.markdown(self.short_rows(results, page.STAGES))
+        full = page.markdown(self.full_rows(results))
+        return page.page(results, self.title, [short, page.chart(results), full], self.method(results))
+
+
+class Ladder(Mode):
+    """What each stage is worth, beside the one above it."""
+
+    name = "ladder"
+    title = "The ladder"
+
+    def stages(self, args):
+        """Return the Stages that run where the command line names none."""
+        if args.stage.device.type == "mps":  # gloo and nccl do not know it
+            return [stage for stage in ladder.STAGES if not stage.takes_ranks]
+        return list(ladder.STAGES)
+
+    def rows(self, args):
+        """Return (rows, name of the row that all are compared with). The rows are Rows, the probe first."""
+        rows = []
+        if args.plain:
+            rows.append(Row(PLAIN, ladder.path_of(ladder.NAMES[0]), f"s01 without {', '.join(CPU_MEMORY)}"))
+        for path in args.scripts:
+            base = rows[-1].name if rows else None
+            rows.append(Row(path.stem, path, change_of(path), base=base, env=memory_variables(args)))
+        reference = rows[1] if args.plain and len(rows) > 1 else rows[0]
+        return [probe(args), *with_control(rows)], reference.name
+
+    def short_rows(self, results, folder=None):
+        return page.short_rows(results, folder)
+
+    def full_rows(self, results):
+        return page.full_rows(results, self.note, vs_previous=True)
+
+
+class Amp(Mode):
+    """One stage in float32, in float16 with loss scaling and in bfloat16."""
+
+    name = "amp"
+    title = "float32, float16 and bfloat16"
+    sets_flag = "--amp-dtype"
+
+    def stages(self, args):
+        return [ladder.find("s03_bf16")]
+
+    def check(self, args):
+        stage = only_script(self, args).stem
+        if not ladder.heeds(stage, "amp_dtype"):
+            refuse(f"amp compares the dtypes of autocast, and {stage} has none: pass s03 or a later stage")
+
+    def rows(self, args):
+        path = args.scripts[0]
+        rows = []
+        for dtype in ("float32", "float16", "bfloat16"):
+            base = rows[0].name if rows else None
+            flags = ("--amp-dtype", dtype)
+            rows.append(Row(dtype, path, " ".join(flags), base=base, flags=flags, env=memory_variables(args)))
+        return [probe(args), *with_control(rows)], rows[0].name
+
+    def note(self, results, row):
+        """Return what a 16-bit type is worth, by its measured speed-up over float32."""
+        compared = results.compare(row, results.reference)
+        if compared is None:
+            return ""
+        words = grade(compared[0])
+        if results.verdict(row, results.reference) == NO_DIFFERENCE:
+            words = "negligible"
+        ours, theirs = row.figures["memory"], results.reference.figures["memory"]
+        if ours and theirs:
+            direction = "less" if ours <= theirs else "more"
+            words += f", {100 * abs(1 - ours / theirs):.0f} % {direction} memory"
+        return words
+
+
+class Scale(Mode):
+    """The stage for several processes on 1, 2, 4, ... of them, which divide the same micro-batches."""
+
+    name = "scale"
+    title = "One process and several"
+    own_flag = "ranks"
+
+    def stages(self, args):
+        return [stage for stage in ladder.STAGES if stage.takes_ranks]
+
+    def check(self, args):
+        stage = ladder.find(only_script(self, args).stem)
+        if stage and not stage.takes_ranks:
+            refuse(f"{stage.name} is for one process: pass s12, or none")
+        if args.stage.device.type == "mps":
+            refuse("gloo and nccl do not know mps: pass --device cpu")
+        if args.ranks and args.ranks > devices_of(args):
+            refuse(f"--ranks {args.ranks}: this machine has {devices_of(args)} for them, pass at most that")
+
+    def rows(self, args):
+        """Return (rows, name of the reference). On a CPU it is a process with all the cores that the ranks share."""
+        path = args.scripts[0]
+        most = args.ranks or devices_of(args)
+        if args.on_cpu and args.ranks is None:
+            most = min(2, most)
+        sizes = sizes_up_to(most)
+        flags = ("--accum", str(math.lcm(args.stage.accum, *sizes)))
+        first = Row("1 process", path, "all cores", flags=flags, env=memory_variables(args))
+        rows = [first] if args.on_cpu else []
+        for size in sizes:
+            name = ONE_RANK if size == 1 else f"{size} ranks"
+            base = rows[0].name if rows else None
+            row = Row(name, path, base=base, ranks=size, flags=flags, env=memory_variables(args))
+            if args.on_cpu:  # as many threads for a single rank as for each of several
+                cores = max(1, devices_of(args) // most)
+                env = row.env | {"OMP_NUM_THREADS": str(cores)}
+                row = replace(row, change=f"cores for each: {cores}", env=env)
+            rows.append(row)
+        return with_control(rows), rows[0].name
+
+    def note(self, results, row):
+        """Return what several ranks reach of so many times the speed of one."""
+        if row.ranks < 2:
+            return ""
+        compared = results.compare(row, results.rows[ONE_RANK])
+        if compared is None:
+            return ""
+        return f"efficiency {100 * compared[0] / row.ranks:.0f} % of {row.ranks} times one rank"
+
+
+class Limit(Mode):
+    """The largest batch that fits."""
+
+    name = "limit"
+    title = "The largest batch"
+    own_flag = "memory_budget"
+    sets_flag = "--batch-size"
+
+    def stages(self, args):
+        return [ladder.find("s05_flash"), ladder.find("s11_accum")]
+
+    def check(self, args):
+        if args.rounds:
+            refuse("limit tries each batch once: leave --rounds out")
+        if args.on_cpu and not sys.platform.startswith("linux"):
+            refuse("limit needs an accelerator, or Linux, which can limit a process")
+        if args.memory_budget is not None and not args.on_cpu:
+            refuse("--memory-budget is for a CPU: a card is its own limit")
+        if args.memory_budget is not None and not 0 < args.memory_budget < 1e5:
+            refuse(f"--memory-budget {args.memory_budget:g}: pass a number of GB above 0")
+
+    def rounds(self, on_cpu):
+        return 1
+
+    def rows(self, args):
+        budget = None
+        if args.on_cpu:
+            gigabytes = args.memory_budget or machine.free_memory() / 2e9
+            budget = round(1e9 * gigabytes)
+        rows = [Row(path.stem, path, change_of(path), memory_budget=budget) for path in args.scripts]
+        return rows, rows[0].name
+
+    def run(self, bench, on_cpu):
+        for row in bench.rows:
+            schedule.find_limit(bench, row)
+
+    def is_complete(self, results):
+        return all(row.limit_is_found for row in results.table_rows)
+
+    def short_rows(self, results, folder=None):
+        rows = []
+        for row in results.table_rows:
+            cells = {"stage": page.linked(row, folder, row.short), "largest batch": str(row.largest_batch or "none")}
+            cells |= {"tok/sec": page.NOTHING, "GB": page.NOTHING, "stopped by": what_stopped(row)}
+            if row.largest_batch:
+                last = row.run(0, row.largest_batch).steps[-1]
+                cells["tok/sec"] = f"{last['tokens'] / last['dt']:,.0f}"
+                cells["GB"] = page.gigabytes(last["memory"])
+            rows.append(cells)
         return rows
 
-    def compare_in_turn(self):
-        """Lead sessions of as many rows as memory holds, until every row has its counted steps.
+    def method(self, results):
+        budget = results.bench["memory_budget"]
+        limit = f" A process may hold {budget / 1e9:.1f} GB." if budget else ""
+        return f"A fresh process for each batch, so B is that of the first.{limit}"
 
-        A row that failed before a --resume is measured again, and one that fails now is not.
-        """
-        failed = set()
-        missing_before = None
-        while True:
-            results = Results(self.path)
-            able = [row for row in self.everyone() if row.name not in failed]
-            waiting = [row for row in able if not results.is_finished(row.name)]
-            missing = [self.steps_missing(results, row) for row in waiting]
-            if not waiting or missing == missing_before:  # no step was added: there is no memory for those that wait
-                return
-            missing_before = missing
-            session = 1 + max((session for session, _ in results.runs), default=-1)
-            wanted = self.with_neighbors(waiting)
-            rows = [row for row in able if row.name in wanted]
-            # the probe comes fourth: where memory is short, s01 and a row above leave room for one that waits
-            order = rows[:3] + self.probes + rows[3:]
-            self.lead_session(session, order, min(self.counted_steps, max(missing)))
-            results = Results(self.path)
-            failed |= {row.name for row in rows if results.error(row.name)}
-
-    def steps_missing(self, results, row):
-        """Return how many counted steps a row lacks."""
-        return self.counted_steps * self.args.rounds - len(results.counted_steps(row.name))
-
-    def with_neighbors(self, waiting):
-        """Return the names of the waiting rows and of those that the table compares with them.
-
-        A ratio needs steps of both in one session: of s01, of the row above and the one below, of the control.
-        """
-        first = Results(self.path).first_row
-        late = {row.name for row in waiting}
-        pairs = [(above.name, below.name) for above, below in zip(self.rows, self.rows[1:], strict=False)]
-        pairs.append((self.base_of_control.name, self.control.name))
-        wanted = late | {first}
-        for pair in pairs:
-            if late & set(pair):
-                wanted |= set(pair)
-        return wanted
-
-    def compare_in_rounds(self):
-        """Lead every row in a fresh process, one after the other, there and back in several rounds.
-
-        The probe comes first, and warms the card up.
-        """
-        seconds = {}  # that each row took in its last round
-        for session in range(self.args.rounds):
-            order = self.everyone()
-            if session % 2:
-                order.reverse()  # so that a drift hits the first and the last alike
-            order = self.probes + order
-            for i, row in enumerate(order):
-                if Results(self.path).has_ended(session, row.name):
-                    continue
-                rows_left = order[i:] + (self.args.rounds - session - 1) * order
-                place = f"round {session + 1} of {self.args.rounds}, row {i + 1} of {len(order)}"
-                say(f"{place}{time_left(rows_left, seconds)}")
-                began = time.monotonic()
-                enough = Enough(COUNTED_STEPS) if row in self.probes else ENOUGH
-                self.lead_session(session, [row], self.counted_steps, enough=enough)
-                seconds[row.name] = time.monotonic() - began
-
-    def compare_losses(self):
-        """Train every row once for each seed; on a CPU as many at a time as there are cores.
-
-        All rows of the first seed come first, so that the records of an interrupted bench can be compared.
-        """
-        at_once = machine.cores() if self.args.on_cpu else 1
-        results = Results(self.path)
-        for seed in range(self.args.rounds):
-            waiting = []
-            for row in self.rows:
-                if not results.has_ended(seed, row.name):
-                    waiting.append(replace(row, flags=(*row.flags, "--seed", str(self.args.stage.seed + seed))))
-            while waiting:
-                say(f"seed {seed + 1} of {self.args.rounds}: {len(waiting)} runs to come")
-                started = self.lead_session(seed, waiting[:at_once], self.counted_steps, together=True)
-                waiting = waiting[started:]
-
-    def find_limit(self, row):
-        """Double the batch of a row until it no longer fits, and bisect: a fresh process for each batch."""
-        fits, too_large = 0, 1
-        while self.fits(row, too_large):
-            fits, too_large = too_large, 2 * too_large
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            if self.fits(row, middle):
-                fits = middle
-            else:
-                too_large = middle
-
-    def fits(self, row, batch_size):
-        """Return whether a row runs with this batch size, by the records or by a run of a few steps."""
-        budget = None
-        if self.args.on_cpu:  # a card is its own limit
-            budget = int(1e9 * self.args.memory_budget)
-        tried = replace(row, flags=("--batch-size", str(batch_size)), memory_budget=budget)
-        run = Results(self.path).runs.get((batch_size, row.name))
-        if run is None or not (run.summary or run.error):  # not yet, or interrupted
-            self.lead_session(batch_size, [tried], min(LIMIT_STEPS, self.counted_steps))
-        fits = Results(self.path).has_ended(batch_size, row.name)
-        say(f"{row.name}: a batch of {batch_size} {'fits' if fits else 'does not fit'}")
-        return fits
+    def page(self, results):
+        table = page.markdown(self.short_rows(results, page.STAGES))
+        return page.page(results, self.title, [table], self.method(results))
 
 
-def time_left(rows, seconds):
-    """Return words on how long some rows will take, "" before the first has ended. seconds: {name: of a past round}."""
-    if not seconds:
-        return ""
-    mean = sum(seconds.values()) / len(seconds)
-    left = sum(seconds.get(row.name, mean) for row in rows)
-    return f", about {left:.0f} s left"
+MODES = {mode.name: mode for mode in (Ladder(), Amp(), Limit(), Scale())}
+
+
+def change_of(path):
+    """Return the words for a row: what a stage changes, or the name of a script of the reader's own."""
+    stage = ladder.find(path.stem)
+    return stage.change if stage else path.name
+
+
+def memory_variables(args):
+    """Return the variables of the environment that the bench sets for its rows."""
+    return CPU_MEMORY if args.on_cpu else {}
+
+
+def probe(args):
+    """Return the Row of the probe."""
+    return Row(PEAK, PROBE, is_probe=True, env=memory_variables(args))
+
+
+def with_control(rows):
+    """Return the rows, and behind the one in the middle a second run of it: the A/A control."""
+    middle = len(rows) // 2
+    row = rows[middle]
+    control = replace(row, name=f"{row.name} again", base=None, control_of=row.name)
+    together = list(rows)
+    together.insert(middle + 1, control)
+    return together
+
+
+def only_script(mode, args):
+    """Return the one script that runs. Exits with one line where there are several."""
+    if len(args.scripts) > 1:
+        refuse(f"{mode.name} compares variants of one stage: pass one")
+    return args.scripts[0]
+
+
+def grade(speedup):
+    """Return the first of GRADES that a speed-up earns."""
+    for least, words in GRADES:
+        if speedup > least:
+            return words
+    return "slower: leave it off"
+
+
+def devices_of(args):
+    """Return how many ranks the machine has room for: one for each card, or for each core of a CPU."""
+    if args.on_cpu:
+        return machine.cores()
+    return torch.get_device_module(args.stage.device).device_count()
+
+
+def sizes_up_to(most):
+    """Return 1, 2, 4, ... and the most."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]
+
+
+def what_stopped(row):
+    """Return why a row's largest batch is the largest, or why none is known."""
+    if row.limit_is_found:
+        return f"B {row.smallest_too_large}: {row.run(0, row.smallest_too_large).error}"
+    for run in row.runs:
+        if run.error and not run.out_of_memory:
+            return f"failed: {run.error}"
+    return "not finished"

@@ -1,144 +1,245 @@
-"""From figures to markdown: tables, the lines under them, and a chart."""
+"""From figures to text: the short table, for a terminal and for a page, the full table, the lines under it, the chart.
+
+A table is a list of rows, each a dict {column: cell} with the same columns. What is true of every page, such as what a
+ratio and its ± are, stands in results/README.md.
+"""
 
 from . import ladder
-from .arithmetic import flops_per_token
-from .loss_page import loss_table
-from .markdown import NOTHING, STAGES, comparison, escaped, gigabytes, link, milliseconds, short, table
-from .records import WARMUP
-from .results import ALL_REDUCE
+from .arithmetic import flops_per_token, seconds_per_token, shape_name
+from .record import code_hash
 
+NOTHING = "–"  # a cell without a figure
+TEXTS = ("stage", "change", "what you type", "what", "note", "stopped by")  # columns that are aligned to the left
+STAGES = "../stages/"  # the way from a page in results/
+TERMINAL = 80  # columns
+LONG_WARMUP = 10  # seconds that are worth a note
+NOT_ENOUGH_MEMORY = 3  # a step that takes this many times its predicted seconds is probably paging
+STARTS_OF_KERNELS_MS = 20  # a shorter step of s01 may wait for the CPU, which starts its kernels
 # blue bars that can be seen on light and dark
 CHART_COLORS = (
     '%%{init: {"themeVariables": {"xyChart": {"backgroundColor": "transparent", "plotColorPalette": "#3b7dd8"}}}}%%'
 )
-# the least speed-up over float32 that earns a 16-bit type each recommendation, the best one first
-GRADES = ((1.5, "excellent: switch it on"), (1.2, "significant: switch it on"), (1.05, "modest"), (0.95, "negligible"))
 
 
-def speed_cells(results, name):
+# Pieces
+
+
+def markdown(rows):
+    """Return a table in markdown."""
+    columns = list(rows[0])
+    rules = [":--" if column in TEXTS else "--:" for column in columns]
+    lines = [columns, rules, *(list(row.values()) for row in rows)]
+    drawn = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+    return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
+
+
+def aligned(rows):
+    """Return a table as lines for a terminal. Where it is too wide, its widest column is cut."""
+    rows = [{column: column for column in rows[0]}, *rows]
+    widths = {column: max(len(row[column]) for row in rows) for column in rows[0]}
+    texts = [column for column in widths if column in TEXTS]
+    too_wide = sum(widths.values()) + len(widths) + len(texts) - 1 - TERMINAL
+    if too_wide > 0:
+        widest = max(widths, key=widths.get)
+        widths[widest] = max(1, widths[widest] - too_wide)
+    lines = []
+    for row in rows:
+        line = ""
+        for column, width in widths.items():
+            cell = row[column] if len(row[column]) <= width else row[column][: width - 1] + "…"
+            line += cell.ljust(width) + "  " if column in TEXTS else cell.rjust(width) + " "
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def linked(row, folder, text):
+    """Return a text for a row with a link to its stage. folder: the way to the stages, or None for no link."""
+    if folder is None or row.stage_of_ladder is None:
+        return text
+    return f"[{text}]({folder}{row.stage}.py)"
+
+
+def milliseconds(value):
+    """Return a time with three digits."""
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
+
+
+def gigabytes(memory):
+    """Return a number of bytes in GB; where nothing could measure it, the text says so."""
+    return f"{memory / 1e9:.2f}" if memory else "no meter"
+
+
+def comparison(results, row, base, digits):
+    """Return the cell that compares a row with another, to so many digits after the point."""
+    compared = results.compare(row, base)
+    if compared is None:
+        return NOTHING
+    value, spread = compared
+    if spread is None:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} ± {spread:.{digits}f}"
+
+
+def ratio_alone(results, row, base):
+    """Return the cell of a ratio in the short table, without its ±."""
+    compared = results.compare(row, base)
+    return f"{compared[0]:.2f}" if compared else NOTHING
+
+
+def speed_and_memory(row):
+    """Return the cells (tokens per second, GB) of a row in the short table."""
+    if row.figures is None:
+        return NOTHING, NOTHING
+    return f"{row.figures['tok_per_sec']:,.0f}", gigabytes(row.figures["memory"])
+
+
+# The short table of the ladder
+
+
+def short_rows(results, folder=None):
+    """Return the short table of the ladder. folder: the way to the stages, for links; None for a terminal."""
+    rows = []
+    reference = results.reference
+    for row in results.table_rows:
+        speed, memory = speed_and_memory(row)
+        rows.append(
+            {
+                "stage": linked(row, folder, row.short),
+                "what you type": typed(row, in_markdown=folder is not None),
+                "tok/sec": speed,
+                "x above": ratio_alone(results, row, results.base_of(row)),
+                f"x {reference.short}": ratio_alone(results, row, reference),
+                "GB": memory,
+            }
+        )
+    return rows
+
+
+def typed(row, in_markdown):
+    """Return what the reader of a row types."""
+    is_stage = row.stage_of_ladder is not None and row.name == row.stage
+    text = row.stage_of_ladder.line if is_stage else row.change
+    return text if in_markdown else text.replace("`", "")
+
+
+def short_rows_of_variants(results, note_of_mode):
+    """Return the short table of variants of one stage, which are all compared with the first."""
+    rows = []
+    for row in results.table_rows:
+        speed, memory = speed_and_memory(row)
+        ratio = ratio_alone(results, row, results.reference)
+        cells = {"what": row.name, "tok/sec": speed, f"x {results.reference.short}": ratio, "GB per process": memory}
+        rows.append(cells | {"note": note_of_mode(results, row)})
+    return rows
+
+
+# The full table
+
+
+def full_rows(results, note_of_mode, vs_previous):
+    """Return the full table.
+
+    note_of_mode(results, row): words of the mode for the column "note". vs_previous: whether a row is compared with the
+    one above, as in the ladder, beside the reference.
+    """
+    rows = []
+    reference = results.reference
+    step = results.last_common_step()
+    for row in results.table_rows:
+        cells = {"stage": linked(row, STAGES, row.name), "change": row.change, **speed_cells(row)}
+        if results.rates:
+            cells["predicted"] = prediction(results, row)
+        if vs_previous:
+            cells["vs previous"] = comparison(results, row, results.base_of(row), 3)  # neighbors differ by little
+        cells[f"vs {reference.short}"] = comparison(results, row, reference, 2)
+        if results.rates:
+            share = results.peak_share(row)
+            cells["% of peak"] = f"{100 * share:.1f}" if share else NOTHING
+        if step is not None:
+            loss = results.loss_at(row, step)
+            cells[f"loss, step {step}"] = f"{loss:.2f}" if loss else NOTHING
+        cells["note"] = note(results, row, note_of_mode)
+        rows.append(cells)
+    return rows
+
+
+def speed_cells(row):
     """Return {column: cell} of a row's speed and memory; dashes where it left no counted step."""
-    summary = results.summary(name)
-    if summary is None:
+    figures = row.figures
+    if figures is None:
         return {"tok/sec": NOTHING, "dt ms [IQR]": NOTHING, "memory GB": NOTHING}
-    quartiles = f"{milliseconds(summary['dt_q1_ms'])}–{milliseconds(summary['dt_q3_ms'])}"
-    memory = gigabytes(summary["memory"])
-    if summary["reserved"]:
-        memory += f" ({gigabytes(summary['reserved'])} reserved)"
+    quartiles = f"{milliseconds(figures['dt_q1_ms'])}–{milliseconds(figures['dt_q3_ms'])}"
+    memory = gigabytes(figures["memory"])
+    if figures["reserved"]:
+        memory += f" ({gigabytes(figures['reserved'])} reserved)"
     return {
-        "tok/sec": f"{summary['tok_per_sec']:,.0f}",
-        "dt ms [IQR]": f"{milliseconds(summary['dt_ms'])} [{quartiles}]",
+        "tok/sec": f"{figures['tok_per_sec']:,.0f}",
+        "dt ms [IQR]": f"{milliseconds(figures['dt_ms'])} [{quartiles}]",
         "memory GB": memory,
     }
 
 
-def prediction(results, name):
-    """Return the cell of the column "predicted": "unknown" where FLOPs and bytes do not tell, as of s06."""
-    ratio = results.predicted(name)
+def prediction(results, row):
+    """Return the cell of the column "predicted": "unknown" for a stage whose worth FLOPs and bytes do not tell."""
+    ratio = results.predicted(row)
     if ratio is not None:
         return f"{ratio:.3f}"
-    if ladder.find(name) and name != results.first_row and not results.is_predictable(name):
+    if row.stage_of_ladder and row.base and not results.is_predictable(row):
         return "unknown"
     return NOTHING
 
 
-def cells(results, name):
-    """Return {column: cell} of a row of the full table."""
-    row = {"stage": link(name, STAGES), "change": escaped([results.rows[name]["change"]])}
-    row |= speed_cells(results, name)
-    if results.mode in ("ladder", "scale"):
-        row["predicted"] = prediction(results, name)
-    row["vs previous"] = comparison(results, name, results.row_above(name), 3)  # neighbors differ by little
-    row[f"vs {short(results.first_row)}"] = comparison(results, name, results.first_row, 2)
-    if results.rates:
-        share = results.peak_share(name)
-        row["% of peak"] = f"{100 * share:.1f}" if share else NOTHING
-    step = results.last_common_step()
-    if step is not None:
-        loss = results.loss_at(name, step)
-        row[f"loss, step {step}"] = f"{loss:.2f}" if loss else NOTHING
-    row["note"] = note(results, name)
-    return row
-
-
-def note(results, name):
+def note(results, row, note_of_mode):
     """Return what this machine makes of a row, whether a difference was seen, and what is wrong with it."""
     parts = []
-    error = results.error(name)
+    error = results.error(row)
     if error:
         parts.append(f"failed: {error}")
-    elif not results.is_finished(name):
-        parts.append("not finished")
-    parts.append(results.note(name))
-    if results.mode == "amp":
-        parts.append(recommendation(results, name))
-    if results.mode == "scale":
-        parts.append(efficiency(results, name))
-    parts.append(results.verdict(name))
-    summary = results.summary(name)
-    if summary and summary["warmup_s"] > 10:
-        parts.append(f"{summary['warmup_s']:.0f} s of warm-up")
-    if results.is_stale(name):
-        parts.append("stale: the stage has changed since")
-    return escaped(parts)
+    elif not results.is_finished(row):
+        parts.append(how_far(results, row))
+    same_steps, words = results.effect(row)
+    parts.append(words)
+    if same_steps:
+        parts.append("same computation as the row above")
+    if row.name in results.suspicious:
+        parts.append("and yet differs by more than noise: look into it")
+    parts.append(note_of_mode(results, row))
+    parts.append(results.verdict(row, results.base_of(row)))
+    if row.figures and row.figures["warmup_s"] > LONG_WARMUP:
+        parts.append(f"{row.figures['warmup_s']:.0f} s of warm-up")
+    parts.append(staleness(row))
+    return "; ".join(part for part in parts if part)
 
 
-def recommendation(results, name):
-    """Return what a 16-bit type is worth, by its measured speed-up over float32."""
-    compared = results.compare(name, results.first_row)
-    if compared is None:
+def how_far(results, row):
+    """Return words on a row that is not finished."""
+    if results.pairs_turns:
+        return "not finished"
+    ended = [run for run in row.runs if run.has_ended]
+    return f"{len(ended)} of {results.bench['rounds']} rounds"
+
+
+def staleness(row):
+    """Return which code of the ladder has changed since a row was measured, or ""."""
+    if row.stage_of_ladder is None or row.facts is None:
         return ""
-    words = grade(compared[0])
-    if results.verdict(name) == "no difference":
-        words = "negligible"
-    ours, theirs = results.summary(name)["memory"], results.summary(results.first_row)["memory"]
-    if ours and theirs:
-        direction = "less" if ours <= theirs else "more"
-        words += f", {100 * abs(1 - ours / theirs):.0f} % {direction} memory"
-    compiled = results.run_facts(name)["fallbacks"].get("compile")
-    if compiled:
-        words += f", not compiled: {compiled}"
-    return words
+    if row.facts["code"] != code_hash(ladder.path_of(row.stage)):
+        return "stale: the stage has changed since"
+    model_code = row.facts["model_code"]
+    if model_code and model_code != code_hash(ladder.FOLDER.parent / "model.py"):
+        return "stale: model.py has changed since"
+    return ""
 
 
-def grade(speedup):
-    """Return the first of GRADES that a speed-up earns."""
-    for least, words in GRADES:
-        if speedup > least:
-            return words
-    return "slower: leave it off"
+# The lines under a table
 
 
-def efficiency(results, name):
-    """Return what several processes reach of so many times one's speed, and what their all-reduce takes."""
-    compared = results.compare(name, results.first_row)
-    if compared is None:
-        return ""
-    words = f"efficiency {100 * compared[0] / results.run_facts(name)['settings']['world_size']:.0f} %"
-    steps = results.counted_steps(ALL_REDUCE + name)
-    if steps:
-        ms = 1e3 * results.all_reduce_seconds(name)
-        share = 100 * ms / results.summary(name)["dt_ms"]
-        words += f", an all-reduce of {steps[0]['bytes'] / 1e6:.0f} MB alone takes {ms:.1f} ms, {share:.1f} % of a step"
-    return words
-
-
-def limit_cells(results, name):
-    """Return {column: cell} of a stage in the mode `limit`: its largest batch, and what stopped the next."""
-    fits, fails = results.largest_batch(name), results.smallest_batch_that_failed(name)
-    row = {"stage": link(name, STAGES), "largest batch": str(fits or "none"), "tok/sec": NOTHING, "memory GB": NOTHING}
-    if fits:
-        steps = results.runs[fits, name].steps
-        last = steps[-1]
-        row["tok/sec"] = f"{last['tokens'] / last['dt']:,.0f}"
-        row["memory GB"] = gigabytes(last["memory"])
-    row["stopped by"] = "not finished"
-    if results.limit_is_found(name):
-        row["stopped by"] = escaped([f"B {fails}: {results.runs[fails, name].error}"])
-    return row
-
-
-def conditions(results):
-    """Return what stands under a table, as a markdown list."""
+def conditions(results, method):
+    """Return what stands under a table, as a markdown list. method: a sentence on how the runs were led."""
     facts = results.any_facts()
     if facts is None:
         return "- No stage got as far as its first step."
@@ -148,89 +249,85 @@ def conditions(results):
         versions.append(f"CUDA {env['cuda']}, driver {env['driver']}")
     machine = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
     lines = [f"{', '.join([*machine, *versions])}, {facts['started'][:10]}."]
-    shape = f"{settings['size']}, T {settings['seq_len']}"
-    if results.mode != "limit":
-        shape = f"{settings['size']}, B {settings['batch_size']}, T {settings['seq_len']}"
-    text = f"{settings['corpus']} in tokens of {settings['tokenizer']}"
-    lines.append(f"{shape}, seed {settings['seed']}, {text}. {method(results)}")
-    if results.mode in ("ladder", "amp", "scale"):
-        lines.append(noise_line(results))
-    if results.rates:
-        lines.append(peak_line(results, facts))
+    lines.append(f"{what_ran(facts)}, seed {settings['seed']}. {method}")
+    lines += [noise_line(results), peak_line(results, facts), paging_line(results)]
     lines.append(f"Again: `{results.bench['command']}` at commit {facts['commit'] or 'unknown'}.")
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {line}" for line in lines if line)
 
 
-def method(results):
-    """Return how the runs were led, and what a ratio and its ± are."""
-    rounds = results.bench["rounds"]
-    if results.mode == "loss":
-        steps = results.bench["steps"]
-        return (
-            f"The loss on the held-out tenth of the text after {steps} steps, the mean over seeds ({rounds}). A "
-            "difference is the mean within the seeds, its ± the 95 % interval by Student's t."
-        )
-    if results.mode == "limit":
-        return "A fresh process for each batch."
-    if results.pair_by == "step":
-        interval = "the 95 % interval of that median, exact if the turns are independent"
-        if (results.bench["steps"] - WARMUP) * rounds < 6:
-            interval = "their range, since they are so few"
-        return (
-            f"All processes are alive at once and take one step each in turn: {results.bench['steps']} steps, of which "
-            f"{WARMUP} are warm-up. A ratio is the median of the ratios of these turns, its ± {interval}."
-        )
-    how = f"One after the other, each in a fresh process: {results.bench['steps']} steps, of which {WARMUP} are warm-up"
-    if results.bench["enough"]:
-        steps, seconds = results.bench["enough"]
-        how = f"{how}; a row ended early once it had {steps} counted steps and {seconds:g} s of them"
-    if rounds == 1:
-        return f"{how}. With one round a ratio has no ±."
-    spread = "their range" if rounds < 6 else "the 95 % interval of that median"
-    return f"{how}: {rounds} rounds, there and back. A ratio is the median over the rounds, its ± {spread}."
+def what_ran(facts):
+    """Return the shape of the model and of a batch, and the text, of a run."""
+    settings, shape = facts["settings"], facts["shape"]
+    parts = []
+    if shape:
+        parts += [shape_name(shape), f"B {settings['batch_size']}", f"T {shape['block_size']}"]
+    if settings["corpus"]:
+        parts.append(f"{settings['corpus']} in tokens of {settings['tokenizer']}")
+    return ", ".join(parts) or "no GPT and no corpus"
 
 
 def noise_line(results):
     """Return how far runs of one computation came out apart, and what is called a difference."""
-    failed = [f"{name} failed: {results.error(name)}" for name in results.bench["controls"] if results.error(name)]
-    if results.noise is None:
-        reason = "; ".join(failed) or "no two runs of one computation have ended"
-        return f"Noise: unknown, since {reason}. Nothing is called faster or slower."
-    pairs = failed
+    if not results.control_rows:
+        return ""
+    pairs = []
+    for row in results.control_rows:
+        if results.error(row):
+            pairs.append(f"{row.name} failed: {results.error(row)}")
     for (name, base), (ratio, _) in results.controls.items():
-        pairs.append(f"{name} / {short(base)} {ratio:.3f}")
+        pairs.append(f"{results.rows[name].short} / {results.rows[base].short} {ratio:.3f}")
+    told = ", ".join(pairs) or "none has ended"
+    if results.noise is None:
+        return f"Runs of one computation: {told}. That is too little to call anything faster or slower."
     noise = f"{100 * results.noise:.1f} %"
-    meaning = f"A difference below the worst of these, {noise}, or below its own ±,"
-    if results.has_one_round:
-        meaning = f"By their scatter a ratio is known to {noise}, and a smaller difference"
-    return f'Noise, from runs of one computation: {", ".join(pairs)}. {meaning} is called "no difference".'
+    rule = f'A difference of up to {noise}, or of up to its own ±, is called "no difference".'
+    return f"Noise, from runs of one computation: {told}. {rule}"
 
 
 def peak_line(results, facts):
     """Return what the columns "% of peak" and "predicted" divide by."""
+    if results.rates is None:
+        return ""
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(results.rates.matmul.items())]
     line = f"Peak: {', '.join(peaks)}, sustained by large matmuls."
     line += f" A large copy moves {results.rates.copy / 1e9:,.1f} GB/s."
     if facts["shape"]:
-        flops = flops_per_token(facts["shape"], facts["settings"]["seq_len"])
-        line += f" A token takes {flops / 1e6:.0f} MFLOP."
-    if results.mode == "ladder":
-        line += (
-            " Predicted: the row above as it was measured, less what the technique saves by "
-            "[arithmetic](../stages/arithmetic.md) at these rates."
-        )
+        line += f" A token takes {flops_per_token(facts['shape']) / 1e6:.0f} MFLOP."
     return line
+
+
+def paging_line(results):
+    """Return a warning where a GPU took so long for s01 that its batch may not fit into the card's memory, or ""."""
+    for row in results.table_rows:
+        if row.stage != ladder.NAMES[0] or row.figures is None or results.rates is None:
+            continue
+        predicted = (
+            1e3
+            * seconds_per_token(ladder.work_of(row.stage, row.facts), results.rates)
+            * row.counted_steps[0]["tokens"]
+        )
+        times = row.figures["dt_ms"] / predicted
+        is_on_card = row.facts["environment"]["device"] == "cuda"
+        if is_on_card and times > NOT_ENOUGH_MEMORY and predicted > STARTS_OF_KERNELS_MS:
+            return (
+                f"{row.short} took {times:.1f} times the sum of its parts. A batch that does not fit the card's memory "
+                "does that under Windows, which pages to system memory, and every ratio is then of paging: try half "
+                "the --batch-size."
+            )
+    return ""
+
+
+# The chart and the page
 
 
 def chart(results):
     """Return a bar of tokens per second for each row as a mermaid chart, which GitHub draws; "" without any."""
     names, speeds = [], []
-    for name in results.rows:
-        summary = results.summary(name)
-        if summary:
-            names.append(f'"{short(name)}"')
-            speeds.append(summary["tok_per_sec"] / 1e3)
-    if not speeds or results.mode in ("loss", "limit"):
+    for row in results.table_rows:
+        if row.figures:
+            names.append(f'"{row.short}"')
+            speeds.append(row.figures["tok_per_sec"] / 1e3)
+    if not speeds:
         return ""
     bars = ", ".join(f"{speed:.2f}" for speed in speeds)
     lines = [
@@ -246,15 +343,8 @@ def chart(results):
     return "\n".join(lines)
 
 
-def page(results):
-    """Return the whole of results/NAME.md."""
-    if results.mode == "loss":
-        drawn = loss_table(results)
-    elif results.mode == "limit":
-        drawn = table([limit_cells(results, name) for name in results.rows])
-    else:
-        drawn = table([cells(results, name) for name in results.rows])
-    what = "The ladder" if results.mode == "ladder" else f"bench.py {results.mode}"
-    title = f"# {what} on {results.bench['environment']['device_name']}"
-    parts = [title, drawn, conditions(results), chart(results)]
+def page(results, title, tables, method):
+    """Return the whole of results/NAME.md. tables: texts. method: a sentence on how the runs were led."""
+    heading = f"# {title} on {results.bench['environment']['device_name']}"
+    parts = [heading, *tables, conditions(results, method), "[How to read this page](README.md)"]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,221 +1,352 @@
-"""From the runs of a bench to samples, ratios, noise and verdicts. Starts nothing, and writes nothing.
+"""What was measured: the lines of a bench, kept as they come, and the ratios, noise and verdicts that follow from them.
 
-records.py describes the lines of a record.
+record.py describes the lines. A Results lives as long as its bench: the schedule asks it what is missing, and the page
+draws it.
 """
 
-import math
+import json
 import statistics
-from functools import cached_property
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from data import refuse
 
 from . import ladder
-from .arithmetic import Rates, flops_per_token, seconds
-from .intervals import distance, mean_and_spread, median_and_spread, student_t
-from .records import WARMUP, read, runs_of_lines, summarize
+from .arithmetic import Rates, flops_per_token, seconds_per_token
+from .intervals import distance, median_and_spread
+from .record import figures_of
 
-PEAK = "peak"  # the name of the probe's run
-PLAIN = "plain"  # the row of s01 without the variables that the bench sets on a CPU
-ALL_REDUCE = "all-reduce of "  # begins the name of the run that times an all-reduce for a row of the mode `scale`
+NO_DIFFERENCE = "no difference"  # a verdict
+# Two rows of one computation that differ by more than this, and by more than so many times the A/A control, are
+# reported and left out of the noise.
+SUSPICIOUS_DIFFERENCE = 0.05
+SUSPICIOUS_MULTIPLE = 3
+
+
+@dataclass
+class Run:
+    """What one process left in a record; None for what it did not get to."""
+
+    session: int
+    batch_size: int | None = None
+    header: dict | None = None
+    steps: list = field(default_factory=list)
+    summary: dict | None = None
+    error: str | None = None
+    out_of_memory: bool = False
+
+    @property
+    def has_ended(self):
+        """Whether it came to its summary, without an error."""
+        return self.summary is not None and self.error is None
+
+
+@dataclass(eq=False)
+class Measured:
+    """A row of a bench, and what was measured of it.
+
+    warmup: how many steps of each run are not counted. runs: in the order in which they began. The other fields are
+    those of "rows" in the bench's own line.
+    """
+
+    name: str
+    stage: str
+    change: str
+    base: str | None
+    control_of: str | None
+    is_probe: bool
+    ranks: int
+    warmup: int
+    runs: list = field(default_factory=list)
+
+    def add(self, line):
+        """Take in a line of this row."""
+        kind = line["kind"]
+        if kind == "start":
+            same_process = (line["session"], line["batch_size"])  # started again, it replaces the run that was there
+            self.runs = [run for run in self.runs if (run.session, run.batch_size) != same_process]
+            self.runs.append(Run(*same_process))
+        elif kind == "step":
+            self.runs[-1].steps.append(line)
+        elif kind == "error":
+            self.runs[-1].error = line["error"]
+            self.runs[-1].out_of_memory = line["out_of_memory"]
+        elif kind == "header":
+            self.runs[-1].header = line
+        elif kind == "summary":
+            self.runs[-1].summary = line
+
+    def run(self, session, batch_size=None):
+        """Return the Run in a session of the bench, or None."""
+        for run in self.runs:
+            if (run.session, run.batch_size) == (session, batch_size):
+                return run
+        return None
+
+    @property
+    def largest_batch(self):
+        """The largest batch size that fitted, for the mode `limit`, or None."""
+        return max((run.batch_size for run in self.runs if run.has_ended), default=None)
+
+    @property
+    def smallest_too_large(self):
+        """The smallest batch size for which memory was short, for the mode `limit`, or None."""
+        return min((run.batch_size for run in self.runs if run.out_of_memory), default=None)
+
+    @property
+    def limit_is_found(self):
+        """Whether the smallest batch size that does not fit comes right after the largest that does, if any does."""
+        return self.smallest_too_large is not None and self.smallest_too_large == (self.largest_batch or 0) + 1
+
+    @property
+    def stage_of_ladder(self):
+        """The ladder.Stage that it is a run of, or None."""
+        return ladder.find(self.stage)
+
+    @property
+    def short(self):
+        """s05 for the row s05_flash. The names of other rows stay."""
+        if self.stage_of_ladder and self.name == self.stage:
+            return self.stage_of_ladder.short
+        return self.name
+
+    @property
+    def facts(self):
+        """The first header, with "sdpa" of a summary; None where no run got that far."""
+        headers = [run.header for run in self.runs if run.header]
+        if not headers:
+            return None
+        kernels = [run.summary["sdpa"] for run in self.runs if run.summary and run.summary["sdpa"]]
+        return headers[0] | {"sdpa": kernels[0] if kernels else None}
+
+    @property
+    def counted_steps(self):
+        """Every step after the warm-up, of all runs."""
+        counted = []
+        for run in self.runs:
+            counted += run.steps[self.warmup :]
+        return counted
+
+    @property
+    def figures(self):
+        """figures_of() the counted steps, with the most bytes "reserved", 0 on a CPU; None without any."""
+        if not self.counted_steps:
+            return None
+        figures = figures_of(self.counted_steps, warmup=0)
+        figures["warmup_s"] = sum(step["dt"] for step in self.runs[0].steps[: self.warmup])
+        figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in self.runs)
+        return figures
 
 
 class Results:
-    """All records of one bench.
+    """All that is known of one bench.
 
-    bench: its own line. mode, pair_by: of that line. rows: {name: its dict in that line}, in the table's order. runs:
-    {(session, name): Run}, in the order in which they began.
+    bench: its own line. rows: {name: Measured} of all that it starts. file: where add() also writes each line.
     """
 
-    def __init__(self, path):
-        """Read results/NAME.jsonl. Exits with one line where it is no record of a bench."""
-        lines = read(path)
-        if not lines or lines[0].get("kind") != "bench":
-            refuse(f"{path} is no record of a bench: pass the NAME of one that ran")
-        self.bench = lines[0]
-        self.mode = self.bench["mode"]
-        self.pair_by = self.bench["pair_by"]
-        self.rows = {row["name"]: row for row in self.bench["rows"]}
-        self.runs = runs_of_lines(path, lines[1:])
+    def __init__(self, bench, file=None):
+        self.bench = bench
+        self.file = file
+        self.rows = {about["name"]: Measured(**about, warmup=bench["warmup"]) for about in bench["rows"]}
 
-    def runs_of(self, name):
-        """Return the Runs of a row, in the order in which they began."""
-        return [run for (_, row), run in self.runs.items() if row == name]
+    @classmethod
+    def load(cls, path):
+        """Return the Results in results/NAME.jsonl. Exits with one line where it is no record of a bench.
 
-    def run_facts(self, name):
-        """Return the first header of a row, with "sdpa" of its summary; None where no run got that far."""
-        facts = None
-        for run in self.runs_of(name):
-            if run.header and facts is None:
-                facts = run.header | {"sdpa": None}
-            if run.summary and facts and facts["sdpa"] is None:
-                facts["sdpa"] = run.summary.get("sdpa")
-        return facts
+        A last line that a kill cut off is left out.
+        """
+        try:
+            complete_lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+            bench, *lines = [json.loads(line) for line in complete_lines]
+            results = cls(bench)
+            for line in lines:
+                results.rows[line["name"]].add(line)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            refuse(f"{path} is no record of a bench of this version ({error!r}): pass the NAME of one that ran")
+        return results
 
-    def any_facts(self):
-        """Return run_facts() of the first row that has any, or None."""
-        for name in self.rows:
-            facts = self.run_facts(name)
-            if facts:
-                return facts
+    def add(self, session, name, entry):
+        """Keep a line that a row of a session left, and write it to the file."""
+        line = entry | {"session": session, "name": name}
+        print(json.dumps(line), file=self.file, flush=True)
+        self.rows[name].add(line)
+
+    @property
+    def pairs_turns(self):
+        """Whether a ratio is of samples of one turn, and not of one round."""
+        return self.bench["pair_by"] == "turn"
+
+    @property
+    def table_rows(self):
+        """The Measured rows of the table, in its order."""
+        return [row for row in self.rows.values() if not row.is_probe and row.control_of is None]
+
+    @property
+    def control_rows(self):
+        """The Measured second runs of a row."""
+        return [row for row in self.rows.values() if row.control_of]
+
+    @property
+    def probe(self):
+        """The Measured probe, or None where the bench has none."""
+        for row in self.rows.values():
+            if row.is_probe:
+                return row
         return None
 
-    def error(self, name):
-        """Return why a run of a row failed, or None. In turn on a CPU a later session makes up for it."""
-        runs = self.runs_of(name)
-        if self.pair_by == "step":
-            runs = runs[-1:]
+    @property
+    def reference(self):
+        """The Measured row that all others are compared with."""
+        return self.rows[self.bench["reference"]]
+
+    def base_of(self, row):
+        """Return the Measured row that one is compared with, or None for the first."""
+        return self.rows[row.base] if row.base else None
+
+    def any_facts(self):
+        """Return the facts of the first row that has any, or None."""
+        for row in self.table_rows:
+            if row.facts:
+                return row.facts
+        return None
+
+    # what is missing
+
+    def error(self, row):
+        """Return why a run of a row failed, or None. In turn a later session makes up for it."""
+        runs = row.runs[-1:] if self.pairs_turns else row.runs
         for run in runs:
             if run.error:
                 return run.error
         return None
 
-    def counted_steps(self, name):
-        """Return every step of a row after the warm-up, of all its runs."""
-        counted = []
-        for run in self.runs_of(name):
-            counted += run.steps[WARMUP:]
-        return counted
+    def steps_missing(self, row):
+        """Return how many counted steps a row lacks that takes them in turn with others."""
+        wanted = (self.bench["steps"] - self.bench["warmup"]) * self.bench["rounds"]
+        return max(0, wanted - len(row.counted_steps))
 
-    def summary(self, name):
-        """Return summarize() of a row's counted steps, with "reserved" (bytes, 0 on a CPU); None without any."""
-        steps = self.counted_steps(name)
-        if not steps:
-            return None
-        figures = summarize(steps, warmup=0)
-        first_run = self.runs_of(name)[0]
-        figures["warmup_s"] = sum(step["dt"] for step in first_run.steps[:WARMUP])
-        figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in self.runs_of(name))
-        return figures
+    def is_finished(self, row):
+        """Tell whether a row has all its runs or counted steps, and the last run did not fail."""
+        if self.error(row):
+            return False
+        if self.pairs_turns:
+            return self.steps_missing(row) == 0
+        return all(self.has_ended(session, row) for session in range(self.bench["rounds"]))
 
-    def samples(self, name):
-        """Return {what pairs it: a sample} of a row: seconds per token, of the probe per FLOP; of `loss` the loss."""
+    def has_ended(self, session, row):
+        """Tell whether a row's run in a session came to its summary, without an error."""
+        run = row.run(session)
+        return run is not None and run.has_ended
+
+    # ratios
+
+    def samples(self, row):
+        """Return {what pairs it: seconds per token} of a row, or per FLOP of the probe, at its highest rate.
+
+        A turn pairs the steps of one number in one session, a round the medians of its whole runs.
+        """
         samples = {}
-        for (session, row), run in self.runs.items():
-            if row != name:
-                continue
-            times = [time_per_unit(step) for step in run.steps[WARMUP:]]
-            if self.pair_by == "seed":
-                if run.summary and "eval" in run.summary:
-                    samples[session] = run.summary["eval"]
-            elif self.pair_by == "step":
+        for run in row.runs:
+            steps = run.steps[row.warmup :]
+            if row.is_probe:
+                times = [1 / max(step["peak"].values()) for step in steps]
+            else:
+                times = [step["dt"] / step["tokens"] for step in steps]
+            if self.pairs_turns:
                 for number, time in enumerate(times):
-                    samples[session, number] = time
-            elif times:
-                samples[session] = statistics.median(times)
+                    samples[run.session, number] = time
+            elif times and run.has_ended:  # a round that was cut off says little
+                samples[run.session] = statistics.median(times)
         return samples
 
-    def compare(self, name, base):
-        """Return (value, spread) of a row against another, from the samples that pair up; None where none do.
+    def compare(self, row, base):
+        """Return (ratio, spread) of the speeds of a row and another, above 1 where the row is the faster one.
 
-        It is the median of the ratios of their speeds, above 1 where the row is the faster one; in the mode `loss` the
-        mean of the differences of their losses, below 0 where the row's loss is the lower one.
+        It is the median of the ratios of samples that pair up, with half of its interval: None for a single sample.
+        Instead of both it is None where nothing pairs up.
         """
-        ours, theirs = self.samples(name), self.samples(base)
-        pairs = sorted(ours.keys() & theirs.keys())
-        if not pairs or name == base:
+        if base is None or row is base:
             return None
-        if self.pair_by == "seed":
-            return mean_and_spread([ours[key] - theirs[key] for key in pairs])
-        return median_and_spread([theirs[key] / ours[key] for key in pairs])
+        ours, theirs = self.samples(row), self.samples(base)
+        ratios = [theirs[key] / ours[key] for key in sorted(ours.keys() & theirs.keys())]
+        return median_and_spread(ratios) if ratios else None
 
-    @cached_property
-    def first_row(self):
-        """The row that every other is compared with: s01, which on a CPU is the one below `plain`."""
-        for name in self.rows:
-            if name != PLAIN:
-                return name
-        return PLAIN
+    # noise and verdicts
 
-    def row_above(self, name):
-        """Return the name of the row above; for the first row its own."""
-        names = list(self.rows)
-        return names[max(0, names.index(name) - 1)]
+    def effect(self, row):
+        """Return (same_steps, words) of what the machine makes of a row's technique: see ladder.effect().
 
-    def note(self, name):
-        """Return what the machine makes of a stage's technique; "" for what is no stage of the ladder."""
-        stage, facts = ladder.find(name), self.run_facts(name)
-        if self.mode != "ladder" or stage is None or facts is None:
-            return ""
-        return stage.note(facts)
+        Where the row above is not the stage before, its steps are others.
+        """
+        base, stage = self.base_of(row), row.stage_of_ladder
+        if base is None or stage is None or row.facts is None or row.stage == base.stage:
+            return False, ""
+        same_steps, words = ladder.effect(row.stage, row.facts)
+        if base.stage_of_ladder is None or ladder.between(base.stage, row.stage) != (stage,):
+            same_steps = False
+        return same_steps, words
 
-    def is_no_op(self, name):
-        """Tell whether a row took the very steps of the row above, since its technique does nothing to a step here."""
-        above = self.row_above(name)
-        if ladder.find(name) is None or ladder.find(above) is None:
-            return False
-        is_next = [stage.name for stage in ladder.between(above, name)] == [name]
-        return is_next and ladder.is_no_op(self.note(name))
-
-    @cached_property
+    @property
     def controls(self):
-        """{(name, name): (ratio, spread)} of runs of one computation: the A/A pair, and stages that do nothing here."""
-        pairs = list(self.bench["controls"].items())
-        for name in self.rows:
-            if self.is_no_op(name):
-                pairs.append((name, self.row_above(name)))
+        """{(row, row): (ratio, spread)} by name, of runs of one computation that ended well.
+
+        They are the second runs of a row, and the rows that take the same steps as the one above.
+        """
+        pairs = [(row, self.rows[row.control_of]) for row in self.control_rows]
+        pairs += [(row, self.base_of(row)) for row in self.table_rows if self.effect(row)[0]]
         ratios = {}
-        for name, base in pairs:
-            ratio = self.compare(name, base)
-            if ratio and not self.error(name) and not self.error(base):
-                ratios[name, base] = ratio
+        for row, base in pairs:
+            compared = self.compare(row, base)
+            if compared and not self.error(row) and not self.error(base):
+                ratios[row.name, base.name] = compared
         return ratios
 
     @property
-    def has_one_round(self):
-        """Whether each row ran once, so that a ratio has a single sample."""
-        return self.pair_by == "session" and self.bench["rounds"] == 1
+    def suspicious(self):
+        """The names of rows that should take the same steps as the row above, and differ by far more than noise."""
+        controls = self.controls
+        of_second_runs = [distance(ratio) for (name, _), (ratio, _) in controls.items() if self.rows[name].control_of]
+        if not of_second_runs:
+            return []
+        least = max(SUSPICIOUS_DIFFERENCE, SUSPICIOUS_MULTIPLE * max(of_second_runs))
+        names = []
+        for (name, _), (ratio, spread) in controls.items():
+            if self.rows[name].control_of is None and distance(ratio) > least and not is_within(ratio, spread):
+                names.append(name)
+        return names
 
-    @cached_property
+    @property
     def noise(self):
-        """How far from 1 a ratio is taken to be noise, as a distance(); None without two runs of one computation.
+        """How far from 1 a ratio may be by chance, as a distance(): how far the worst pair of one computation came out.
 
-        That is how far the worst pair of such runs came out. With one round it is the 95 % interval of a ratio, by the
-        scatter of these runs: the worst pair of so few says too little.
+        None without such a pair, and where each row ran in a single round: too few to tell.
         """
-        if not self.controls:
-            return None
-        if not self.has_one_round:
-            return max(distance(ratio) for ratio, _ in self.controls.values())
-        squares, degrees = 0.0, 0
-        for group in self.runs_of_one_computation():
-            times = []
-            for name in group:
-                times += self.samples(name).values()
-            mean = statistics.mean(times)
-            squares += sum((time / mean - 1) ** 2 for time in times)
-            degrees += len(times) - 1
-        deviation_of_ratio = math.sqrt(2 * squares / degrees)
-        return student_t(degrees) * deviation_of_ratio
+        suspicious = self.suspicious
+        distances = []
+        for (name, _), (ratio, spread) in self.controls.items():
+            if spread is not None and name not in suspicious:
+                distances.append(distance(ratio))
+        return max(distances, default=None)
 
-    def runs_of_one_computation(self):
-        """Return the sets of rows that `controls` ties together."""
-        groups = []
-        for pair in self.controls:
-            apart = [group for group in groups if not group & set(pair)]
-            together = set(pair).union(*(group for group in groups if group & set(pair)))
-            groups = [*apart, together]
-        return groups
+    def verdict(self, row, base):
+        """Return a row against another in a word or two, "" where nothing can be said.
 
-    def verdict(self, name):
-        """Return a row against the row above in a word or two, "" where nothing can be said.
-
-        It is "no difference" where the ratio is within its spread or within the noise, else "faster" or "slower". The
-        modes `amp` and `scale` compare with the first row.
+        It is "no difference" where the ratio is within its spread or within the noise, else "faster" or "slower".
         """
-        base = self.row_above(name) if self.mode == "ladder" else self.first_row
-        compared = self.compare(name, base)
+        compared = self.compare(row, base)
         if compared is None or self.noise is None:
             return ""
         ratio, spread = compared
-        is_within_spread = spread is not None and abs(ratio - 1) <= spread
-        if is_within_spread or distance(ratio) <= self.noise:
-            return "no difference"
+        if is_within(ratio, spread) or distance(ratio) <= self.noise:
+            return NO_DIFFERENCE
         return "faster" if ratio > 1 else "slower"
 
-    @cached_property
+    # predictions
+
+    @property
     def rates(self):
         """The Rates that the probe measured, medians over its counted steps; None where it left none."""
-        steps = self.counted_steps(PEAK)
+        steps = self.probe.counted_steps if self.probe else []
         if not steps:
             return None
         peak = {}
@@ -223,121 +354,60 @@ class Results:
             peak[dtype] = statistics.median(step["peak"][dtype] for step in steps)
         return Rates(peak, statistics.median(step["copy"] for step in steps))
 
-    def seconds_per_micro_batch(self, name):
-        """Return the median seconds that a row takes for one micro-batch of one rank."""
-        settings = self.run_facts(name)["settings"]
-        tokens = settings["batch_size"] * settings["seq_len"] * settings["world_size"]
-        return tokens / self.summary(name)["tok_per_sec"]
-
-    def is_predictable(self, name):
+    def is_predictable(self, row):
         """Tell whether FLOPs and bytes say what a row is worth against the row above."""
-        above = self.row_above(name)
-        if self.mode != "ladder" or ladder.find(name) is None or ladder.find(above) is None:
+        base = self.base_of(row)
+        if base is None or row.stage_of_ladder is None or base.stage_of_ladder is None:
             return False
-        stages = ladder.between(above, name)
-        return len(stages) > 0 and all(stage.is_predictable for stage in stages)
+        return all(stage.predictable for stage in ladder.between(base.stage, row.stage))
 
-    def predicted(self, name):
+    def predicted(self, row):
         """Return how many times as fast as the row above a row should be, or None where nothing can be said.
 
-        Of the time of the row above, as it was measured, what the technique saves is taken away: the FLOPs and bytes of
-        both stages, divided by the rates of the probe. In the mode `scale` the ranks divide the first row's step among
-        them, and wait for the all-reduce that the probe measured.
+        It is the time of all parts of the row above, divided by that of all parts of this one: FLOPs and bytes over the
+        rates of the probe.
         """
-        above = self.row_above(name)
-        if name == above or self.summary(above) is None or self.summary(name) is None:
+        base = self.base_of(row)
+        if self.rates is None or not self.is_predictable(row) or row.facts is None or base.facts is None:
             return None
-        if self.mode == "scale" and self.summary(self.first_row) is None:
+        before, after = ladder.work_of(base.stage, base.facts), ladder.work_of(row.stage, row.facts)
+        if before is None or after is None or (row.stage == base.stage and before == after):
+            return None  # no GPT; or what differs is no FLOP and no byte, as between s01 and `plain`
+        seconds_before, seconds_after = seconds_per_token(before, self.rates), seconds_per_token(after, self.rates)
+        if seconds_before is None or seconds_after is None:
             return None
-        if self.mode == "scale":
-            return self.predicted_seconds_on_ranks(above) / self.predicted_seconds_on_ranks(name)
-        if not self.is_predictable(name) or self.rates is None:
-            return None
-        facts = self.run_facts(name)
-        before, after = ladder.work_of(above, facts), ladder.work_of(name, facts)
-        if not {before.matmul_dtype, after.matmul_dtype} <= self.rates.matmul.keys():
-            return None
-        saved = seconds(before, self.rates) - seconds(after, self.rates)
-        measured = self.seconds_per_micro_batch(above)
-        if saved >= measured:  # more than there is to save: these rates are not those of this step
-            return None
-        return measured / (measured - saved)
+        return seconds_before / seconds_after
 
-    def predicted_seconds_on_ranks(self, name):
-        """Return the seconds that a step should take on a row's ranks."""
-        alone = self.summary(self.first_row)["dt_ms"] / 1e3
-        return alone / self.run_facts(name)["settings"]["world_size"] + self.all_reduce_seconds(name)
+    def peak_share(self, row):
+        """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1, or None.
 
-    def all_reduce_seconds(self, name):
-        """Return the median seconds of an all-reduce on a row's ranks by itself; 0 where none was timed."""
-        dts = [step["dt"] for step in self.counted_steps(ALL_REDUCE + name)]
-        return statistics.median(dts) if dts else 0.0
-
-    def peak_share(self, name):
-        """Return the share of the machine's matmul peak that a row turned into training, from 0 to 1, or None.
-
-        With several ranks it is the share of one. A script that trains no GPT has none.
+        With several ranks it is the share of one. A model that is no GPT has none.
         """
-        compared, facts = self.compare(name, PEAK), self.run_facts(name)
-        if compared is None or facts["shape"] is None:
+        if self.probe is None or row.facts is None or row.facts["shape"] is None:
             return None
-        flops = flops_per_token(facts["shape"], facts["settings"]["seq_len"])
-        return compared[0] * flops / facts["settings"]["world_size"]
+        compared = self.compare(row, self.probe)
+        if compared is None:
+            return None
+        return compared[0] * flops_per_token(row.facts["shape"]) / row.facts["settings"]["world_size"]
 
-    def is_stale(self, name):
-        """Tell whether a stage's code has changed since a row was measured."""
-        facts = self.run_facts(name)
-        if facts is None or not ladder.find(facts["stage"]):
-            return False
-        return facts["code"] != ladder.code_sha256(ladder.path_of(facts["stage"]))
-
-    def is_finished(self, name):
-        """Tell whether a row has all its runs or counted steps, and the last run did not fail."""
-        if self.error(name):
-            return False
-        if self.pair_by == "step":
-            wanted = (self.bench["steps"] - WARMUP) * self.bench["rounds"]
-            return len(self.counted_steps(name)) >= wanted
-        return all(self.has_ended(session, name) for session in range(self.bench["rounds"]))
-
-    def has_ended(self, session, name):
-        """Tell whether a row's run in a session came to its summary, without an error."""
-        run = self.runs.get((session, name))
-        return run is not None and run.summary is not None and run.error is None
+    # losses
 
     def last_common_step(self):
         """Return the number of the last step that every row with counted steps got to; None without such rows."""
         reached = []
-        for name in self.rows:
-            if self.counted_steps(name):
-                reached.append(max(len(run.steps) for run in self.runs_of(name)))
+        for row in self.table_rows:
+            if row.counted_steps:
+                reached.append(max(len(run.steps) for run in row.runs))
         return min(reached) - 1 if reached else None
 
-    def loss_at(self, name, step):
+    def loss_at(self, row, step):
         """Return the training loss of a row at a step, or None where no run got there."""
-        for run in self.runs_of(name):
+        for run in row.runs:
             if len(run.steps) > step:
                 return run.steps[step]["loss"]
         return None
 
-    def largest_batch(self, stage):
-        """Return the largest batch size of a stage that fitted in the mode `limit`, or None."""
-        fitted = [batch for batch, name in self.runs if name == stage and self.has_ended(batch, stage)]
-        return max(fitted, default=None)
 
-    def limit_is_found(self, stage):
-        """Tell whether the mode `limit` knows a batch size that fits, and that the next one does not."""
-        fits, fails = self.largest_batch(stage), self.smallest_batch_that_failed(stage)
-        return fails is not None and fails == (fits or 0) + 1
-
-    def smallest_batch_that_failed(self, stage):
-        """Return the smallest batch size of a stage that did not fit in the mode `limit`, or None."""
-        failed = [batch for (batch, name), run in self.runs.items() if name == stage and run.error]
-        return min(failed, default=None)
-
-
-def time_per_unit(step):
-    """Return the seconds per token of a training step, or per FLOP of the probe's step, at its highest rate."""
-    if "peak" in step:
-        return 1 / max(step["peak"].values())
-    return step["dt"] / step["tokens"]
+def is_within(ratio, spread):
+    """Tell whether a ratio is no further from 1 than its spread."""
+    return spread is not None and abs(ratio - 1) <= spread

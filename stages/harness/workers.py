@@ -1,4 +1,4 @@
-"""Runs workers, processes that take a step when asked, and leads several of them in turn, or all at once."""
+"""Workers: processes that take a step when asked, led in turn."""
 
 import contextlib
 import json
@@ -15,32 +15,46 @@ from pathlib import Path
 
 from . import machine
 from .ladder import FOLDER
-from .records import WARMUP
+from .record import WARMUP
 
 PATIENCE = 600  # seconds that a step may take, with its compilation
 PATIENCE_AT_THE_END = 40  # seconds in which a process ends that was told to: torchrun gives its ranks 30
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
-REPORT_EVERY = 5  # seconds between two lines of progress
-# What a process says of its end: a line of ours, or the last line of Python's report, with torchrun's mark before it.
-ERROR_LINE = re.compile(r"(?:\[rank\d+\]: )?(?:.*\berror: (.+)|([\w.]*(?:Error|Exception): \S.*))")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, or a probe: what is started for it.
+    """What is started for a row of the table, for a second run of one, or for the probe.
 
-    name: in the records and the table. script: what Python runs. change: the words of the table. flags: what it gets
-    beyond the flags that all rows share. ranks: processes under torchrun; 0 runs the script without it. env:
-    variables beside those of the bench. memory_budget: bytes that it may hold, or None.
+    name: in the records and the table. script: what Python runs. change: the words of the table. base: the name of the
+    row that it is compared with. control_of: the name of the row that it is a second run of. flags: what it gets beyond
+    the flags that all rows share. ranks: processes under torchrun; 0 runs the script without it. env: variables beside
+    those of the bench. batch_size: what the mode `limit` tries. memory_budget: bytes that it may hold.
     """
 
     name: str
     script: Path
     change: str = ""
+    base: str | None = None
+    control_of: str | None = None
+    is_probe: bool = False
     flags: tuple[str, ...] = ()
     ranks: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    batch_size: int | None = None
     memory_budget: int | None = None
+
+    def about(self):
+        """Return what the record tells of it, a dict."""
+        return {
+            "name": self.name,
+            "stage": self.script.stem,
+            "change": self.change,
+            "base": self.base,
+            "control_of": self.control_of,
+            "is_probe": self.is_probe,
+            "ranks": self.ranks,
+        }
 
 
 @dataclass(frozen=True)
@@ -48,25 +62,12 @@ class Enough:
     """When a row has been measured long enough: after so many counted steps, which also took so many seconds."""
 
     steps: int
-    seconds: float = 0.0
+    seconds: float
 
 
 def say(line):
     """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)
-
-
-def error_message(stderr, status):
-    """Return what a process said of its end, in one line: its last error, or its exit status."""
-    if status == -signal.SIGKILL:
-        return "killed by the system, most likely out of memory: try a smaller --batch-size"
-    for line in reversed(stderr.splitlines()):
-        match = ERROR_LINE.fullmatch(line.strip())
-        if match:
-            return (match[1] or match[2])[:200]
-    if status == 0:
-        return "ended before its last step"
-    return f"exit status {status}"
 
 
 class Worker:
@@ -76,15 +77,17 @@ class Worker:
     steps after the warm-up. memory: the most bytes that it held, of all ranks.
     """
 
-    def __init__(self, row, flags, keep):
-        """Start the process. flags: what all rows share. keep(name, entry) gets each line of its record, a dict."""
+    def __init__(self, row, flags, results, session):
+        """Start the process. flags: what all rows share. results: the Results that keep each line of its record."""
         self.row = row
-        self.keep = keep
+        self.results = results
+        self.session = session
         self.is_live = True
         self.has_summary = False
         self.steps = 0
         self.counted = []
         self.memory = 0
+        self.keep({"kind": "start", "batch_size": row.batch_size})
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         command = [sys.executable]
         if row.ranks:
@@ -101,12 +104,13 @@ class Worker:
             errors="replace",
             env=os.environ | {"PYTHONPATH": python_path} | row.env,
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its workers
-            preexec_fn=self.limit_memory if row.memory_budget else None,
         )
+        if row.memory_budget:  # beyond it PyTorch's allocation fails
+            resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (row.memory_budget, row.memory_budget))
 
-    def limit_memory(self):
-        """In the new process: let PyTorch's allocation fail beyond the budget."""
-        resource.setrlimit(resource.RLIMIT_DATA, (self.row.memory_budget, self.row.memory_budget))
+    def keep(self, entry):
+        """Keep a line of its record."""
+        self.results.add(self.session, self.row.name, entry)
 
     def ask(self):
         """Ask for one step, and do not wait for it."""
@@ -125,14 +129,13 @@ class Worker:
         signal.alarm(PATIENCE)
         try:
             for line in self.process.stdout:
-                if not line.startswith('{"kind": '):
-                    continue  # a script has printed it before parse_args(), which keeps stdout for the record
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    self.fail("wrote a line to the pipe of its record that is no JSON")
+                entry = entry_of(line)
+                if entry is None:
+                    continue
+                self.keep(entry)
+                if entry["kind"] == "header" and self.has_other_corpus(entry["settings"]):
+                    self.fail("trains on another text than the bench, as after a failed download: start it again")
                     return
-                self.keep(self.row.name, entry)
                 if entry["kind"] == "step":
                     self.note_step(entry)
                     return
@@ -141,22 +144,32 @@ class Worker:
                     return
             status = self.process.wait()
             self.stderr.seek(0)
-            self.fail(error_message(self.stderr.read(), status))
+            stderr = self.stderr.read()
+            is_short = status == -signal.SIGKILL or re.search(machine.OUT_OF_MEMORY, stderr) is not None
+            self.fail(error_message(stderr, status), out_of_memory=is_short)
         except TimeoutError:
             self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
         finally:
             signal.alarm(0)
 
+    def has_other_corpus(self, settings):
+        """Tell whether the run trains on another text than the bench, or in other tokens."""
+        corpus = [settings["corpus"], settings["tokenizer"]]
+        return corpus[0] is not None and corpus != self.results.bench["corpus"]
+
     def note_step(self, entry):
         """Keep how long a step took, and how much memory the process holds."""
         self.steps += 1
-        if self.steps > WARMUP and "dt" in entry:
+        if self.steps > WARMUP:
             self.counted.append(entry["dt"])
         self.memory = (entry.get("memory") or 0) * max(1, self.row.ranks)
 
     def note_summary(self):
-        """Keep that the run has ended. One that nobody asked to end has failed. What comes later costs no row."""
+        """Keep that the run has ended. One that nobody asked to end has failed.
+
+        A process that fails later, while it leaves, has been measured all the same.
+        """
         if not self.process.stdin.closed:
             self.fail("ended before its last step")
         self.is_live = False
@@ -166,10 +179,10 @@ class Worker:
         """Tell whether it has taken Enough counted steps."""
         return self.steps - WARMUP >= enough.steps and sum(self.counted) >= enough.seconds
 
-    def fail(self, message):
+    def fail(self, message, out_of_memory=False):
         """Note in the record, and on stderr, why the process can't go on."""
         self.is_live = False
-        self.keep(self.row.name, {"kind": "error", "error": message})
+        self.keep({"kind": "error", "error": message, "out_of_memory": out_of_memory})
         say(f"{self.row.name} failed: {message}")
 
     def stop(self):
@@ -196,12 +209,39 @@ def give_up(signal_number, frame):
     raise TimeoutError
 
 
-def lead(rows, flags, keep, steps, enough=None, together=False):
+def entry_of(line):
+    """Return a line of a record as a dict, or None for what a script printed before parse_args() took its stdout."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_of_record = isinstance(entry, dict) and entry.get("kind") in ("header", "step", "summary")
+    return entry if is_of_record else None
+
+
+def error_message(stderr, status):
+    """Return what a process said of its end, in one line: its last error, or its exit status."""
+    if status == -signal.SIGKILL:
+        return "killed by the system, most likely out of memory: try a smaller --batch-size"
+    for line in reversed(stderr.splitlines()):
+        line = re.sub(r"^\[rank\d+\]: ", "", line.strip())  # torchrun's mark
+        _, of_ours, message = line.partition("error: ")
+        if of_ours:
+            return message[:200]
+        is_of_python = re.match(r"[\w.]*(Error|Exception): \S", line)  # the last line of its report
+        if is_of_python or re.search(machine.OUT_OF_MEMORY, line):
+            return line[:200]
+    if status == 0:
+        return "ended without log.finish(), or before its last step"
+    return f"exit status {status}"
+
+
+def lead(rows, flags, results, session, steps, enough=None, tell=None):
     """Take fresh workers of some rows through the warm-up and so many counted steps, one step each in turn.
 
-    flags: what all rows share. keep(name, entry) gets each line of their records. enough: an Enough after which a row
-    takes no more steps, or None. together: whether all take each counted step at the same time instead of in turn.
-    Returns how many rows started, from the first on: those for which no memory is left do not.
+    flags: what all rows share. results: the Results that keep all lines, under this session. enough: an Enough after
+    which a row takes no more steps. tell: called after each turn with its number. Returns how many rows started, from
+    the first on: those for which no memory is left do not.
     """
     workers = []
     try:
@@ -211,11 +251,11 @@ def lead(rows, flags, keep, steps, enough=None, together=False):
                 say(f"{row.name} and those below it have to wait: there is no memory for another process")
                 break
             say(f"{row.name}: start and warm-up")
-            worker = Worker(row, flags, keep)
+            worker = Worker(row, flags, results, session)
             workers.append(worker)
             for _ in range(WARMUP):
-                take_step([worker])
-        take_counted_steps(workers, steps, enough, together)
+                take_step(worker)
+        take_turns(workers, steps, enough, tell)
         for worker in workers:
             worker.close()
         for worker in workers:
@@ -227,31 +267,23 @@ def lead(rows, flags, keep, steps, enough=None, together=False):
             worker.stop()
 
 
-def take_counted_steps(workers, steps, enough, together):
-    """Take so many steps with each worker that lives, and say every few seconds how far they are."""
-    began = reported = time.monotonic()
-    for step in range(1, steps + 1):
+def take_turns(workers, steps, enough, tell):
+    """Take so many steps with each worker that lives, in turn."""
+    for turn in range(1, steps + 1):
         waiting = [worker for worker in workers if worker.is_live and not (enough and worker.has_enough(enough))]
         if not waiting:
             return
-        if together:
-            take_step(waiting)
-        else:
-            for worker in waiting:
+        for worker in waiting:
+            if len(waiting) > 1:
                 time.sleep(PAUSE)
-                take_step([worker])
-            workers.reverse()  # there and back, so that a drift of the machine's speed hits all alike
-        now = time.monotonic()
-        if now > reported + REPORT_EVERY:
-            reported = now
-            left = (now - began) / step * (steps - step)
-            say(f"step {step}/{steps}, at most {left:.0f} s left")
+            take_step(worker)
+        workers.reverse()  # there and back, so that a drift of the machine's speed hits all alike
+        if tell:
+            tell(turn)
 
 
-def take_step(workers):
-    """Ask some workers for a step, and wait until each has taken it."""
-    live = [worker for worker in workers if worker.is_live]
-    for worker in live:
+def take_step(worker):
+    """Ask a worker for a step, and wait until it has taken it."""
+    if worker.is_live:
         worker.ask()
-    for worker in live:
         worker.wait()

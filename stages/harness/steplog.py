@@ -1,26 +1,30 @@
 """The clock of a stage, the line that it prints for each step, and its record.
 
-records.py describes the lines of a record.
+record.py describes the lines of a record.
 """
 
 import datetime
+import errno
 import math
+import os
 import re
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import model as ladder_model
 from data import load_tokens, refuse
 from model import GPT, evaluate, save
 
-from . import ladder, machine, parts, rates
-from .records import WARMUP, Record, settle, summarize
+from . import ladder, machine, rates
+from .arithmetic import flops_per_token, shape_name, shape_of
+from .record import WARMUP, Record, code_hash, figures_of
+from .stepprofile import StepProfile
 
 PROFILE_LINES = 20  # how many operations --profile shows
-# how PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain RuntimeError
-OUT_OF_MEMORY = r"out of memory|can't allocate|ALLOC_FAILED"
 
 
 class StepLog:
@@ -30,29 +34,36 @@ class StepLog:
     in the loop escapes the clock; the log's own work in between is not counted.
     """
 
-    def __init__(self, args, model, loader=None, tokens_per_step=1):
-        """Start the clock of the first step.
+    def __init__(self, args, model, loader=None, tokens_per_step=None):
+        """Begin the record and the clock of the first step.
 
-        model: any nn.Module; what is told of a GPT is left out for another. loader: the TokenLoader, for the names of
-        its corpus and tokenizer, or None.
+        args: what parse_args() returned. model: any nn.Module; what is told of a GPT is left out for another. loader:
+        the TokenLoader, for the names of its corpus and tokenizer, or None. tokens_per_step: of all ranks and
+        micro-batches; by default those of a batch of the loader, or 1 without one. Exits with one line where the script
+        has a StepLog already, or --eval and --save have no GPT of the ladder.
         """
+        if tokens_per_step is None:
+            tokens_per_step = loader.tokens_per_batch if loader else 1
+        if args.has_log:
+            refuse("the script has two StepLogs: let one log take all steps")
+        args.has_log = True
         self.args = args
         self.device = args.device
         self.tokens_per_step = tokens_per_step
         self.corpus = getattr(loader, "corpus", None)
-        without_ddp = getattr(model, "module", model)
-        self.model = getattr(without_ddp, "_orig_mod", without_ddp)  # where torch.compile keeps the model
+        self.model = unwrapped(model)
+        self.shape = shape_of(self.model)
         self.prints = machine.is_rank_0() and not args.worker
         self.steps = []
         self.profiler = None
         self.profile = None
-        has_gpt = self.corpus is not None and isinstance(self.model, GPT)
-        if (args.eval or args.save) and machine.is_rank_0() and not has_gpt:
-            refuse("--eval and --save need a GPT and its loader, and this script has none")
-        self.record = Record(args)
         self.held_out = None
-        if args.eval and machine.is_rank_0():
+        has_gpt = self.corpus is not None and isinstance(self.model, GPT)
+        if (args.eval or args.save) and not has_gpt and machine.is_rank_0():
+            refuse("--eval and --save need the ladder's GPT and its loader, and this script has none")
+        if machine.is_rank_0() and args.eval:
             self.held_out = load_tokens(args.data, split="val").ids
+        self.record = Record(args)
         sys.excepthook = self.explain
         self.say_what_runs()
         self.header = self.make_header()
@@ -62,22 +73,21 @@ class StepLog:
     def say_what_runs(self):
         """Print the title, and what is trained on what."""
         args = self.args
+        parameters = sum(p.numel() for p in self.model.parameters())
+        words = [f"{parameters:,} parameters"]
+        if self.shape:
+            words = [
+                f"{shape_name(self.shape)}, {parameters:,} parameters",
+                f"B {args.batch_size}, T {self.shape['block_size']}, {self.tokens_per_step:,} tokens per step",
+            ]
+        if self.corpus:
+            words.append(f"{self.corpus.name}, {self.corpus.tokenizer}")
         where = machine.device_name(self.device)
         if self.device.type == "cpu":
             where += f", threads {torch.get_num_threads()}"
-        parts_of_line = [
-            f"{args.size}, {self.parameters():,} parameters",
-            f"B {args.batch_size}, T {args.seq_len}, {self.tokens_per_step:,} tokens per step",
-            where,
-        ]
-        if self.corpus:
-            parts_of_line.insert(2, f"{self.corpus.name}, {self.corpus.tokenizer}")
+        words.append(where)
         self.say(args.title)
-        self.say(" | ".join(parts_of_line))
-
-    def parameters(self):
-        """Return how many parameters the model has."""
-        return sum(p.numel() for p in self.model.parameters())
+        self.say(" | ".join(words))
 
     def make_header(self):
         """Return what a record begins with, a dict."""
@@ -86,17 +96,16 @@ class StepLog:
         for name in ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum"):
             settings[name] = getattr(args, name)
         settings["world_size"] = machine.world_size()
-        settings["amp_dtype"] = str(args.amp_dtype).removeprefix("torch.")
+        settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
         settings["corpus"] = self.corpus.name if self.corpus else None
         settings["tokenizer"] = self.corpus.tokenizer if self.corpus else None
         return {
             "stage": args.script.stem,
-            "title": args.title,
-            "code": ladder.code_sha256(args.script),
             "commit": machine.commit(ladder.FOLDER.parent),
+            "code": code_hash(args.script),
+            "model_code": code_hash(ladder_model.__file__),
             "settings": settings,
-            "shape": args.shape if isinstance(self.model, GPT) else None,
-            "parameters": self.parameters(),
+            "shape": self.shape,
             "environment": machine.environment(self.device),
             "fallbacks": args.fallbacks,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -104,7 +113,7 @@ class StepLog:
 
     def begin_step(self):
         """Start the clock of the next step. A worker waits until the bench asks for it, and ends where it does not."""
-        if not self.record.next_step_wanted():
+        if not self.record.wait_for_ask():
             self.leave()
         if self.args.profile and len(self.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
@@ -125,25 +134,32 @@ class StepLog:
         torch.get_device_module(self.device).synchronize()
 
     def step(self, loss, **figures):
-        """End a step. Exits with one line where its loss is not finite.
+        """End a step. Exits with one line where its loss is not finite, or --steps asked for no more.
 
         loss: a scalar tensor, in nats per token. figures: what to show beside it, such as lr, as numbers or scalar
         tensors.
         """
+        step = len(self.steps)
+        if step == self.args.steps:
+            refuse(f"the loop goes on after --steps {step}: let it run over range(args.steps)")
         self.synchronize()
         dt = time.perf_counter() - self.began
         if self.profiler:
             self.profiler.stop()
-            self.profile = parts.Profile(self.profiler.events(), self.device, 1e3 * dt)
+            self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
             self.profiler = None
-        step = len(self.steps)
         loss = loss.item()
         figures = {name: float(value) for name, value in figures.items()}
         memory, meter = machine.peak_memory(self.device)
-        entry = {"step": step, "loss": number_or_none(loss)}
-        for name, value in figures.items():
-            entry[name] = number_or_none(value)
-        entry |= {"dt": dt, "tokens": self.tokens_per_step, "memory": memory, "meter": meter}
+        entry = {
+            **{name: number_or_none(value) for name, value in figures.items()},
+            "step": step,
+            "loss": number_or_none(loss),
+            "dt": dt,
+            "tokens": self.tokens_per_step,
+            "memory": memory,
+            "meter": meter,
+        }
         self.steps.append(entry)
         self.record.write("step", **entry)
         self.say_step(step, loss, figures, dt)
@@ -166,9 +182,13 @@ class StepLog:
     def finish(self, model):
         """End the run: the weights where --save asks for them, and the summary, with what --eval and --profile ask for.
 
-        model: the one that the log has from its start, named here so that a stage shows what is saved.
+        model: the one that the log has from its start, named here so that a stage shows what is saved. Exits with one
+        line where the bench leads the run and is owed more steps.
         """
-        self.record.wait_for_end()
+        taken, asked = len(self.steps), self.args.steps
+        if self.args.worker and taken < asked:
+            refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
+        self.record.wait_for_ask()  # for the end: leaving takes time, and others may be on the clock
         if self.args.save and self.prints:
             save(self.model, self.corpus.tokenizer, self.args.save)
             self.say(f"saved to {self.args.save}")
@@ -177,13 +197,18 @@ class StepLog:
 
     def write_summary(self):
         """Write the summary of the record and print the summary of the run."""
-        if not self.steps:
-            return
+        if self.steps:
+            summary = self.make_summary()
+            self.record.write("summary", **summary)
+            self.say_summary(summary)
+
+    def make_summary(self):
+        """Return what a record ends with, a dict."""
         summary = {"sdpa": None}
-        if (self.record.file or self.profile) and isinstance(self.model, GPT):
-            config = self.model.config
-            shape = (self.args.batch_size, config.n_head, self.args.seq_len, config.n_embd // config.n_head)
-            summary["sdpa"] = machine.sdpa_kernel(shape, self.args.amp_dtype, self.device)
+        if (self.record.file or self.profile) and self.shape:
+            head_dim = self.shape["n_embd"] // self.shape["n_head"]
+            q = (self.args.batch_size, self.shape["n_head"], self.shape["block_size"], head_dim)
+            summary["sdpa"] = machine.sdpa_kernel(q, self.args.amp_dtype, self.device)
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
@@ -193,21 +218,22 @@ class StepLog:
                 torch.accelerator.empty_cache()  # the copy needs room
             summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts
-        self.record.write("summary", **summary)
-        self.say_summary(summary)
+        return summary
 
     def say_summary(self, summary):
         """Print the line of the whole run, and where the time of its last step went with --profile."""
-        figures = summarize(self.steps)
+        figures = figures_of(self.steps)
         steps = f"{figures['counted']} steps after {WARMUP} of warm-up"
         if figures["counted"] == 0:
             steps = "the last step alone, warm-up included"
         words = [
             f"median dt {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {steps}",
             f"tok/sec {figures['tok_per_sec']:,.0f}",
-            f"memory {figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})",
-            f"warm-up {figures['warmup_s']:.1f}s",
         ]
+        if self.shape:
+            words.append(f"TFLOP/s {flops_per_token(self.shape) * figures['tok_per_sec'] / 1e12:.2f}")
+        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
+        words.append(f"warm-up {figures['warmup_s']:.1f}s")
         if "eval" in summary:
             words.append(f"held-out loss {summary['eval']:.4f}")
         self.say(" | ".join(words))
@@ -216,18 +242,44 @@ class StepLog:
                 self.say(line)
 
     def explain(self, kind, error, trace):
-        """Say in one line how to mend a batch that is too large. Of any other error Python reports all, as ever."""
+        """Say in one line how to mend a batch that is too large, or a full disk. Python reports any other error."""
         batch_size = self.args.batch_size
-        if not isinstance(error, MemoryError) and not re.search(OUT_OF_MEMORY, str(error)):
+        if re.search(machine.OUT_OF_MEMORY, f"{kind.__name__}: {error}"):
+            remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
+            print(f"error: out of memory at batch size {batch_size}: try {remedy}", file=sys.stderr, flush=True)
+        elif isinstance(error, BrokenPipeError):  # whoever read what is printed has gone, as in `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it at its end
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"error: {error}: make room, and start again", file=sys.stderr, flush=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
             sys.__excepthook__(kind, error, trace)
-            return
-        remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
-        print(f"error: out of memory at batch size {batch_size}: try {remedy}", file=sys.stderr, flush=True)
 
     def say(self, line):
         """Print a line of progress."""
         if self.prints:
             print(line, flush=True)
+
+
+def unwrapped(model):
+    """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):  # where torch.compile keeps it
+            model = model._orig_mod
+        else:
+            return model
+
+
+def settle():
+    """Before a run leaves torch.distributed's group: give the group's threads time to drop the last tensors they hold.
+
+    To drop one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
+    (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.
+    """
+    if dist.is_initialized():
+        time.sleep(0.5)
 
 
 def number_or_none(value):

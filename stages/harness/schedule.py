@@ -1,0 +1,211 @@
+"""Who steps when: all rows in turn, one after the other in rounds, or batch by batch."""
+
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .record import COUNTED_STEPS, WARMUP
+from .results import Results
+from .workers import Enough, Row, lead, say
+
+# An accelerator's clock needs seconds to settle. Steps of all rows are planned by one number, since some set a schedule
+# by it, but a row takes no more of them once it has enough.
+MOST_COUNTED_STEPS = 160
+ENOUGH = Enough(COUNTED_STEPS, seconds=6.0)
+LIMIT_STEPS = 3  # counted steps that decide whether a batch fits
+TELL_EVERY = 5  # turns
+
+
+@dataclass
+class Bench:
+    """A bench that runs. flags: what all rows share. show: called where the page has something new to show."""
+
+    rows: list[Row]
+    results: Results
+    flags: list[str]
+    show: Callable
+
+    @property
+    def counted_steps(self):
+        """How many steps a process counts."""
+        return self.results.bench["steps"] - WARMUP
+
+    @property
+    def rounds(self):
+        """How many times every process starts afresh."""
+        return self.results.bench["rounds"]
+
+    def lead(self, session, rows, steps, **options):
+        """Lead a session of rows, and return how many of them started."""
+        return lead(rows, self.flags, self.results, session, steps, **options)
+
+    def measured(self, row):
+        """Return the Measured of a Row."""
+        return self.results.rows[row.name]
+
+
+# In turn
+
+
+def in_turn(bench):
+    """Lead sessions of as many rows as memory holds, one step each in turn, until every row has its counted steps.
+
+    A row that failed before a --resume is measured again, and one that fails now is not.
+    """
+    results = bench.results
+    failed = set()
+    while True:
+        able = [row for row in bench.rows if row.name not in failed]
+        waiting = [row for row in able if not results.is_finished(bench.measured(row))]
+        if not waiting:
+            return
+        wanted = names_with_partners(bench, waiting)
+        rows = [row for row in able if row.name in wanted and not row.is_probe]
+        # where memory is short, the reference and a row above leave room for one that waits, and the probe comes later
+        rows[3:3] = [row for row in able if row.is_probe]
+        steps = max(results.steps_missing(bench.measured(row)) for row in waiting)
+        if steps == 0 or steps > bench.counted_steps:  # a row whose summary failed lacks no step, and runs again
+            steps = bench.counted_steps
+        count = bench.lead(next_session(results), rows, steps, tell=teller_of_turns(results, steps))
+        started = rows[:count]
+        failed |= {row.name for row in started if results.error(bench.measured(row))}
+        if not any(row in waiting for row in started):  # there is no memory for those that wait
+            return
+
+
+def next_session(results):
+    """Return the number of a session that no run has."""
+    latest = -1
+    for row in results.rows.values():
+        for run in row.runs:
+            latest = max(latest, run.session)
+    return latest + 1
+
+
+def names_with_partners(bench, waiting):
+    """Return the names of the rows that wait, and of those that the tables compare with them.
+
+    A ratio needs steps of both rows in one session.
+    """
+    late = {row.name for row in waiting}
+    names = late | {bench.results.bench["reference"]}
+    for row in bench.rows:
+        for partner in (row.base, row.control_of):
+            if partner and late & {row.name, partner}:
+                names |= {row.name, partner}
+    return names
+
+
+def teller_of_turns(results, steps):
+    """Return a function that tells how far the turns are, what time is left, and how fast the rows are so far."""
+    began = time.monotonic()
+
+    def tell(turn):
+        if turn % TELL_EVERY == 0 and turn < steps:
+            left = (time.monotonic() - began) / turn * (steps - turn)
+            say(f"turn {turn} of {steps}, about {left:.0f} s left; tokens per second so far:")
+            say(textwrap.fill(speeds(results), 80))
+
+    return tell
+
+
+def speeds(results):
+    """Return the tokens per second of each row so far, in one line."""
+    words = []
+    for row in results.table_rows:
+        if row.figures:
+            words.append(f"{row.short}\u00a0{row.figures['tok_per_sec']:,.0f}")  # a name stays with its figure
+    return " ".join(words)
+
+
+# In rounds
+
+
+def in_rounds(bench):
+    """Lead every row in a fresh process, one after the other, there and back in several rounds.
+
+    The probe comes first, and warms the card up.
+    """
+    seconds = {}  # that each row took in its last round
+    for session in range(bench.rounds):
+        order = rows_of_round(bench.rows, session)
+        for i, row in enumerate(order):
+            measured = bench.measured(row)
+            if bench.results.has_ended(session, measured):
+                continue
+            rows_left = order[i:] + (bench.rounds - session - 1) * order
+            place = f"round {session + 1} of {bench.rounds}, row {i + 1} of {len(order)}"
+            say(f"{place}{time_left(rows_left, seconds)}")
+            began = time.monotonic()
+            bench.lead(session, [row], bench.counted_steps, enough=ENOUGH)
+            seconds[row.name] = time.monotonic() - began
+            if not row.is_probe and measured.figures:
+                say(speed_of(bench.results, measured))
+        if session + 1 < bench.rounds:
+            bench.show()
+            if session == 0:
+                say(f"{bench.rounds - 1} more rounds give each ratio its ± and a verdict. Ctrl-C keeps what is there.")
+
+
+def rows_of_round(rows, session):
+    """Return the rows in the order of a round: the probe, then all others, every other time from the last to the first.
+
+    So a drift hits the first row and the last alike.
+    """
+    probes = [row for row in rows if row.is_probe]
+    others = [row for row in rows if not row.is_probe]
+    if session % 2:
+        others.reverse()
+    return probes + others
+
+
+def time_left(rows, seconds):
+    """Return words on how long some rows will take, "" before the first has ended. seconds: {name: of a past round}."""
+    if not seconds:
+        return ""
+    mean = sum(seconds.values()) / len(seconds)
+    left = sum(seconds.get(row.name, mean) for row in rows)
+    return f", about {left / 60:.0f} min left"
+
+
+def speed_of(results, row):
+    """Return the tokens per second of a row, and its ratio to the row above where there is one."""
+    line = f"{row.name}: {row.figures['tok_per_sec']:,.0f} tok/sec"
+    base = results.base_of(row)
+    compared = results.compare(row, base)
+    if compared:
+        line += f", {compared[0]:.2f} x {base.short}"
+    return line
+
+
+# Batch by batch
+
+
+def find_limit(bench, row):
+    """Double the batch of a row until memory is short, and bisect: a fresh process of a few steps for each batch.
+
+    Another failure than that of memory ends it, since it tells nothing of what fits.
+    """
+    measured = bench.measured(row)
+    steps = min(LIMIT_STEPS, bench.counted_steps)
+    while not measured.limit_is_found:
+        fits, too_large = measured.largest_batch or 0, measured.smallest_too_large
+        batch_size = max(1, 2 * fits) if too_large is None else (fits + too_large) // 2
+        tried = replace(row, flags=("--batch-size", str(batch_size)), batch_size=batch_size)
+        bench.lead(0, [tried], steps)
+        run = measured.run(0, batch_size)
+        if run.has_ended:
+            say(f"{row.name}: a batch of {batch_size} fits")
+        elif run.out_of_memory:
+            say(f"{row.name}: a batch of {batch_size} does not fit")
+        else:
+            return
+        if measured.largest_batch == 2 and tokens_of_a_step(measured, 1) == tokens_of_a_step(measured, 2):
+            say(f"{row.name} takes as many tokens in a step whatever --batch-size says: it has no limit to be found")
+            return
+
+
+def tokens_of_a_step(measured, batch_size):
+    """Return how many tokens a step with this batch size took."""
+    return measured.run(0, batch_size).steps[-1]["tokens"]
