@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -68,27 +69,25 @@ class Ended:
 def run_script(script, *flags, folder=None):
     """The Ended of `python SCRIPT FLAGS`, run in this process, which is afterwards as it was."""
     out, err = io.StringIO(), io.StringIO()
-    argv, environment, hook, cwd = sys.argv, dict(os.environ), sys.excepthook, os.getcwd()
-    sys.argv = [str(script), *(str(flag) for flag in flags)]
     status, scope = 0, {}
-    try:
-        os.chdir(folder or cwd)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                scope = runpy.run_path(str(script), run_name="__main__")
-            except SystemExit as end:
-                status = end.code or 0
-            except Exception:
-                sys.excepthook(*sys.exc_info())
-                status = 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        torch.set_float32_matmul_precision("highest")
-        os.chdir(cwd)
-        sys.argv, sys.excepthook = argv, hook
-        os.environ.clear()
-        os.environ.update(environment)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *(str(flag) for flag in flags)]))
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(contextlib.chdir(folder or os.getcwd()))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        try:
+            scope = runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            torch.set_float32_matmul_precision("highest")
     return Ended(status, out.getvalue(), err.getvalue(), scope=scope)
 
 
@@ -106,20 +105,14 @@ def definitions(stage, *names, **given):
     """What a stage's own source binds these names to, as a dict; `given` are the names which that source uses."""
     scope = dict(given)
     for statement in ast.parse(STAGES[stage].read_text("utf-8")).body:
-        if names_bound_by(statement) & set(names):
+        bound = set()
+        if isinstance(statement, ast.FunctionDef):
+            bound = {statement.name}
+        elif isinstance(statement, ast.Assign):
+            bound = {node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        if bound & set(names):
             exec(compile(ast.Module([statement], []), str(STAGES[stage]), "exec"), scope)
     return {name: scope[name] for name in names}
-
-
-def names_bound_by(statement):
-    """The names that an assignment or a function definition binds."""
-    if isinstance(statement, ast.FunctionDef):
-        return {statement.name}
-    bound = set()
-    if isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            bound |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
-    return bound
 
 
 def error_of(capsys, function, *arguments):

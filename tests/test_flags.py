@@ -1,181 +1,169 @@
 """The flags: which are refused and how, and what they are by default on each kind of machine."""
 
-from harness import flags, machine, parse_args
+from harness import machine, parse_args
 
+import os
 import sys
 
 import pytest
 import torch
-from conftest import FLOAT32, STAGES, python
-
-from data import VOCAB
+from conftest import STAGES, error_of, python
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
 CUDA = torch.device("cuda", 0)
 DOC = "Stage 5 · flash: a title.\n\nA text.\n"
-
-
-@pytest.fixture(autouse=True)
-def machine_of(monkeypatch):
-    """machine_of(device, dtype=..., problem=..., memory=...): parse on such a machine; until then on a good CPU."""
-    cards = []
-    monkeypatch.setattr(torch.cuda, "set_device", cards.append)
-
-    def machine_of(device, dtype=torch.bfloat16, problem=None, memory=80e9):
-        monkeypatch.setattr(machine, "find_device", lambda name: device)
-        monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
-        monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
-        monkeypatch.setattr(machine, "total_memory", lambda device: memory)
-        return cards
-
-    machine_of(CPU)
-    return machine_of
+NO_UNITS = dict(dtype=torch.float32, problem="no C++ compiler found: install g++")
 
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """parse(flag, ..., stage="s05"): what parse_args returns to this stage, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
+    """parse(flag, ..., stage="s05"): what parse_args returns, in a folder with a file and a pipe.
 
-    def parse(*words, stage="s05", doc=DOC):
+    The machine is a CPU that can do everything, or what `device` and the words after it say.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("keep")
+    os.mkfifo(tmp_path / "pipe")
+    cards = []
+    monkeypatch.setattr(torch.cuda, "set_device", cards.append)
+
+    def parse(*words, stage="s05", doc=DOC, device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9):
+        monkeypatch.setattr(machine, "find_device", lambda name: device)
+        monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
+        monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
+        monkeypatch.setattr(machine, "total_memory", lambda device: memory)
         monkeypatch.setattr(sys, "argv", [str(STAGES[stage]), *words])
-        return parse_args(doc)
+        args = parse_args(doc)
+        assert cards == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
+        return args
 
     return parse
 
 
-@pytest.fixture
-def refusal(parse, capsys):
-    """refusal(flag, ..., stage="s05"): the one line on stderr with which exit status 2 is explained."""
-
-    def refusal(*words, stage="s05"):
-        with pytest.raises(SystemExit) as ending:
-            parse(*words, stage=stage)
-        out, err = capsys.readouterr()
-        assert (ending.value.code, out) == (2, "")
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        return err
-
-    return refusal
-
-
 @pytest.mark.parametrize(
-    "words, named",
+    "words, reason",
     [
         ("--steps 0", "--steps: '0' is not a whole number of 1 or more"),
         ("--accum 1.5", "--accum: '1.5' is not a whole number of 1 or more"),
-        ("--lr 0", "--lr: '0' is not a number above 0"),
-        ("--lr nan", "--lr: 'nan' is not a number above 0"),
-        ("--lr fast", "--lr: 'fast' is not a number above 0"),
-        ("--seq-len 1025", "pass 1024 or less"),
-        ("--seed -1", "--seed -1"),
-        ("--seed 9223372036854775808", "--seed 9223372036854775808"),
+        ("--lr 0", "--lr: invalid learning_rate value: '0'"),
+        ("--lr inf", "--lr: invalid learning_rate value: 'inf'"),
+        ("--seed 9223372036854775808", "is not a whole number from 0 to 2**63 - 1"),
         ("--size gpt5", "gpt2-medium"),
         ("--data", "--data: expected one argument"),
-        ("--flash", "unrecognized arguments: --flash"),
         ("--step 3", "unrecognized arguments: --step 3"),  # no flag may be shortened
-        ("--record no/r", "--record no/r: there is no such folder"),
-        ("--record mine", "--record mine is there already"),
-        ("--save no/w", "--save no/w: there is no such folder"),
-        ("--save .", "--save . is a folder"),
     ],
 )
-def test_a_wrong_flag_is_one_line_that_names_it(refusal, tmp_path, words, named):
-    (tmp_path / "mine").write_text("keep")
-    assert named in refusal(*words.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+def test_a_wrong_flag_is_one_line_that_names_it(parse, capsys, words, reason):
+    line = error_of(capsys, parse, *words.split())
+    assert reason in line
+    assert line.endswith("; --help lists the flags")
+
+
+@pytest.mark.parametrize("flag", ["--record", "--save"])
+@pytest.mark.parametrize(
+    "path, remedy", [("no/new", "make it"), ("mine/new", "make it"), (".", "name a file"), ("pipe", "name a file")]
+)
+def test_a_target_that_can_not_be_written_is_refused_and_left_as_it_is(parse, capsys, tmp_path, flag, path, remedy):
+    line = error_of(capsys, parse, flag, path)
+    assert line.startswith(f"error: {flag} {path}") and remedy in line
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("flag", ["--record", "--save"])
+def test_a_folder_without_the_right_to_write_is_refused(parse, capsys, monkeypatch, flag):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to any
+    assert "is no folder that you may write to" in error_of(capsys, parse, flag, "new")
+
+
+def test_weights_may_be_replaced_and_a_record_may_not(parse, capsys, tmp_path):
+    assert parse("--save", "mine").save == "mine"
+    assert "--record mine is there already: name a new file" in error_of(capsys, parse, "--record", "mine")
     assert (tmp_path / "mine").read_text() == "keep"
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage < "s12"])
-def test_a_stage_without_ddp_takes_one_process(refusal, monkeypatch, stage):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "is for one process, and torchrun started 2: run s12_ddp" in refusal(stage=stage)
+@pytest.mark.parametrize(
+    "stage, words, ranks, remedy",
+    [
+        ("s05", "--seq-len 1025", 1, "pass 1024 or less"),
+        ("s12", "--accum 3", 2, "pass a multiple of 2"),
+        ("s11", "", 2, "s11_accum is for one process, and torchrun started 2: run s12_ddp"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_or_the_ranks_are_refused(
+    parse, capsys, monkeypatch, stage, words, ranks, remedy
+):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert error_of(capsys, lambda: parse(*words.split(), stage=stage)).endswith(remedy)
 
 
-def test_the_micro_batches_must_divide_over_the_ranks(refusal, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--accum 3 does not divide over 2 ranks" in refusal("--accum", "3", stage="s12")
+def test_mps_can_not_run_s12(parse, capsys):
+    assert error_of(capsys, lambda: parse(stage="s12", device=MPS)).endswith("pass --device cpu")
 
 
-def test_mps_can_not_run_s12(refusal, machine_of):
-    machine_of(MPS)
-    assert refusal(stage="s12").endswith("pass --device cpu\n")
-
-
-def test_the_defaults_of_a_cpu(parse):
+def test_the_defaults_of_a_cpu(parse, capsys):
     args = parse()
-    assert args.device == CPU
-    assert (args.size, args.batch_size, args.seq_len, args.steps) == ("micro", 1, 1024, 24)
-    assert (args.accum, args.seed, args.lr) == (2, 1337, 6e-4)
-    assert args.shape == {"vocab_size": VOCAB, "n_layer": 4, "n_head": 4, "n_embd": 256}
-    assert (args.amp_dtype, args.compile, args.fallbacks) == (torch.bfloat16, True, {})
+    assert (args.device, args.size, args.batch_size, args.seq_len, args.steps) == (CPU, "micro", 1, 1024, 24)
+    assert (args.accum, args.seed, args.lr, args.amp_dtype, args.compile) == (2, 1337, 6e-4, torch.bfloat16, True)
     assert args.title == "Stage 5 · flash: a title."
-
-
-@pytest.mark.parametrize("device, memory, batch_size", [(CUDA, 80e9, 16), (MPS, 12e9, 4)])
-def test_the_defaults_of_an_accelerator(parse, machine_of, device, memory, batch_size):
-    cards = machine_of(device, memory=memory)
-    args = parse()
-    assert args.device == device
-    assert (args.size, args.batch_size, args.seq_len, args.steps, args.accum) == ("gpt2", batch_size, 1024, 50, 4)
-    assert cards == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
-
-
-def test_what_is_given_wins(parse, machine_of, capsys):
-    machine_of(CPU, dtype=torch.float32, problem="no compiler")
-    numbers = ["--steps", "5", "--batch-size", "3", "--seq-len", "32", "--accum", "6", "--seed", "7", "--lr", "1e-3"]
-    args = parse(*numbers, "--size", "tiny", "--amp-dtype", "float16", "--compile")
-    assert (args.steps, args.batch_size, args.seq_len, args.accum, args.seed, args.lr) == (5, 3, 32, 6, 7, 1e-3)
-    assert (args.size, args.shape["n_embd"], args.amp_dtype, args.compile) == ("tiny", 64, torch.float16, True)
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
 
 
-@pytest.mark.parametrize("gigabytes, batch_size", [(40, 16), (32, 8), (24, 8), (16, 4), (8, 2), (4, 1)])
-def test_the_batch_is_what_fits_a_card(gigabytes, batch_size):
-    assert flags.fitting_batch_size(gigabytes * 10**9) == batch_size
+@pytest.mark.parametrize(
+    "device, memory, batch_size", [(CUDA, 80e9, 16), (CUDA, 32e9, 8), (MPS, 12e9, 4), (MPS, 4e9, 1)]
+)
+def test_the_defaults_of_an_accelerator(parse, device, memory, batch_size):
+    args = parse(device=device, memory=memory)
+    assert (args.device, args.size, args.batch_size, args.seq_len) == (device, "gpt2", batch_size, 1024)
+    assert (args.steps, args.accum) == (50, 4)
 
 
-@pytest.mark.parametrize("device, ranks, accum", [(CPU, 2, 2), (CPU, 3, 3), (CUDA, 2, 4), (CUDA, 3, 3), (CUDA, 8, 8)])
-def test_every_rank_has_a_micro_batch_by_default(parse, machine_of, monkeypatch, device, ranks, accum):
-    machine_of(device)
+def test_what_is_given_wins(parse, capsys):
+    numbers = "--steps 5 --batch-size 3 --seq-len 32 --accum 6 --seed 9223372036854775807 --lr 1e-3"
+    args = parse(*numbers.split(), "--size", "tiny", "--amp-dtype", "float16", "--compile", **NO_UNITS)
+    assert (args.steps, args.batch_size, args.seq_len, args.accum) == (5, 3, 32, 6)
+    assert (args.seed, args.lr) == (2**63 - 1, 1e-3)
+    assert (args.size, args.amp_dtype, args.compile) == ("tiny", torch.float16, True)
+    assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
+
+
+@pytest.mark.parametrize("device, ranks, accum", [(CPU, 2, 2), (CPU, 3, 3), (CUDA, 2, 4), (CUDA, 3, 3)])
+def test_every_rank_has_a_micro_batch_by_default(parse, monkeypatch, device, ranks, accum):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert parse(stage="s12").accum == accum
+    assert parse(stage="s12", device=device).accum == accum
 
 
 @pytest.mark.parametrize(
-    "stage, rank, told",
-    [
-        ("s03", "0", ["amp_dtype"]),
-        ("s04", "0", ["amp_dtype", "compile"]),
-        ("s12", "1", []),
-    ],
+    "stage, rank, printed",
+    [("s02", "0", []), ("s03", "0", ["amp_dtype"]), ("s04", "0", ["amp_dtype", "compile"]), ("s12", "1", [])],
 )
-def test_a_fallback_is_a_line_in_the_stages_that_use_the_flag(
-    parse, machine_of, monkeypatch, capsys, stage, rank, told
-):
+def test_a_fallback_is_one_line_where_the_stage_heeds_the_flag(parse, monkeypatch, capsys, stage, rank, printed):
     monkeypatch.setenv("RANK", rank)
-    machine_of(CPU, dtype=torch.float32, problem="no C++ compiler found: install g++")
-    args = parse(stage=stage)
+    args = parse(stage=stage, **NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
     reasons = {
         "amp_dtype": "this cpu has no 16-bit arithmetic, so float32 stays",
         "compile": "left out, no C++ compiler found: install g++",
     }
     assert args.fallbacks == reasons  # the record has both, whatever the stage
-    assert capsys.readouterr().err.splitlines() == [f"{flag}: {reasons[flag]}" for flag in told]
+    assert capsys.readouterr().err.splitlines() == [f"{flag}: {reasons[flag]}" for flag in printed]
 
 
 def test_without_docstrings_the_title_is_the_name(parse):
-    assert parse(doc=None).title == "s05_flash"  # python -OO
+    assert parse(doc=None).title == "s05_flash"  # as python -OO does
 
 
-def test_s01_has_no_tf32_where_nvidias_containers_allow_it():
-    words = [str(STAGES["s01"]), *FLOAT32, "--steps", "1"]
-    script = f"import sys, runpy; sys.argv = {words}; runpy.run_path(sys.argv[0])\n"
-    script += "import os, torch; print(torch.get_float32_matmul_precision(), os.environ.get('NVIDIA_TF32_OVERRIDE'))"
+def test_tf32_stays_off_where_nvidias_containers_allow_it():
+    script = "import harness, os, torch; print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
     container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     run = python("-c", script, PYTHONPATH=str(STAGES["s01"].parent), **container)
-    assert run.out.splitlines()[-1:] == ["highest None"], run.err
+    assert run.out == "highest None\n", run.err
+
+
+@pytest.mark.parametrize("first, second", [("harness.flags", "model"), ("model", "harness.flags")])
+def test_a_script_may_have_a_model_of_its_own_beside_it(tmp_path, first, second):
+    (tmp_path / "model.py").write_text("CONTEXT = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text(f"import {first}\nimport {second}\nprint(model.CONTEXT, harness.flags.CONTEXT)\n")
+    run = python(script, PYTHONPATH=str(STAGES["s01"].parent))
+    assert run.out == "7 1024\n", run.err

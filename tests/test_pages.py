@@ -1,66 +1,91 @@
 """README, the lessons and the results show what the stages and the records say, and their commands run."""
 
-from harness import ladder, page, readme
+from harness import page
+from harness.modes import CPU_MEMORY, MODES
 from harness.results import Results
 
 import difflib
-import os
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, STAGES, python
+from conftest import ROOT, STAGES, run_script
+
+import bench
 
 README = (ROOT / "README.md").read_text("utf-8")
 LESSONS = (ROOT / "stages" / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "stages").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
-RECORDS = sorted((ROOT / "results").glob("*.jsonl"))
 
 
-def test_every_record_draws_the_page_that_is_committed_beside_it():
-    assert RECORDS
-    for record in RECORDS:
-        drawn = page.page(Results(record))
-        assert drawn == record.with_suffix(".md").read_text("utf-8"), f"python bench.py --render {record.stem}"
+def mode_of(record):
+    """The mode of a bench by the first line of its record."""
+    with record.open(encoding="utf-8") as lines:
+        return json.loads(lines.readline())["mode"]
+
+
+# the record of a mode that is gone is kept as data alone
+RECORDS = [record for record in sorted((ROOT / "results").glob("*.jsonl")) if mode_of(record) in MODES]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
+def test_a_record_draws_the_page_that_is_committed_beside_it(record):
+    drawn = MODES[mode_of(record)].page(Results.load(record))
+    assert drawn == record.with_suffix(".md").read_text("utf-8"), f"python bench.py --render {record.stem}"
 
 
 def test_readme_shows_the_table_of_the_h100():
-    part = readme.readme_part(Results(ROOT / "results" / "h100.jsonl"), "h100")
-    assert readme.with_part(README, part) == README, "python bench.py --render h100 --readme"
+    results = Results.load(ROOT / "results" / "h100.jsonl")
+    table = page.markdown(MODES["ladder"].short_rows(results, "stages/"))
+    assert table in README, table
 
 
-def changed_lines(above, stage):
+def changed_lines(before, stage):
     """The lines below the docstrings that `diff -w` removes and adds between two stages, with - and + before them."""
-    texts = []
-    for path in (STAGES[above], STAGES[stage]):
-        _, code = ladder.docstring_and_code(path)
-        texts.append(code.splitlines())
+    texts = [STAGES[name].read_text("utf-8").split('"""')[2].splitlines() for name in (before, stage)]
     old, new = ([" ".join(line.split()) for line in text] for text in texts)
     changed = []
     for kind, first, last, first_new, last_new in difflib.SequenceMatcher(None, old, new).get_opcodes():
         if kind != "equal":
-            changed += ["-" + line for line in texts[0][first:last] if line.strip()]
-            changed += ["+" + line for line in texts[1][first_new:last_new] if line.strip()]
-    return [line for line in changed if not re.fullmatch(r"[-+](import \w+|from .*)", line)]
+            changed += ["-" + line for line in texts[0][first:last]]
+            changed += ["+" + line for line in texts[1][first_new:last_new]]
+    return without_imports(changed)
 
 
 def diff_block(text, begin):
-    """The lines of the first diff block below a text, without imports and blank lines."""
+    """The lines that the first diff block below a text removes and adds."""
     block = re.search(r"```diff\n(.*?)```", text[text.index(begin) :], re.DOTALL)[1]
-    lines = [line for line in block.splitlines() if line[:1] in ("-", "+") and line[1:].strip()]
-    return [line for line in lines if not re.fullmatch(r"[-+](import \w+|from .*)", line)]
+    return without_imports([line for line in block.splitlines() if line[:1] in ("-", "+")])
+
+
+def without_imports(lines):
+    """The lines of a diff without imports and blank lines."""
+    return [line for line in lines if line[1:].strip() and not re.fullmatch(r"[-+](import \w+|from .*)", line)]
 
 
 @pytest.mark.parametrize("stage", [*STAGES][1:])
 def test_the_diff_in_a_lesson_is_that_of_the_stages(stage):
-    above = f"s{int(stage[1:]) - 1:02d}"
-    assert sorted(diff_block(LESSONS, f"\n## {stage} · ")) == sorted(changed_lines(above, stage))
+    before = f"s{int(stage[1:]) - 1:02d}"
+    assert sorted(diff_block(LESSONS, f"\n## {stage} · ")) == sorted(changed_lines(before, stage))
 
 
 def test_the_diff_in_readme_is_that_of_flash_attention():
     assert diff_block(README, "brings flash attention into s05") == changed_lines("s04", "s05")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_readme_tells_of_every_mode(mode):
+    command = "make bench" if mode == "ladder" else f"make {mode}"
+    assert re.search(rf"^{command}\b", README, re.MULTILINE)
+
+
+def test_the_page_on_memory_sets_the_variables_that_the_bench_sets():
+    page_on_memory = (ROOT / "stages" / "memory.md").read_text("utf-8")
+    assert " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items()) in page_on_memory
 
 
 def anchors_of(text):
@@ -85,6 +110,9 @@ def test_every_link_inside_the_repository_leads_somewhere(path):
             assert anchor in anchors_of(linked.read_text("utf-8")), target
 
 
+# The commands
+
+
 def commands(path):
     """The commands that a page shows in its code blocks without a language, one a line, without comments.
 
@@ -95,54 +123,60 @@ def commands(path):
     for line in path.read_text("utf-8").splitlines():
         if line.startswith("```"):
             language = line.removeprefix("```") if language is None else None
-        elif language == "" and re.match(r"(make|python|torchrun|OMP_NUM_THREADS=\S+ python) ", line):
+        elif language == "" and re.match(r"(make|python) ", line):
             found.append(line.split("  #")[0].strip())
     return found
 
 
-ALL_COMMANDS = sorted({command for path in PAGES for command in commands(path)})
-FAST = ("--device", "cpu", "--size", "tiny", "--seq-len", "32", "--steps", "5", "--no-compile")
+def commands_of(program):
+    """All commands of the pages that begin with this pattern, each once."""
+    return sorted({command for path in PAGES for command in commands(path) if re.match(program, command)})
 
 
-def test_the_pages_have_commands_of_each_kind():
-    kinds = {" ".join(command.split()[:2]).split("_")[0] for command in ALL_COMMANDS}
-    assert {"make setup", "make bench", "python bench.py", "python stages/s05", "python stages/sample.py"} <= kinds
-
-
-@pytest.mark.parametrize("command", [command for command in ALL_COMMANDS if re.match(r"python stages/s\d\d_", command)])
+@pytest.mark.parametrize("command", commands_of(r"python stages/s\d\d_"))
 def test_the_command_of_a_stage_runs(command, tmp_path):
     """With a model, a length and steps that take a second."""
-    words = [word for word in shlex.split(command)[1:] if not word.startswith(("sXX", "..."))]
-    script, *flags = words
-    run = python(ROOT / script, *flags, *FAST, "--batch-size", "1", "--accum", "2", folder=tmp_path)
+    script, *flags = shlex.split(command)[1:]
+    small = ("--device", "cpu", "--size", "tiny", "--seq-len", "32", "--steps", "5", "--no-compile")
+    run = run_script(ROOT / script, *flags, *small, "--batch-size", "1", "--accum", "2", folder=tmp_path)
     assert run.status == 0, run.err
     assert "median dt" in run.out
 
 
-@pytest.mark.parametrize("command", [command for command in ALL_COMMANDS if command.startswith("python bench.py")])
+@pytest.mark.parametrize("command", commands_of(r"python bench\.py "))
 def test_the_command_of_a_bench_is_understood(command):
-    """It is parsed, which finds every stage and flag that is not there; a path of the reader's own is left out."""
+    """Every stage and flag is there; a path of the reader's own is left out."""
     words = [word for word in shlex.split(command)[2:] if not (word.endswith(".py") and not (ROOT / word).exists())]
-    code = "import bench, sys; bench.parse_command(sys.argv[1:])"
-    run = python("-c", code, *words, "--device", "cpu")
-    assert run.status == 0, run.err
+    bench.parse_command([*words, "--device", "cpu"])
 
 
-@pytest.mark.parametrize("command", [command for command in ALL_COMMANDS if command.startswith("make ")])
+def make(*words):
+    """What `make WORDS` does, started in the repository."""
+    return subprocess.run(["make", "-s", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", commands_of("make "))
 def test_the_target_of_a_make_command_is_there(command):
-    done = subprocess.run(
-        [*shlex.split(command.split(" && ")[0]), "--dry-run", f"PY={sys.executable}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
+    _, *words = shlex.split(command.split(" && ")[0])
+    done = make(*words, "--dry-run", f"PY={sys.executable}")
     assert done.returncode == 0, done.stderr
 
 
-def test_make_diff_shows_the_diff_of_two_stages():
-    done = subprocess.run(["make", "-s", "diff", "N=4"], cwd=ROOT, capture_output=True, text=True)
-    if "git" in done.stderr:
-        pytest.skip("git is not installed")
-    assert "+    model = torch.compile(model)" in done.stdout
-    assert subprocess.run(["make", "-s", "diff"], cwd=ROOT, capture_output=True).returncode == 2
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("number, before, stage", [("5", "s04_compile", "s05_flash"), ("08", "s07_clip", "s08_cosine")])
+def test_make_diff_shows_what_a_stage_changes_in_the_code_of_the_one_before(number, before, stage):
+    done = make("diff", f"N={number}")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert f"--- a/{before}.py" in lines
+    assert f"+++ b/{stage}.py" in lines
+    changed = [line for line in lines if line.startswith(("-", "+")) and not line.startswith(("---", "+++"))]
+    assert sorted(without_imports(changed)) == sorted(changed_lines(before[:3], stage[:3]))
+
+
+@pytest.mark.parametrize("words", [["N=1"], [f"N={len(STAGES) + 1}"], ["N=x"], []])
+def test_make_diff_of_no_stage_says_what_to_pass(words):
+    done = make("diff", *words)
+    assert done.returncode != 0
+    error, _ = done.stderr.splitlines()  # make adds a line of its own
+    assert error == "error: pass the number of a stage from 2 on, as in make diff N=5"

@@ -1,143 +1,124 @@
-"""What the machine can do: rates by a clock whose answers are known, and the probe as the bench starts it."""
+"""What the machine can do: the rates of a machine whose speed is known, and the probe as the bench starts it."""
 
-from harness import probe, rates
+from harness import machine, rates
 
 import json
-from types import SimpleNamespace
+from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import python, run_script
+from conftest import ROOT, python, run_script
+from torch.overrides import TorchFunctionMode
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-TINY = ("--device", "cpu", "--amp-dtype", "float32", "--size", "tiny", "--seq-len", "32")
+PROBE = ROOT / "stages" / "harness" / "probe.py"
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
+PEAK = {"float32": 1e14, "tf32": 2e14, "bfloat16": 4e14}  # of each machine below
+COPY = 2e12
+
+
+class Machine(TorchFunctionMode):
+    """A machine with these rates, and its clock. It computes nothing: its tensors have shapes alone.
+
+    A card does what it was asked for once it is waited for. What a machine does for the first time takes 5 s longer.
+    times: how often it did a thing. seconds: how long that took without those 5 s.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = 100.0
+        self.queued = 0.0
+        self.times = Counter()
+        self.seconds = Counter()
+
+    def perf_counter(self):
+        return self.now
+
+    def synchronize(self):
+        self.now += self.queued
+        self.queued = 0.0
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if "device" in options:
+            self.device = options["device"]
+            options = options | {"device": "meta"}
+        if function is torch.matmul:
+            matrix = arguments[0]
+            dtype = machine.dtype_name(matrix.dtype)
+            if dtype == "float32" and self.device == CARD and torch.get_float32_matmul_precision() == "high":
+                dtype = "tf32"
+            self.work(f"{dtype} {len(matrix)}", 2 * len(matrix) ** 3 / PEAK[dtype])
+        if function is torch.Tensor.copy_:
+            source = arguments[1]
+            self.work(f"copy of {source.nbytes}", 2 * source.nbytes / COPY)
+        return function(*arguments, **options)
+
+    def work(self, what, seconds):
+        """Take the time of something."""
+        self.queued += seconds if what in self.times else seconds + 5
+        self.times[what] += 1
+        self.seconds[what] += seconds
+        if self.device == CPU:
+            self.synchronize()
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Takes the place of rates.seconds_of(): whatever is timed took `seconds`. Notes how many calls were timed."""
-    clock = SimpleNamespace(seconds=0.1, repeats=[], is_running=False)
-
-    def seconds_of(repeats, device, work, *arguments, **options):
-        clock.repeats.append(repeats)
-        clock.is_running = True
-        for _ in range(repeats):
-            work(*arguments, **options)
-        clock.is_running = False
-        return clock.seconds
-
-    monkeypatch.setattr(rates, "seconds_of", seconds_of)
-    return clock
-
-
-def test_the_peak_is_the_flops_over_the_seconds(clock):
-    """One matmul takes 0.1 s, so that 0.25 s have room for 2, and 1 + 2 are timed. Each is 2 * 10**3 FLOPs."""
-    assert rates.matmul_peak(CPU, torch.float32, 10, seconds=0.25) == pytest.approx(3 * 2000 / 0.1)
-    assert clock.repeats == [1, 3]
-
-
-def test_a_copys_bytes_are_read_and_written(clock):
-    """3 copies of 1000 float32 numbers: 3 * 2 * 4000 bytes."""
-    assert rates.copy_bandwidth(CPU, 1000, copies=3) == pytest.approx(24_000 / 0.1)
-    assert clock.repeats == [3]
-
-
-def test_the_device_is_synchronized_before_each_reading_of_the_clock(monkeypatch):
-    events, times = [], iter([10.0, 10.75])
-
-    def perf_counter():
-        events.append("clock")
-        return next(times)
-
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: events.append("synchronize"))
-    monkeypatch.setattr(rates.time, "perf_counter", perf_counter)
-    assert rates.seconds_of(2, torch.device("mps"), events.append, "work") == 0.75
-    assert events == ["synchronize", "clock", "work", "work", "synchronize", "clock"]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A device with 80 GB, TF32 or not: 1 TFLOP/s in float32, 2 in TF32, 4 in bfloat16. Notes what is asked of it."""
-    device = SimpleNamespace(memory=80 * 10**9, tf32=True, matmuls=[], copied=0)
-
-    def matmul_peak(_, dtype, n, seconds):
-        precision = torch.get_float32_matmul_precision()
-        device.matmuls.append((dtype, n))
-        if dtype == torch.bfloat16:
-            return 4e12
-        return 2e12 if precision == "high" else 1e12
-
-    def copy_bandwidth(_, length, copies):
-        device.copied = 2 * 4 * length
-        return 2e10
-
-    monkeypatch.setattr(rates, "matmul_peak", matmul_peak)
-    monkeypatch.setattr(rates, "copy_bandwidth", copy_bandwidth)
-    monkeypatch.setattr(rates.machine, "total_memory", lambda _: device.memory)
-    monkeypatch.setattr(rates.machine, "has_tf32", lambda _: device.tf32)
-    yield device
+def fake(monkeypatch):
+    """A Machine, whose card has TF32 and 80 GB."""
+    fake = Machine()
+    monkeypatch.setattr(rates, "time", fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(machine, "has_tf32", lambda device: device.type == "cuda")
+    monkeypatch.setattr(machine, "total_memory", lambda device: 80 * 10**9)
+    with fake:
+        yield fake
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_cpu_multiplies_in_float32_and_in_16_bits(device):
-    device.tf32 = False
+def test_a_cpu_multiplies_in_float32_and_in_16_bits(fake):
     measured = rates.measure(CPU, torch.bfloat16)
-    assert measured == {"size": 2048, "peak": {"float32": 1e12, "bfloat16": 4e12}, "copy": 2e10}
-    assert device.matmuls == [(torch.float32, 2048), (torch.bfloat16, 2048)]
-    assert rates.measure(CPU, torch.float32)["peak"] == {"float32": 1e12}
-
-
-def test_a_card_multiplies_larger_matrices_and_in_tf32_too(device):
-    measured = rates.measure(CUDA, torch.bfloat16)
-    assert measured["peak"] == {"float32": 1e12, "tf32": 2e12, "bfloat16": 4e12}
-    assert {n for _, n in device.matmuls} == {measured["size"]} == {8192}
-    assert device.copied == 8 * 2**28
+    assert measured["peak"] == pytest.approx({"float32": 1e14, "bfloat16": 4e14})
+    assert measured["copy"] == pytest.approx(COPY)
+    assert fake.seconds["float32 2048"] > 0.2
+    assert fake.times[f"copy of {4 * 2**25}"] > 4  # more bytes than a cache holds
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("tf32", [True, False], ids=["with TF32", "without"])
-def test_the_precision_of_float32_matmuls_is_afterwards_as_it_was(device, precision, tf32):
+def test_a_card_multiplies_in_tf32_too_and_leaves_the_precision_as_it_was(fake, precision):
     """It is "high" in a stage that ends with --profile, whose float32 is not to be measured in TF32."""
-    device.tf32 = tf32
     torch.set_float32_matmul_precision(precision)
-    assert rates.measure(CUDA, torch.bfloat16)["peak"]["float32"] == 1e12
+    measured = rates.measure(CARD, torch.bfloat16)
+    assert measured["peak"] == pytest.approx(PEAK)
+    assert measured["copy"] == pytest.approx(COPY)
     assert torch.get_float32_matmul_precision() == precision
 
 
-def test_a_small_card_copies_within_a_quarter_of_its_memory(device):
-    device.memory = 4 * 10**9
-    rates.measure(CUDA, torch.bfloat16)
-    assert device.copied == 10**9
+def test_a_card_is_measured_for_long_and_on_more_than_its_caches_hold(fake):
+    rates.measure(CARD, torch.bfloat16)
+    for dtype in PEAK:
+        assert fake.seconds[f"{dtype} 8192"] > 0.5
+    assert fake.times[f"copy of {4 * 2**28}"] > 20
+
+
+def test_a_small_card_copies_within_a_quarter_of_its_memory(fake, monkeypatch):
+    monkeypatch.setattr(machine, "total_memory", lambda device: 4 * 10**9)
+    rates.measure(CARD, torch.bfloat16)
+    assert "copy of 500000000" in fake.times  # and another 500 MB to copy it to
+
+
+def test_the_probe_measures_in_the_dtype_of_amp_dtype(fake, tmp_path):
+    flags = ("--device", "cpu", "--amp-dtype", "bfloat16", "--steps", "1", "--record", tmp_path / "r.jsonl")
+    run_script(PROBE, *flags)
+    step, summary = (tmp_path / "r.jsonl").read_text().splitlines()
+    assert json.loads(step)["peak"].keys() == {"float32", "bfloat16"}
+    assert json.loads(summary) == {"kind": "summary"}
 
 
 def test_the_probe_measures_once_for_each_line_of_its_stdin():
-    run = python(probe.__file__, *TINY, "--worker", "--steps", "3", stdin="\n\n")
-    first, second, last = [json.loads(line) for line in run.out.splitlines()]
-    assert (first["kind"], first["step"], second["kind"], second["step"]) == ("step", 0, "step", 1)
-    assert second.keys() == {"kind", "step", "size", "peak", "copy"}
+    flags = ("--device", "cpu", "--amp-dtype", "float32", "--worker", "--steps", "3")
+    run = python(PROBE, *flags, stdin="\n\n", PYTHONPATH=str(ROOT / "stages"))
+    first, second, summary = [json.loads(line) for line in run.out.splitlines()[1:]]
+    assert [first["step"], second["step"], summary["kind"]] == [0, 1, "summary"]
     assert second["peak"]["float32"] > 0
     assert second["copy"] > 0
-    assert last == {"kind": "summary"}
-
-
-def test_ranks_start_each_all_reduce_together(monkeypatch):
-    events = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", events.append)
-    monkeypatch.setattr(dist, "barrier", lambda: events.append("barrier"))
-    monkeypatch.setattr(dist, "all_reduce", lambda gradient: events.append("all-reduce"))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("leave"))
-    assert run_script(probe.__file__, *TINY, "--steps", "2").status == 0
-    assert events == ["gloo", "barrier", "all-reduce", "barrier", "all-reduce", "leave"]
-
-
-def test_ranks_of_torchrun_time_an_all_reduce_of_one_gradient():
-    """float32 numbers: 12 L C^2 for the blocks, and C for each of 50,257 tokens and 32 positions."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    run = python(*torchrun, probe.__file__, *TINY, "--worker", "--steps", "2", "--accum", "2", stdin="\n\n\n")
-    first, second, last = [json.loads(line) for line in run.out.splitlines()]
-    assert (first["step"], second["step"]) == (0, 1)
-    assert first["bytes"] == 4 * (12 * 2 * 64**2 + (50257 + 32) * 64)
     assert second["dt"] > 0
-    assert last == {"kind": "summary"}

@@ -1,7 +1,9 @@
-"""Watches what a training script asks of torch: the calls of each step, and where each copy goes.
+"""Watches what a training script asks of torch: the calls of each step, its batches, and the norms of its gradients.
 
 The loss does not tell whether a technique is at work, since most must leave it as it was.
 """
+
+from harness import StepLog
 
 import contextlib
 import functools
@@ -9,6 +11,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,23 +34,20 @@ class Compiled(torch.nn.Module):
 class Watch:
     """What a script asked of torch.
 
-    calls: in words, in order. devices: what each .to() of the model and of a batch was given. rates: of each group of
-    the optimizer at each of its steps. matmul_precision: of float32, at the last forward.
+    steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
+    forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
+    of its groups and the norm of all gradients that it takes. keeps_a_graph: whether the loss that is logged does.
     """
 
     def __init__(self, patch):
         self.patch = patch
-        self.calls = []
-        self.devices = []
-        self.rates = []
+        self.calls = []  # since the end of the last step
+        self.steps = []
+        self.batches = []
         self.matmul_precision = None
-
-    def note(self, words):
-        """Note a call, and the dtype of autocast where it is made inside of one."""
-        if torch.is_autocast_enabled("cpu"):
-            dtype = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
-            words = f"{words} in {dtype}"
-        self.calls.append(words)
+        self.rates = []
+        self.norms = []
+        self.keeps_a_graph = None
 
     def note_calls_of(self, owner, name, noting):
         """Call noting(*arguments) before each call of owner.name, which does and returns what it ever did."""
@@ -60,50 +60,57 @@ class Watch:
 
         self.patch.setattr(owner, name, noted)
 
-    def note_words_at(self, owner, name, words):
-        """Note these words at each call of owner.name."""
-        self.note_calls_of(owner, name, lambda *args, **kwargs: self.note(words))
+    def note_steps(self):
+        """Let the calls of a step end where its log begins. What the log itself asks of torch is left out."""
+        step = StepLog.step
+
+        def noted(log, loss, **figures):
+            self.steps.append(self.calls)
+            self.keeps_a_graph = loss.requires_grad
+            step(log, loss, **figures)
+            self.calls = []
+
+        self.patch.setattr(StepLog, "step", noted)
 
     def note_zero_grad(self, optimizer, set_to_none=True):
-        self.note("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
-
-    def note_clipping(self):
-        """Note what is clipped, in which norm and to what."""
-        clip = torch.nn.utils.clip_grad_norm_
-
-        def noted(parameters, max_norm, norm_type=2.0, **options):
-            parameters = list(parameters)  # a generator can be read once
-            self.note(f"clip the {norm_type:g}-norm of {len(parameters)} gradients to {max_norm:g}")
-            return clip(parameters, max_norm, norm_type, **options)
-
-        self.patch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
+        self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
 
     def note_model_to(self, model, device):
-        self.devices.append(device)
-        self.note("model to its device")
+        self.calls.append(f"model to {device}")
 
     def note_batch_to(self, tensor, *args, non_blocking=False, **kwargs):
         if tensor.dtype == torch.int64 and tensor.dim() == 2:
-            self.devices.append(args[0])
-            self.note("copy without waiting" if non_blocking else "copy")
+            self.calls.append(f"copy to {args[0]}" + (" without waiting" if non_blocking else ""))
+
+    def note_attention(self, q, k, v, **options):
+        self.calls.append(f"attention with {options}")
+
+    def note_backward(self, loss):
+        self.calls.append("backward")
+
+    def note_wait(self, *args, **options):
+        self.calls.append("wait for a number")
 
     def note_forward(self, module, inputs):
-        """Note the forward of a model; of DDP, whether it is to average the gradients, which it reads now."""
-        if isinstance(module, DistributedDataParallel):
-            self.note("average" if module.require_backward_grad_sync else "do not average")
+        """Note the forward of a model, with the dtype of autocast where that is on for the model's device."""
         if isinstance(module, Compiled):
-            self.note("compiled")
+            self.calls.append("compiled")
         if isinstance(module, GPT):
-            self.note("forward")
+            device = inputs[0].device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+            self.calls.append(f"forward in {dtype}".replace("torch.", ""))
+            self.batches.append(inputs)
             self.matmul_precision = torch.get_float32_matmul_precision()
 
     def note_optimizer_step(self, optimizer, args, kwargs):
-        self.note("optimizer.step")
+        self.calls.append("optimizer.step")
         self.rates.append([group["lr"] for group in optimizer.param_groups])
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
-    def compile(self, model):
+    def compile(self, model, **options):
         """What torch.compile is in the meantime."""
-        self.note(f"compile {type(model).__name__}")
+        self.calls.append(f"compile {type(model).__name__}")
         return Compiled(model)
 
     def pretend_ranks(self, world_size):
@@ -141,13 +148,14 @@ def watching(ranks=None):
         watch = Watch(patch)
         patch.setattr(torch, "compile", watch.compile)
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # as the batches are beside a card
+        watch.note_steps()
         watch.note_calls_of(torch.nn.Module, "to", watch.note_model_to)
         watch.note_calls_of(torch.Tensor, "to", watch.note_batch_to)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
-        watch.note_words_at(torch.Tensor, "backward", "backward")
-        for name in ("scale", "unscale_", "step", "update"):
-            watch.note_words_at(torch.amp.GradScaler, name, f"scaler.{name}")
-        watch.note_clipping()
+        watch.note_calls_of(F, "scaled_dot_product_attention", watch.note_attention)
+        watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
+        for name in ("item", "__float__", "cpu"):
+            watch.note_calls_of(torch.Tensor, name, watch.note_wait)
         if ranks:
             watch.pretend_ranks(ranks)
         hooks = [

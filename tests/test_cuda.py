@@ -1,0 +1,43 @@
+"""What a card alone can show: its kernels, its dtypes, its meter of memory and its rates."""
+
+from harness import rates
+
+import pytest
+import torch
+from conftest import STAGES, run_stage
+from watch import watching
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+SMALL = ("--size", "tiny", "--seq-len", "64", "--batch-size", "2", "--accum", "2", "--steps", "3")
+ON_CPU = (*SMALL, "--device", "cpu", "--amp-dtype", "float32", "--no-compile")
+ON_CUDA = (*SMALL, "--device", "cuda")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
+    with watching() as watch:
+        run = run_stage(stage, *ON_CUDA, folder=tmp_path)
+    assert run.status == 0, run.err
+    dtype = run.header["settings"]["amp_dtype"]
+    assert (dtype == "bfloat16") == (torch.cuda.get_device_capability() >= (8, 0))
+    assert f"forward in {dtype if stage >= 's03' else 'float32'}" in watch.steps[0]
+    assert run.summary["sdpa"] in ("flash", "cudnn", "efficient")
+    assert run.figures("meter") == 3 * ["peak allocated"]
+    assert run.summary["reserved"] >= max(run.figures("memory")) > 4 * 4 * 3_318_592  # weights, gradients, two moments
+    on_cpu = run_stage(stage, *ON_CPU, folder=tmp_path)
+    assert run.figures("loss") == pytest.approx(on_cpu.figures("loss"), abs=0.05)
+
+
+def test_a_compiled_stage_trains_on_a_card_as_an_eager_one(tmp_path):
+    compiled = run_stage("s12", *ON_CUDA, "--compile", folder=tmp_path)
+    assert compiled.status == 0, compiled.err
+    eager = run_stage("s12", *ON_CUDA, "--no-compile", folder=tmp_path)
+    assert compiled.figures("loss") == pytest.approx(eager.figures("loss"), abs=0.02)
+
+
+def test_a_card_multiplies_faster_in_16_bits_and_in_tf32_where_it_has_it():
+    measured = rates.measure(torch.device("cuda"), torch.float16)
+    assert ("tf32" in measured["peak"]) == (torch.cuda.get_device_capability() >= (8, 0))
+    assert measured["peak"]["float16"] > measured["peak"]["float32"]
+    assert measured["copy"] > 1e10

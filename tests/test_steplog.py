@@ -1,0 +1,370 @@
+"""The log of a stage: its clock, its lines, its record, what it tells the bench, and how a run fails."""
+
+from harness import machine, parse_args, steplog
+from harness.steplog import StepLog, unwrapped
+
+import datetime
+import errno
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import FLOAT32, STAGES, error_of, python, run_script, run_stage
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from data import VOCAB, Corpus, load_tokens
+from model import GPT, GPTConfig, evaluate
+
+CPU = torch.device("cpu")
+CARD = torch.device("cuda", 0)
+GB = 10**9
+LOADER = SimpleNamespace(corpus=Corpus("ids.bin", "gpt2", None))
+LOSS = torch.tensor(5.0)
+
+
+class Card:
+    """A card with its memory, and the clock, all fake. What the card is asked for takes time once it is waited for."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.queued = 0.0  # seconds of work that it has not done yet
+        self.peak = GB
+
+    def perf_counter(self):
+        return self.now
+
+    def synchronize(self):
+        self.now += self.queued
+        self.queued = 0.0
+
+    def max_memory_allocated(self, device):
+        self.now += 70  # reading it is work for the process and the card
+        self.queued += 30
+        return self.peak
+
+    def reset_peak_memory_stats(self, device):
+        self.now += 70
+        self.peak = GB
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """The Card that the log sees."""
+    card = Card()
+    monkeypatch.setattr(steplog, "time", card)
+    for name in ("synchronize", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, getattr(card, name))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GB)
+    monkeypatch.setattr(machine, "device_name", lambda device: "A card")
+    monkeypatch.setattr(machine, "environment", lambda device: {"device": device.type})
+    return card
+
+
+@pytest.fixture
+def new_log(monkeypatch, card):
+    """new_log("--steps", "7"): a StepLog of s05 with these flags, of a worker where there is a Bench."""
+
+    def new_log(*flags, model=None, loader=LOADER, device=CARD, bench=None):
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which a StepLog changes
+        monkeypatch.setattr(sys, "argv", [STAGES["s05"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
+        args = parse_args("Stage 5 · flash: a title.\n\nA text.")
+        args.device = device
+        if bench:
+            args.worker, args.record_to = True, bench.record
+            monkeypatch.setattr(sys, "stdin", bench)
+        return StepLog(args, model or torch.nn.Linear(2, 2), loader, tokens_per_step=72_000_000)
+
+    return new_log
+
+
+def small_gpt():
+    """A GPT of another shape than any --size, and of another T than --seq-len."""
+    return GPT(GPTConfig(VOCAB, block_size=48, n_layer=1, n_head=2, n_embd=128), None)
+
+
+def take_steps(log, card, count):
+    """Take steps of 1, 4, 9, ... seconds, whose mean is not their median, with losses of 5.5, 5.0, ..."""
+    for step in range(count):
+        card.now += (step + 1) ** 2
+        log.step(torch.tensor(5.5 - 0.5 * step), norm=1.23456, lr=torch.tensor(3e-4))
+
+
+def lines_of(record):
+    """The lines of a record, as dicts."""
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
+
+# The clock and the memory
+
+
+def test_a_step_is_what_the_device_was_asked_for_in_it_without_the_logs_own_work(new_log, card):
+    card.queued = 8  # the weights are on their way to the card
+    log = new_log()
+    for _ in range(6):
+        card.now += 2
+        card.queued += 3
+        log.step(LOSS)  # it reads the memory, and resets it after the warm-up, which takes time as well
+    assert [step["dt"] for step in log.steps] == [5] * 6
+
+
+def test_the_memory_of_a_card_is_the_peak_of_the_steps_after_the_warm_up(new_log, card, tmp_path):
+    log = new_log("--record", tmp_path / "r.jsonl")
+    for peak in (9, 9, 9, 9, 1, 1.5, 1):
+        card.peak = max(card.peak, peak * GB)
+        card.now += 1
+        log.step(LOSS)
+    log.finish(None)
+    _, *steps, summary = lines_of(tmp_path / "r.jsonl")
+    assert [step["memory"] / GB for step in steps] == [9, 9, 9, 9, 1, 1.5, 1.5]
+    assert summary["reserved"] == 3 * GB
+
+
+# What a run prints and records
+
+
+def test_the_lines_of_a_run(new_log, card, capsys):
+    """By hand: 6 (12 L C^2 + V C) + 12 L C T are 39.85 MFLOP a token, at 2 million tokens a second."""
+    log = new_log(model=small_gpt())
+    take_steps(log, card, 6)
+    card.now += 49
+    log.step(torch.tensor(2.5))  # without figures
+    log.finish(None)
+    title, what_runs, first_step, *_, last_step, summary = capsys.readouterr().out.splitlines()
+    assert title == "Stage 5 · flash: a title."
+    model = "1 layers of 2 heads, 128 wide, 6,637,568 parameters"
+    assert what_runs == f"{model} | B 2, T 48, 72,000,000 tokens per step | ids.bin, gpt2 | A card"
+    assert first_step == "step    0 | loss 5.5000 | norm 1.2346 | lr 3.0000e-04 | dt 1000.00ms | tok/sec 72,000,000"
+    assert last_step == "step    6 | loss 2.5000 | dt 49000.00ms | tok/sec 1,469,388"
+    assert summary == (
+        "median dt 36000.00ms [30500.00, 42500.00] over 3 steps after 4 of warm-up | tok/sec 2,000,000"
+        " | TFLOP/s 79.70 | memory 1.00 GB (peak allocated) | warm-up 30.0s"
+    )
+
+
+def test_the_header_of_a_record_says_what_ran_where(new_log, tmp_path):
+    new_log("--record", tmp_path / "r.jsonl", "--lr", 2e-3, "--seed", 5, model=small_gpt())
+    (header,) = lines_of(tmp_path / "r.jsonl")
+    keys = "kind stage commit code model_code settings shape environment fallbacks started"
+    flags = "steps batch_size seq_len size seed lr data compile accum world_size amp_dtype corpus tokenizer"
+    settings = [7, 2, 32, "tiny", 5, 2e-3, None, False, 4, 1, "float32", "ids.bin", "gpt2"]
+    assert header.keys() == set(keys.split())
+    assert header["stage"] == "s05_flash"
+    assert header["settings"] == dict(zip(flags.split(), settings, strict=True))
+    assert header["shape"] == {"vocab_size": VOCAB, "block_size": 48, "n_layer": 1, "n_head": 2, "n_embd": 128}
+    assert header["environment"] == {"device": "cuda"}
+    assert header["code"] != header["model_code"]
+    assert datetime.datetime.fromisoformat(header["started"]).utcoffset() == datetime.timedelta(0)
+
+
+def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_log, card, tmp_path):
+    log = new_log("--record", tmp_path / "r.jsonl")
+    card.now += 1
+    log.step(LOSS, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99)
+    own = {"step": 0, "loss": 5, "dt": 1, "tokens": 72_000_000, "memory": GB, "meter": "peak allocated"}
+    assert lines_of(tmp_path / "r.jsonl")[1] == {"kind": "step", "norm": None, "lr": 0.5} | own
+
+
+def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_log, card, monkeypatch, tmp_path):
+    calls = []
+    real_attention = F.scaled_dot_product_attention
+
+    def attention(q, k, v, **options):
+        calls.append((tuple(q.shape), q.dtype, q.requires_grad, options))
+        return real_attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    flags = ("--steps", "1", "--batch-size", "3", "--amp-dtype", "bfloat16", "--record", tmp_path / "r.jsonl")
+    log = new_log(*flags, model=small_gpt(), device=CPU)
+    take_steps(log, card, 1)
+    log.finish(None)
+    assert calls == [((3, 2, 48, 64), torch.bfloat16, True, {"is_causal": True})]  # (B, n_head, T, head_dim)
+    assert lines_of(tmp_path / "r.jsonl")[-1]["sdpa"] == "flash"
+
+
+def test_eval_takes_the_loss_of_the_trained_model_on_the_held_out_tenth(tmp_path):
+    ids = tmp_path / "ids.bin"
+    (np.arange(2000) ** 2 % 101).astype(np.uint16).tofile(ids)
+    run = run_stage("s01", *FLOAT32, "--data", ids, "--eval", folder=tmp_path)
+    held_out = evaluate(run.scope["model"], load_tokens(ids, split="val").ids)
+    assert run.summary["eval"] == held_out
+    assert f" | held-out loss {held_out:.4f}\n" in run.out
+
+
+def test_the_other_ranks_print_record_and_save_nothing(new_log, monkeypatch, card, tmp_path, capsys):
+    monkeypatch.setenv("RANK", "1")
+    log = new_log("--steps", "1", "--record", tmp_path / "r.jsonl", "--save", tmp_path / "w", "--eval")
+    take_steps(log, card, 1)
+    log.finish(None)
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_inside_of_compile_and_ddp_is_found_in_either_order(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.module = torch.nn.Linear(2, 2)  # a part of this name makes no DDP of it
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert unwrapped(model) is model
+        assert unwrapped(torch.compile(DistributedDataParallel(model))) is model
+        assert unwrapped(DistributedDataParallel(torch.compile(model))) is model
+    finally:
+        dist.destroy_process_group()
+
+
+# How a run fails
+
+
+def test_a_loop_that_goes_on_after_its_last_step_ends_with_one_line(new_log, card, capsys):
+    log = new_log("--steps", "2")
+    take_steps(log, card, 2)
+    assert "after --steps 2" in error_of(capsys, take_steps, log, card, 1)
+
+
+def test_a_second_log_is_refused(new_log, capsys):
+    log = new_log()
+    assert "two StepLogs" in error_of(capsys, StepLog, log.args, log.model)
+
+
+@pytest.mark.parametrize("flags", [("--eval",), ("--save", "mine.pt")])
+@pytest.mark.parametrize("model, loader", [(None, LOADER), (small_gpt(), None)], ids=["no GPT", "no loader"])
+def test_only_a_gpt_with_a_loader_is_evaluated_or_saved(new_log, capsys, flags, model, loader):
+    assert "need the ladder's GPT and its loader" in error_of(
+        capsys, lambda: new_log(*flags, model=model, loader=loader)
+    )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log, card, capsys, tmp_path, loss):
+    weights = tmp_path / "weights.pt"
+    weights.write_text("of an earlier run")
+    log = new_log("--record", tmp_path / "r.jsonl", "--save", weights, model=small_gpt())
+    card.now += 1
+    assert f"the loss is {loss} at step 0: try a smaller --lr" in error_of(capsys, log.step, torch.tensor(loss))
+    assert lines_of(tmp_path / "r.jsonl")[-1]["loss"] is None
+    assert weights.read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize(
+    "error, batch_size, remedy",
+    [
+        (MemoryError(), 3, "--batch-size 1"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "--batch-size 1"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 16, "--batch-size 8"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "--batch-size 2"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "a smaller --seq-len or --size"),
+    ],
+)
+def test_out_of_memory_is_one_line_that_names_a_remedy(new_log, capsys, error, batch_size, remedy):
+    new_log("--batch-size", batch_size)
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == f"error: out of memory at batch size {batch_size}: try {remedy}\n"
+
+
+OWN_SCRIPT = """
+from harness import StepLog, parse_args
+import torch
+args = parse_args("My own.")
+model = torch.nn.Linear(2, 2)
+log = StepLog(args, model)
+print("a word of the script")
+for step in range(args.steps):
+    log.step(model(torch.ones(2)).square().sum())
+log.finish(model)
+"""
+
+
+@pytest.fixture
+def own_script(tmp_path, monkeypatch):
+    """The path of a script without a GPT and a loader."""
+    monkeypatch.setenv("PYTHONPATH", str(STAGES["s01"].parent))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_SCRIPT)
+    return path
+
+
+def test_any_other_error_keeps_pythons_traceback(own_script):
+    own_script.write_text(OWN_SCRIPT.replace("log.step", "log.no_such_thing"))
+    run = run_script(own_script, *FLOAT32)
+    assert "Traceback (most recent call last):\n" in run.err
+    assert "AttributeError: 'StepLog' object has no attribute 'no_such_thing'" in run.err
+
+
+NO_SPACE = "error: [Errno 28] No space left on device: make room, and start again\n"
+
+
+@pytest.mark.parametrize("stdout, err", [("| head -2", ""), ("> /dev/full", NO_SPACE)])
+def test_a_stdout_that_takes_no_more_leaves_no_traceback(own_script, stdout, err):
+    if "/dev/full" in stdout and not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    words = [sys.executable, own_script, *FLOAT32, "--steps", "5000"]  # more lines than a pipe holds
+    run = subprocess.run(["sh", "-c", f'"$0" "$@" {stdout}', *words], capture_output=True, text=True, timeout=100)
+    assert run.stderr == err
+
+
+# A worker, which the bench leads
+
+
+class Bench(io.StringIO):
+    """A worker's stdin, from which each line takes 50 seconds. Notes what the worker had written before."""
+
+    def __init__(self, card, lines):
+        super().__init__("\n" * lines)
+        self.card = card
+        self.record = io.StringIO()
+        self.kinds_before = []
+
+    def readline(self):
+        self.card.now += 50
+        self.kinds_before.append(self.kinds())
+        return super().readline()
+
+    def kinds(self):
+        return [json.loads(line)["kind"] for line in self.record.getvalue().splitlines()]
+
+
+def test_a_worker_takes_a_step_for_each_line_and_waits_at_the_end(new_log, card, capsys):
+    bench = Bench(card, lines=2)
+    log = new_log("--steps", "2", bench=bench)
+    take_steps(log, card, 2)
+    log.finish(None)
+    assert [step["dt"] for step in log.steps] == [1, 4]  # the waiting does not count
+    # the summary, too, waits until stdin is closed: others may be on the clock
+    assert bench.kinds_before == [["header"], ["header", "step"], ["header", "step", "step"]]
+    assert bench.kinds() == ["header", "step", "step", "summary"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("lines, kinds", [(0, ["header"]), (1, ["header", "step", "summary"])])
+def test_a_worker_that_is_to_stop_early_ends_well(new_log, card, lines, kinds):
+    bench = Bench(card, lines)
+    with pytest.raises(SystemExit) as ending:
+        take_steps(new_log(bench=bench), card, 7)
+    assert ending.value.code is None
+    assert bench.kinds() == kinds
+
+
+def test_a_worker_whose_loop_is_too_short_says_so(new_log, card, capsys):
+    log = new_log(bench=Bench(card, lines=7))
+    take_steps(log, card, 3)
+    assert "the loop ended after 3 of 7 steps" in error_of(capsys, log.finish, None)
+
+
+def test_a_workers_record_is_apart_from_what_its_script_prints(own_script):
+    own_script.write_text(f'print("half a line", end="", flush=True)\n{OWN_SCRIPT}')
+    run = python(own_script, *FLOAT32, "--worker", stdin="\n\n")
+    half_a_line, *lines = run.out.splitlines()
+    assert half_a_line == "half a line"
+    record = [json.loads(line) for line in lines]
+    assert [line["kind"] for line in record] == ["header", "step", "step", "summary"]
+    assert record[1]["tokens"] == 1  # without a loader
+    assert run.err == "a word of the script\n"

@@ -1,0 +1,95 @@
+"""What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
+
+from harness import rates
+from harness.stepprofile import StepProfile, measured_and_predicted, part_of
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import FLOAT32, run_stage
+from torch.autograd import DeviceType
+
+from data import VOCAB
+
+RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
+
+
+def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates, "measure", lambda device, amp_dtype: RATES)
+    run = run_stage("s01", *FLOAT32, "--profile", folder=tmp_path)
+    parts = run.summary["parts"]
+    assert run.summary["rates"] == RATES
+    assert parts.keys() >= {"matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"}
+    assert sum(parts.values()) == pytest.approx(1e3 * run.figures("dt")[-1])
+    assert run.scope["log"].profile.operations["Optimizer.step#AdamW.step"][1] == 1  # of one step
+    # 2 x 32 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 1.273 GFLOP at 0.1 TFLOP/s
+    assert f"{parts['matmuls']:9.2f}     12.73 matmuls\n" in run.out
+    assert re.search(r"\d ms in +\d+ x aten::mm\n", run.out)
+
+
+@pytest.mark.parametrize(
+    "operation, part",
+    [
+        ("aten::bmm", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::_cudnn_attention_forward", "attention"),
+        ("triton_red_fused__log_softmax_0", "fused kernels"),
+        ("aten::something_new", "the rest"),
+        ("aten::fill_ < aten::zero_ < aten::nll_loss_backward", "loss"),
+        ("aten::copy_ < aten::clone < aten::masked_fill", "softmax and mask"),
+        ("aten::div < Optimizer.step#AdamW.step", "optimizer"),
+        ("aten::add_ < torch::autograd::AccumulateGrad < autograd::engine::evaluate_function", "optimizer"),
+        ("aten::mul < torch.distributed.ddp.reducer::mul_out", "optimizer"),
+        ("aten::mm < ## Call CompiledFxGraph fgg3hb ## < CompiledFunction", "matmuls"),
+        ("aten::empty < ## Call CompiledFxGraph fgg3hb ##", "fused kernels"),
+    ],
+)
+def test_the_outermost_caller_that_has_a_part_decides(operation, part):
+    assert part_of(operation.split(" < ")) == part
+
+
+def test_on_a_card_its_own_time_of_each_operation_counts_once():
+    add = SimpleNamespace(name="aten::add", self_cpu_time_total=9_000, self_device_time_total=1_000)
+    mm = SimpleNamespace(name="aten::mm", self_cpu_time_total=10, self_device_time_total=2_000)
+    kernel = SimpleNamespace(name="sm90_gemm", self_cpu_time_total=0, self_device_time_total=4_000)  # of both mm
+    for event, device_type in ((add, DeviceType.CPU), (mm, DeviceType.CPU), (kernel, DeviceType.CUDA)):
+        event.cpu_parent, event.device_type = None, device_type
+    profile = StepProfile([add, kernel, mm, mm], torch.device("cuda"), step_ms=6.0)
+    assert profile.operations == {"aten::add": [1.0, 1], "aten::mm": [4.0, 2]}
+    assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
+
+
+def run_of(stage, amp_dtype="float32"):
+    """The facts of a run of gpt2 at B 1, T 1024, on a machine whose rates are round."""
+    return {
+        "stage": stage,
+        "settings": {"batch_size": 1, "amp_dtype": amp_dtype, "accum": 2, "world_size": 1, "compile": True},
+        "environment": {"device": "cpu", "tf32": False},
+        "shape": {"vocab_size": VOCAB, "block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
+        "rates": RATES,
+        "sdpa": "flash",
+    }
+
+
+def test_fused_kernels_take_the_parts_that_a_compiler_merges():
+    """By hand at 10 GB/s: 151.0 M scores x 20, 51.46 M logits x 12, 25 tensors of 0.786 M numbers x 36, 12 of 3.146 M
+    x 20, and 12 of 0.786 M x 60 bytes."""
+    parts = {"the rest": 1.0, "loss": 2.0, "pointwise": 3.0, "fused kernels": 30.0, "matmuls": 90.0}
+    matmuls, fused, *others = measured_and_predicted(run_of("s04_compile"), parts)
+    assert matmuls[:2] == ("matmuls", 90.0)
+    assert fused == ("fused kernels", 35.0, pytest.approx(566.7, rel=1e-3))
+    assert [other[:2] for other in others] == [("the rest", 1.0), ("the step", 126.0)]
+
+
+@pytest.mark.parametrize("stage, micro_batches", [("s10_fused", 1), ("s11_accum", 2)])
+def test_a_step_should_take_the_time_of_all_its_micro_batches(stage, micro_batches):
+    matmuls, _ = measured_and_predicted(run_of(stage), {"matmuls": 1.0})
+    assert matmuls[2] == pytest.approx(micro_batches * 7590, rel=0.001)  # 1024 x 741.2 MFLOP at 0.1 TFLOP/s
+
+
+@pytest.mark.parametrize("run", [run_of("mine"), run_of("s03_bf16", "float16")], ids=["script", "dtype"])
+def test_a_script_that_is_no_stage_or_a_dtype_without_a_rate_has_no_prediction(run):
+    lines = measured_and_predicted(run, {"matmuls": 30.0, "the rest": 70.0})
+    assert lines == [("matmuls", 30.0, None), ("the rest", 70.0, None), ("the step", 100.0, None)]
