@@ -33,7 +33,8 @@ needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="L
 class Repository:
     """A copy of this repository in which s01, s02, s03 and the probe are fakes, and whose bench runs in this process.
 
-    at_once: how many processes the machine's memory holds. live: those that are alive now. most_alive: the most so far.
+    at_once: how many processes the machine's memory holds. live: those that are alive now. most_alive: the most so
+    far. started: how many there were.
     """
 
     def __init__(self, folder, monkeypatch, capsys):
@@ -47,6 +48,7 @@ class Repository:
         self.at_once = 100
         self.live = []
         self.most_alive = 0
+        self.started = 0
 
     def plan(self, **plans):
         """Say what the fakes do, by the names of their rows; those without a plan do nothing amiss."""
@@ -106,6 +108,8 @@ def repo(tmp_path, monkeypatch, capsys):
         """A worker whose fake knows of which row and session it is."""
 
         def __init__(self, row, flags, results, session):
+            repo.started += 1
+            assert repo.started < 50, "the bench does not end"
             repo.live.append(row.name)
             repo.most_alive = max(repo.most_alive, len(repo.live))
             env = {"FAKE_ROW": row.name, "FAKE_SESSION": str(session), **row.env}
@@ -287,6 +291,7 @@ def test_plain_runs_without_the_memory_variables_even_where_the_user_has_them(re
     repo.run("plain", "s01")
     seen = {line["name"]: line["variables"]["MALLOC_MMAP_MAX_"] for line in repo.lines("step")}
     assert seen == {"peak": "0", "plain": None, S01: "0", f"{S01} again": "0"}
+    assert repo.lines("bench")[0]["reference"] == S01
 
 
 def train_on_bytes(monkeypatch):
@@ -435,7 +440,8 @@ def test_what_is_complete_is_drawn_again_and_not_measured(repo, flag):
 def interrupted(repo):
     """A Repository whose bench, of s02 and a script of the reader's own, was interrupted at its first counted step."""
     (repo.folder / "own").mkdir()
-    (repo.folder / "own" / "model.py").touch()
+    for name in ("model.py", "data.py"):
+        (repo.folder / "own" / name).touch()
     script = shutil.copy(FAKE_STAGE, repo.folder / "own" / "mine.py")
     repo.plan(peak={"do": "interrupt the bench", "at": WARMUP})
     assert repo.run(S02, str(script)).status == 130
@@ -451,7 +457,9 @@ def assert_resume_is_refused(repo, reason):
     assert repo.records.read_bytes() == before
 
 
-@pytest.mark.parametrize("file", ["bench.py", f"stages/{S02}.py", "stages/harness/steplog.py", "own/model.py"])
+@pytest.mark.parametrize(
+    "file", ["bench.py", f"stages/{S02}.py", "stages/harness/steplog.py", "own/model.py", "own/data.py"]
+)
 def test_resume_refuses_other_code(interrupted, file):
     with open(interrupted.folder / file, "a") as code:
         code.write("pass\n")
@@ -515,6 +523,7 @@ def test_limit_that_was_interrupted_tries_that_batch_again_and_no_other_twice(re
     repo.plan(**{S02: {"largest_batch": 11, "do": "interrupt the bench", "at": 5, "batch_size": 10}})
     assert repo.run("limit", "s02").status == 130
     repo.plan(**{S02: {"largest_batch": 11}})
+    repo.at_once = 0  # less memory is free now, and the budget stays
     assert repo.command("--resume", "x").status == 0
     assert batches_tried(repo) == [1, 2, 4, 8, 16, 12, 10, 10, 11]
 
@@ -537,7 +546,7 @@ import data
 import torch
 
 args = parse_args("My own.")
-print('{"kind": "error"}')  # as anyone may print
+print('{"kind": "error"}', flush=True)  # as anyone may print
 net = torch.nn.Linear(1, 1)
 net.config = model.CONFIG
 log = StepLog(args, net, tokens_per_step=data.TOKENS)

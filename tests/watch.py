@@ -86,7 +86,8 @@ class Watch:
         self.calls.append(f"attention with {options}")
 
     def note_backward(self, loss):
-        self.calls.append("backward")
+        in_autocast = torch.is_autocast_enabled(loss.device.type)
+        self.calls.append("backward in autocast" if in_autocast else "backward")
 
     def note_wait(self, *args, **options):
         self.calls.append("wait for a number")

@@ -51,14 +51,6 @@ class Mode:
         """Tell whether every row has all that was asked for."""
         return all(results.is_finished(row) for row in results.table_rows + results.control_rows)
 
-    def short_rows(self, results, folder=None):
-        """Return the short table. folder: the way to the stages, for links; None for a terminal."""
-        return page.short_rows_of_variants(results, self.note)
-
-    def full_rows(self, results):
-        """Return the full table."""
-        return page.full_rows(results, self.note, vs_previous=False)
-
     def note(self, results, row):
         """Return the mode's own words on a row."""
         return ""
@@ -107,13 +99,31 @@ class Ladder(Mode):
         return [probe(args), *with_control(rows)], reference.name
 
     def short_rows(self, results, folder=None):
+        """Return the short table. folder: the way to the stages, for links; None for a terminal."""
         return page.short_rows(results, folder)
 
     def full_rows(self, results):
+        """Return the full table."""
         return page.full_rows(results, self.note, vs_previous=True)
 
 
-class Amp(Mode):
+class Variants(Mode):
+    """Variants of one stage, all compared with the first."""
+
+    def stage_that_runs(self, args):
+        """Return the name of the script. Exits with one line where there are several."""
+        if len(args.scripts) > 1:
+            refuse(f"{self.name} compares variants of one stage: pass one")
+        return args.scripts[0].stem
+
+    def short_rows(self, results, folder=None):
+        return page.short_rows_of_variants(results, self.note)
+
+    def full_rows(self, results):
+        return page.full_rows(results, self.note, vs_previous=False)
+
+
+class Amp(Variants):
     """One stage in float32, in float16 with loss scaling and in bfloat16."""
 
     name = "amp"
@@ -124,7 +134,7 @@ class Amp(Mode):
         return [ladder.find("s03_bf16")]
 
     def check(self, args):
-        stage = only_script(self, args).stem
+        stage = self.stage_that_runs(args)
         if not ladder.heeds(stage, "amp_dtype"):
             refuse(f"amp compares the dtypes of autocast, and {stage} has none: pass s03 or a later stage")
 
@@ -152,7 +162,7 @@ class Amp(Mode):
         return words
 
 
-class Scale(Mode):
+class Scale(Variants):
     """The stage for several processes on 1, 2, 4, ... of them, which divide the same micro-batches."""
 
     name = "scale"
@@ -163,7 +173,7 @@ class Scale(Mode):
         return [stage for stage in ladder.STAGES if stage.takes_ranks]
 
     def check(self, args):
-        stage = ladder.find(only_script(self, args).stem)
+        stage = ladder.find(self.stage_that_runs(args))
         if stage and not stage.takes_ranks:
             refuse(f"{stage.name} is for one process: pass s12, or none")
         if args.stage.device.type == "mps":
@@ -290,13 +300,6 @@ def with_control(rows):
     together = list(rows)
     together.insert(middle + 1, control)
     return together
-
-
-def only_script(mode, args):
-    """Return the one script that runs. Exits with one line where there are several."""
-    if len(args.scripts) > 1:
-        refuse(f"{mode.name} compares variants of one stage: pass one")
-    return args.scripts[0]
 
 
 def grade(speedup):

@@ -111,7 +111,7 @@ def short_rows(results, folder=None):
                 "stage": linked(row, folder, row.short),
                 "what you type": typed(row, in_markdown=folder is not None),
                 "tok/sec": speed,
-                "x above": ratio_alone(results, row, results.base_of(row)),
+                "x above": ratio_alone(results, row, row.base),
                 f"x {reference.short}": ratio_alone(results, row, reference),
                 "GB": memory,
             }
@@ -154,7 +154,7 @@ def full_rows(results, note_of_mode, vs_previous):
         if results.rates:
             cells["predicted"] = prediction(results, row)
         if vs_previous:
-            cells["vs previous"] = comparison(results, row, results.base_of(row), 3)  # neighbors differ by little
+            cells["vs previous"] = comparison(results, row, row.base, 3)  # neighbors differ by little
         cells[f"vs {reference.short}"] = comparison(results, row, reference, 2)
         if results.rates:
             share = results.peak_share(row)
@@ -205,10 +205,10 @@ def note(results, row, note_of_mode):
     parts.append(words)
     if same_steps:
         parts.append("same computation as the row above")
-    if row.name in results.suspicious:
+    if row in results.suspicious:
         parts.append("and yet differs by more than noise: look into it")
     parts.append(note_of_mode(results, row))
-    parts.append(results.verdict(row, results.base_of(row)))
+    parts.append(results.verdict(row, row.base))
     if row.figures and row.figures["warmup_s"] > LONG_WARMUP:
         parts.append(f"{row.figures['warmup_s']:.0f} s of warm-up")
     parts.append(staleness(row))
@@ -274,8 +274,8 @@ def noise_line(results):
     for row in results.control_rows:
         if results.error(row):
             pairs.append(f"{row.name} failed: {results.error(row)}")
-    for (name, base), (ratio, _) in results.controls.items():
-        pairs.append(f"{results.rows[name].short} / {results.rows[base].short} {ratio:.3f}")
+    for control in results.controls:
+        pairs.append(f"{control.row.short} / {control.base.short} {control.ratio:.3f}")
     told = ", ".join(pairs) or "none has ended"
     if results.noise is None:
         return f"Runs of one computation: {told}. That is too little to call anything faster or slower."

@@ -31,7 +31,9 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
     {"kind": "bench", "mode": "ladder", "pair_by": "turn", "reference": "s01_baseline", "warmup": 4, "steps": 24,
      "rounds": 1, "enough": null, "memory_budget": null,
      "rows": [{"name": "s01_baseline", "stage": "s01_baseline", "change": "float32, explicit attention",
-               "base": null, "control_of": null, "is_probe": false, "ranks": 0}],
+               "base": null, "control_of": null, "is_probe": false, "ranks": 0},
+              {"name": "peak", "stage": "probe", "change": "", "base": null, "control_of": null, "is_probe": true,
+               "ranks": 0}],
      "corpus": ["Tiny Shakespeare", "gpt2"], "environment": {}, "code": {"bench.py": "9f2c..."},
      "command": "python bench.py s01"}
 

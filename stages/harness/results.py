@@ -46,14 +46,14 @@ class Measured:
     """A row of a bench, and what was measured of it.
 
     warmup: how many steps of each run are not counted. runs: in the order in which they began. The other fields are
-    those of "rows" in the bench's own line.
+    those of "rows" in the bench's own line, with the rows themselves in place of their names.
     """
 
     name: str
     stage: str
     change: str
-    base: str | None
-    control_of: str | None
+    base: "Measured | None"
+    control_of: "Measured | None"
     is_probe: bool
     ranks: int
     warmup: int
@@ -138,6 +138,21 @@ class Measured:
         return figures
 
 
+@dataclass(frozen=True)
+class Control:
+    """Two rows of one computation, and how far apart they came out: what Results.compare() returns of them."""
+
+    row: Measured
+    base: Measured
+    ratio: float
+    spread: float | None
+
+    @property
+    def is_second_run(self):
+        """Whether it is a second run of one row, and not of a row that takes the same steps."""
+        return self.row.control_of is not None
+
+
 class Results:
     """All that is known of one bench.
 
@@ -147,7 +162,11 @@ class Results:
     def __init__(self, bench, file=None):
         self.bench = bench
         self.file = file
-        self.rows = {about["name"]: Measured(**about, warmup=bench["warmup"]) for about in bench["rows"]}
+        self.rows = {}
+        for about in bench["rows"]:  # a row stands below the one that it is compared with
+            base, control_of = self.rows.get(about["base"]), self.rows.get(about["control_of"])
+            about = about | {"base": base, "control_of": control_of, "warmup": bench["warmup"]}
+            self.rows[about["name"]] = Measured(**about)
 
     @classmethod
     def load(cls, path):
@@ -198,10 +217,6 @@ class Results:
     def reference(self):
         """The Measured row that all others are compared with."""
         return self.rows[self.bench["reference"]]
-
-    def base_of(self, row):
-        """Return the Measured row that one is compared with, or None for the first."""
-        return self.rows[row.base] if row.base else None
 
     def any_facts(self):
         """Return the facts of the first row that has any, or None."""
@@ -278,7 +293,7 @@ class Results:
 
         Where the row above is not the stage before, its steps are others.
         """
-        base, stage = self.base_of(row), row.stage_of_ladder
+        base, stage = row.base, row.stage_of_ladder
         if base is None or stage is None or row.facts is None or row.stage == base.stage:
             return False, ""
         same_steps, words = ladder.effect(row.stage, row.facts)
@@ -288,32 +303,30 @@ class Results:
 
     @property
     def controls(self):
-        """{(row, row): (ratio, spread)} by name, of runs of one computation that ended well.
-
-        They are the second runs of a row, and the rows that take the same steps as the one above.
-        """
-        pairs = [(row, self.rows[row.control_of]) for row in self.control_rows]
-        pairs += [(row, self.base_of(row)) for row in self.table_rows if self.effect(row)[0]]
-        ratios = {}
+        """The Controls whose rows ended well: second runs, and rows that take the same steps as the one above."""
+        pairs = [(row, row.control_of) for row in self.control_rows]
+        pairs += [(row, row.base) for row in self.table_rows if self.effect(row)[0]]
+        controls = []
         for row, base in pairs:
             compared = self.compare(row, base)
             if compared and not self.error(row) and not self.error(base):
-                ratios[row.name, base.name] = compared
-        return ratios
+                controls.append(Control(row, base, *compared))
+        return controls
 
     @property
     def suspicious(self):
-        """The names of rows that should take the same steps as the row above, and differ by far more than noise."""
+        """The rows that should take the same steps as the row above, and differ by far more than noise."""
         controls = self.controls
-        of_second_runs = [distance(ratio) for (name, _), (ratio, _) in controls.items() if self.rows[name].control_of]
+        of_second_runs = [distance(control.ratio) for control in controls if control.is_second_run]
         if not of_second_runs:
             return []
         least = max(SUSPICIOUS_DIFFERENCE, SUSPICIOUS_MULTIPLE * max(of_second_runs))
-        names = []
-        for (name, _), (ratio, spread) in controls.items():
-            if self.rows[name].control_of is None and distance(ratio) > least and not is_within(ratio, spread):
-                names.append(name)
-        return names
+        rows = []
+        for control in controls:
+            is_far = distance(control.ratio) > least and not is_within(control.ratio, control.spread)
+            if is_far and not control.is_second_run:
+                rows.append(control.row)
+        return rows
 
     @property
     def noise(self):
@@ -323,9 +336,9 @@ class Results:
         """
         suspicious = self.suspicious
         distances = []
-        for (name, _), (ratio, spread) in self.controls.items():
-            if spread is not None and name not in suspicious:
-                distances.append(distance(ratio))
+        for control in self.controls:
+            if control.spread is not None and control.row not in suspicious:
+                distances.append(distance(control.ratio))
         return max(distances, default=None)
 
     def verdict(self, row, base):
@@ -356,7 +369,7 @@ class Results:
 
     def is_predictable(self, row):
         """Tell whether FLOPs and bytes say what a row is worth against the row above."""
-        base = self.base_of(row)
+        base = row.base
         if base is None or row.stage_of_ladder is None or base.stage_of_ladder is None:
             return False
         return all(stage.predictable for stage in ladder.between(base.stage, row.stage))
@@ -367,7 +380,7 @@ class Results:
         It is the time of all parts of the row above, divided by that of all parts of this one: FLOPs and bytes over the
         rates of the probe.
         """
-        base = self.base_of(row)
+        base = row.base
         if self.rates is None or not self.is_predictable(row) or row.facts is None or base.facts is None:
             return None
         before, after = ladder.work_of(base.stage, base.facts), ladder.work_of(row.stage, row.facts)

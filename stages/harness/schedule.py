@@ -172,10 +172,9 @@ def time_left(rows, seconds):
 def speed_of(results, row):
     """Return the tokens per second of a row, and its ratio to the row above where there is one."""
     line = f"{row.name}: {row.figures['tok_per_sec']:,.0f} tok/sec"
-    base = results.base_of(row)
-    compared = results.compare(row, base)
+    compared = results.compare(row, row.base)
     if compared:
-        line += f", {compared[0]:.2f} x {base.short}"
+        line += f", {compared[0]:.2f} x {row.base.short}"
     return line
 
 
