@@ -52,7 +52,7 @@ diff:
 	folder=$$(mktemp -d); \
 	for stage in "$$old" "$$new"; do sed '1,/^"""$$/d' "$$stage" > "$$folder/$$(basename $$stage)"; done; \
 	cd "$$folder" && git --no-pager diff --no-index -w $$(basename $$old) $$(basename $$new); \
-	rm -r "$$folder"
+	status=$$?; rm -r "$$folder"; test $$status -le 1
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

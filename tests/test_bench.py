@@ -546,7 +546,7 @@ import data
 import torch
 
 args = parse_args("My own.")
-print('{"kind": "error"}', flush=True)  # as anyone may print
+print('{"kind": "summary"}', flush=True)  # as anyone may print
 net = torch.nn.Linear(1, 1)
 net.config = model.CONFIG
 log = StepLog(args, net, tokens_per_step=data.TOKENS)

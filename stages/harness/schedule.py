@@ -64,9 +64,8 @@ def in_turn(bench):
         rows = [row for row in able if row.name in wanted and not row.is_probe]
         # where memory is short, the reference and a row above leave room for one that waits, and the probe comes later
         rows[3:3] = [row for row in able if row.is_probe]
-        steps = max(results.steps_missing(bench.measured(row)) for row in waiting)
-        if steps == 0 or steps > bench.counted_steps:  # a row whose summary failed lacks no step, and runs again
-            steps = bench.counted_steps
+        missing = max(results.steps_missing(bench.measured(row)) for row in waiting)
+        steps = min(missing, bench.counted_steps)
         count = bench.lead(next_session(results), rows, steps, tell=teller_of_turns(results, steps))
         started = rows[:count]
         failed |= {row.name for row in started if results.error(bench.measured(row))}
@@ -145,7 +144,7 @@ def in_rounds(bench):
         if session + 1 < bench.rounds:
             bench.show()
             if session == 0:
-                say(f"{bench.rounds - 1} more rounds give each ratio its ± and a verdict. Ctrl-C keeps what is there.")
+                say(f"rounds 2 to {bench.rounds} give each ratio its ± and a verdict; Ctrl-C keeps what is there")
 
 
 def rows_of_round(rows, session):
