@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, machine, page
+from harness import ladder, machine, own_modules, page
 from harness.flags import Parser, parse, positive
 from harness.modes import CPU_MEMORY, MODES, PEAK, PLAIN
 from harness.record import COUNTED_STEPS, WARMUP, code_hash
@@ -71,9 +71,6 @@ def parse_command(argv):
     for flag, name in (("--resume", args.resume), ("--render", args.render)):
         if name is not None and list(argv) not in ([flag, name], [f"{flag}={name}"]):
             refuse(f"{flag} takes the flags that {name} began with: leave all others out")
-    for word in others:
-        if word in MODES:
-            refuse(f"{word} is a mode: put it first, as in python bench.py {word}")
     names, args.stage_flags = names_and_flags(others)
     args.stage = parse(__doc__, args.stage_flags)
     args.on_cpu = args.stage.device.type == "cpu"
@@ -132,6 +129,8 @@ def scripts_of(args, words, run_all):
             stages.append(stage)
         elif path.is_file():
             others.append(path.resolve())
+        elif word in MODES:
+            refuse(f"{word} is a mode: put it first, as in python bench.py {word}")
         else:
             refuse(f"{word} is no stage and no file: pass s01 to {ladder.STAGES[-1].short}, or the path of a script")
     names = [path.stem for path in others] + ladder.NAMES + [stage.short for stage in ladder.STAGES]
@@ -188,8 +187,8 @@ def corpus_of(args):
 def sources(scripts):
     """Return {file: code_hash()} of all code that decides what is measured. The page only draws."""
     paths = {*ROOT.glob("*.py"), *(ladder.FOLDER / "harness").glob("*.py"), *scripts}
-    for script in scripts:  # one of the reader's own may have these beside it
-        paths |= {path for path in (script.with_name("model.py"), script.with_name("data.py")) if path.is_file()}
+    for script in scripts:
+        paths |= set(own_modules(script.parent).values())
     hashes = {}
     for path in sorted(paths):
         if path != Path(page.__file__):
@@ -301,5 +300,7 @@ def main(argv):
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the first process
+        sys.exit(130)
     except OSError as error:  # the disk is full, or read-only
         refuse(str(error))

@@ -174,7 +174,7 @@ def test_a_bad_end_after_the_summary_costs_nothing(monkeypatch, end):
         ("s05_flash.py: error: --steps 0: no\n", "--steps 0: no"),
         ("torch.OutOfMemoryError: CUDA\n", "torch.OutOfMemoryError: CUDA"),
         ("  what():  std::bad_alloc\nAborted\n", "what():  std::bad_alloc"),
-        ("error: " + "x" * 1000, "x" * 200),
+        ("error: " + "x" * 1000, "x" * 1000),
         (f"{TRACEBACK}{TORCHRUN}", "RuntimeError: boom"),
         (f"[rank1]: RuntimeError: boom\n{TORCHRUN}", "RuntimeError: boom"),
     ],

@@ -13,7 +13,6 @@ probe                           a script, which measures the rates as a run of t
 import contextlib
 import os
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
@@ -23,19 +22,24 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def own_modules(folder):
+    """Return {name: path} of the data and model that lie in the folder of a script of the reader's own."""
+    paths = {}
+    for name in ("data", "model"):
+        for path in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if path.is_file() and folder != ROOT:
+                paths[name] = path
+    return paths
+
+
 @contextlib.contextmanager
 def modules_of_the_ladder():
     """Inside, `data` and `model` are the ladder's modules. Afterwards they still are, for a stage to import.
 
-    A script of the reader's own may have a data.py or a model.py beside it. Then that name is the script's own
-    afterwards, and the ladder's module is the harness's alone.
+    Where the script has own_modules() of these names, the names are the script's afterwards, and the ladder's modules
+    are the harness's alone.
     """
-    folder = Path(sys.argv[0]).resolve().parent
-    own = []
-    for name in ("data", "model"):
-        spec = PathFinder.find_spec(name, [str(folder)])
-        if folder != ROOT and spec and spec.origin:  # a folder of that name without code has no origin
-            own.append(name)
+    own = own_modules(Path(sys.argv[0]).resolve().parent)
     imported = {name: sys.modules.pop(name) for name in own if name in sys.modules}
     sys.path.insert(0, str(ROOT))
     yield

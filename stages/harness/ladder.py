@@ -35,24 +35,19 @@ class Stage:
         return self.name.split("_")[0]
 
 
-CLIP_LINE = "for the loss: clipping"
-COSINE_LINE = "for the loss: warmup and cosine decay"
-DECAY_LINE = "for the loss: decay of matrices only"
-TF32_LINE = '`torch.set_float32_matmul_precision("high")`'
-DDP_LINE = "`DistributedDataParallel(model)`, one process"
 STAGES = (
     Stage("s01_baseline", "float32, explicit attention", "float32, explicit attention", predictable=True),
-    Stage("s02_tf32", "TF32 for float32 matmuls", TF32_LINE, predictable=True),
+    Stage("s02_tf32", "TF32 for float32 matmuls", '`torch.set_float32_matmul_precision("high")`', predictable=True),
     Stage("s03_bf16", "autocast to 16 bits", "`with torch.autocast(...):`", predictable=True, brings="amp_dtype"),
     Stage("s04_compile", "torch.compile", "`model = torch.compile(model)`", predictable=True, brings="compile"),
     Stage("s05_flash", "flash attention, no T x T matrix", "`F.scaled_dot_product_attention(...)`", predictable=True),
     Stage("s06_vocab", "vocabulary padded to 50304", "`vocab_size=50304`, a multiple of 128"),
-    Stage("s07_clip", "GPT-3's betas, gradient clipping", CLIP_LINE, predictable=True, for_the_loss=True),
-    Stage("s08_cosine", "warmup and cosine decay", COSINE_LINE, predictable=True, for_the_loss=True),
-    Stage("s09_decay", "weight decay on matrices only", DECAY_LINE, predictable=True, for_the_loss=True),
+    Stage("s07_clip", "GPT-3's betas, gradient clipping", "clipping", predictable=True, for_the_loss=True),
+    Stage("s08_cosine", "warmup and cosine decay", "warmup and cosine decay", predictable=True, for_the_loss=True),
+    Stage("s09_decay", "weight decay on matrices only", "decay of matrices only", predictable=True, for_the_loss=True),
     Stage("s10_fused", "fused AdamW", "`AdamW(..., fused=True)`", predictable=True),
     Stage("s11_accum", "gradient accumulation", "`for micro in range(args.accum):`", predictable=True),
-    Stage("s12_ddp", "DistributedDataParallel", DDP_LINE, predictable=True, takes_ranks=True),
+    Stage("s12_ddp", "DistributedDataParallel", "`DistributedDataParallel(model)`", predictable=True, takes_ranks=True),
 )
 NAMES = [stage.name for stage in STAGES]
 
@@ -78,7 +73,7 @@ def effect(name, run):
             return False, f"active: {dtype}"
         case "s04_compile":
             if not settings["compile"]:
-                return True, "not compiled, " + run["fallbacks"].get("compile", "--no-compile was given")
+                return True, run["fallbacks"].get("compile", "left out by --no-compile")
             return False, "active"
         case "s05_flash":
             if run["sdpa"] is None:  # the run did not get to its summary

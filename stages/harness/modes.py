@@ -152,7 +152,7 @@ class Amp(Variants):
         compared = results.compare(row, results.reference)
         if compared is None:
             return ""
-        words = grade(compared[0])
+        words = grade(compared.value)
         if results.verdict(row, results.reference) == NO_DIFFERENCE:
             words = "negligible"
         ours, theirs = row.figures["memory"], results.reference.figures["memory"]
@@ -209,7 +209,7 @@ class Scale(Variants):
         compared = results.compare(row, results.rows[ONE_RANK])
         if compared is None:
             return ""
-        return f"efficiency {100 * compared[0] / row.ranks:.0f} % of {row.ranks} times one rank"
+        return f"efficiency {100 * compared.value / row.ranks:.0f} % of {row.ranks} times one rank"
 
 
 class Limit(Mode):

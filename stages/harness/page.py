@@ -78,16 +78,15 @@ def comparison(results, row, base, digits):
     compared = results.compare(row, base)
     if compared is None:
         return NOTHING
-    value, spread = compared
-    if spread is None:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} ± {spread:.{digits}f}"
+    if compared.spread is None:
+        return f"{compared.value:.{digits}f}"
+    return f"{compared.value:.{digits}f} ± {compared.spread:.{digits}f}"
 
 
 def ratio_alone(results, row, base):
     """Return the cell of a ratio in the short table, without its ±."""
     compared = results.compare(row, base)
-    return f"{compared[0]:.2f}" if compared else NOTHING
+    return f"{compared.value:.2f}" if compared else NOTHING
 
 
 def speed_and_memory(row):
@@ -123,6 +122,8 @@ def typed(row, in_markdown):
     """Return what the reader of a row types."""
     is_stage = row.stage_of_ladder is not None and row.name == row.stage
     text = row.stage_of_ladder.line if is_stage else row.change
+    if is_stage and row.stage_of_ladder.for_the_loss:
+        text = f"for the loss: {text}"
     return text if in_markdown else text.replace("`", "")
 
 
@@ -275,7 +276,7 @@ def noise_line(results):
         if results.error(row):
             pairs.append(f"{row.name} failed: {results.error(row)}")
     for control in results.controls:
-        pairs.append(f"{control.row.short} / {control.base.short} {control.ratio:.3f}")
+        pairs.append(f"{control.row.short} / {control.base.short} {control.ratio.value:.3f}")
     told = ", ".join(pairs) or "none has ended"
     if results.noise is None:
         return f"Runs of one computation: {told}. That is too little to call anything faster or slower."
@@ -311,8 +312,8 @@ def paging_line(results):
         if is_on_card and times > NOT_ENOUGH_MEMORY and predicted > STARTS_OF_KERNELS_MS:
             return (
                 f"{row.short} took {times:.1f} times the sum of its parts. A batch that does not fit the card's memory "
-                "does that under Windows, which pages to system memory, and every ratio is then of paging: try half "
-                "the --batch-size."
+                "does that under Windows, also in WSL: it pages to system memory, and every ratio is then of paging. "
+                "Try half the --batch-size."
             )
     return ""
 

@@ -8,6 +8,7 @@ import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from data import refuse
 
@@ -39,6 +40,22 @@ class Run:
     def has_ended(self):
         """Whether it came to its summary, without an error."""
         return self.summary is not None and self.error is None
+
+
+class Ratio(NamedTuple):
+    """How many times as fast one row is as another.
+
+    value: the median of the ratios of samples that pair up. spread: half the width of its interval, None for a single
+    sample.
+    """
+
+    value: float
+    spread: float | None
+
+    @property
+    def is_within_spread(self):
+        """Whether it is no further from 1 than its spread."""
+        return self.spread is not None and abs(self.value - 1) <= self.spread
 
 
 @dataclass(eq=False)
@@ -133,19 +150,19 @@ class Measured:
         if not self.counted_steps:
             return None
         figures = figures_of(self.counted_steps, warmup=0)
-        figures["warmup_s"] = sum(step["dt"] for step in self.runs[0].steps[: self.warmup])
+        warm = [run for run in self.runs if len(run.steps) > self.warmup]
+        figures["warmup_s"] = sum(step["dt"] for step in warm[0].steps[: self.warmup])
         figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in self.runs)
         return figures
 
 
 @dataclass(frozen=True)
 class Control:
-    """Two rows of one computation, and how far apart they came out: what Results.compare() returns of them."""
+    """Two rows of one computation, and how far apart they came out."""
 
     row: Measured
     base: Measured
-    ratio: float
-    spread: float | None
+    ratio: Ratio
 
     @property
     def is_second_run(self):
@@ -275,16 +292,12 @@ class Results:
         return samples
 
     def compare(self, row, base):
-        """Return (ratio, spread) of the speeds of a row and another, above 1 where the row is the faster one.
-
-        It is the median of the ratios of samples that pair up, with half of its interval: None for a single sample.
-        Instead of both it is None where nothing pairs up.
-        """
+        """Return the Ratio of the speeds of a row and another, or None where no samples pair up."""
         if base is None or row is base:
             return None
         ours, theirs = self.samples(row), self.samples(base)
         ratios = [theirs[key] / ours[key] for key in sorted(ours.keys() & theirs.keys())]
-        return median_and_spread(ratios) if ratios else None
+        return Ratio(*median_and_spread(ratios)) if ratios else None
 
     # noise and verdicts
 
@@ -310,20 +323,20 @@ class Results:
         for row, base in pairs:
             compared = self.compare(row, base)
             if compared and not self.error(row) and not self.error(base):
-                controls.append(Control(row, base, *compared))
+                controls.append(Control(row, base, compared))
         return controls
 
     @property
     def suspicious(self):
         """The rows that should take the same steps as the row above, and differ by far more than noise."""
         controls = self.controls
-        of_second_runs = [distance(control.ratio) for control in controls if control.is_second_run]
+        of_second_runs = [distance(control.ratio.value) for control in controls if control.is_second_run]
         if not of_second_runs:
             return []
         least = max(SUSPICIOUS_DIFFERENCE, SUSPICIOUS_MULTIPLE * max(of_second_runs))
         rows = []
         for control in controls:
-            is_far = distance(control.ratio) > least and not is_within(control.ratio, control.spread)
+            is_far = distance(control.ratio.value) > least and not control.ratio.is_within_spread
             if is_far and not control.is_second_run:
                 rows.append(control.row)
         return rows
@@ -337,8 +350,8 @@ class Results:
         suspicious = self.suspicious
         distances = []
         for control in self.controls:
-            if control.spread is not None and control.row not in suspicious:
-                distances.append(distance(control.ratio))
+            if control.ratio.spread is not None and control.row not in suspicious:
+                distances.append(distance(control.ratio.value))
         return max(distances, default=None)
 
     def verdict(self, row, base):
@@ -349,10 +362,9 @@ class Results:
         compared = self.compare(row, base)
         if compared is None or self.noise is None:
             return ""
-        ratio, spread = compared
-        if is_within(ratio, spread) or distance(ratio) <= self.noise:
+        if compared.is_within_spread or distance(compared.value) <= self.noise:
             return NO_DIFFERENCE
-        return "faster" if ratio > 1 else "slower"
+        return "faster" if compared.value > 1 else "slower"
 
     # predictions
 
@@ -392,16 +404,14 @@ class Results:
         return seconds_before / seconds_after
 
     def peak_share(self, row):
-        """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1, or None.
+        """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-        With several ranks it is the share of one. A model that is no GPT has none.
+        A model that is no GPT has none, which is None.
         """
         if self.probe is None or row.facts is None or row.facts["shape"] is None:
             return None
         compared = self.compare(row, self.probe)
-        if compared is None:
-            return None
-        return compared[0] * flops_per_token(row.facts["shape"]) / row.facts["settings"]["world_size"]
+        return compared.value * flops_per_token(row.facts["shape"]) if compared else None
 
     # losses
 
@@ -419,8 +429,3 @@ class Results:
             if len(run.steps) > step:
                 return run.steps[step]["loss"]
         return None
-
-
-def is_within(ratio, spread):
-    """Tell whether a ratio is no further from 1 than its spread."""
-    return spread is not None and abs(ratio - 1) <= spread

@@ -144,9 +144,9 @@ class Worker:
                     return
             status = self.process.wait()
             self.stderr.seek(0)
-            stderr = self.stderr.read()
-            is_short = status == -signal.SIGKILL or re.search(machine.OUT_OF_MEMORY, stderr) is not None
-            self.fail(error_message(stderr, status), out_of_memory=is_short)
+            message = error_message(self.stderr.read(), status)
+            is_short = status == -signal.SIGKILL or re.search(machine.OUT_OF_MEMORY, message) is not None
+            self.fail(message[:200], out_of_memory=is_short)
         except TimeoutError:
             self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
@@ -227,10 +227,10 @@ def error_message(stderr, status):
         line = re.sub(r"^\[rank\d+\]: ", "", line.strip())  # torchrun's mark
         _, of_ours, message = line.partition("error: ")
         if of_ours:
-            return message[:200]
-        is_of_python = re.match(r"[\w.]*(Error|Exception): \S", line)  # the last line of its report
+            return message
+        is_of_python = re.fullmatch(r"[\w.]*(Error|Exception)(: \S.*)?", line)  # the last line of its report
         if is_of_python or re.search(machine.OUT_OF_MEMORY, line):
-            return line[:200]
+            return line
     if status == 0:
         return "ended without log.finish(), or before its last step"
     return f"exit status {status}"
