@@ -425,6 +425,14 @@ def test_a_row_that_failed_is_measured_again_with_what_it_is_compared_with(repo,
     assert [name for name, row in repo.rows().items() if row.runs[-1].session == 1] == EVERYONE
 
 
+def test_where_the_reference_failed_all_rows_are_measured_again_with_it(repo):
+    repo.plan(**{S01: {"do": "crash", "at": 1}})
+    assert repo.run().status == 1
+    assert repo.resume().status == 0
+    results = Results.load(repo.records)
+    assert results.compare(results.rows[S03], results.rows[S01]) is not None
+
+
 @pytest.mark.parametrize("flag", ["--resume", "--render"])
 def test_what_is_complete_is_drawn_again_and_not_measured(repo, flag):
     ended = repo.run()

@@ -357,6 +357,13 @@ def test_in_turn_a_later_session_makes_up_for_one_that_failed():
     assert after.is_finished(after.rows[S01])
 
 
+def test_in_turn_a_failure_as_a_partner_costs_nothing_that_was_complete():
+    whole, failed = run(S01, [1.0, 1.0]), run(S01, [1.0], session=1, end=failure("boom"))
+    results = results_of(whole, failed, steps=WARMUP + 2)
+    assert results.error(results.rows[S01]) is None
+    assert results.is_finished(results.rows[S01])
+
+
 @pytest.mark.parametrize("end, error", [(summary(), None), (None, None), (failure("boom"), "boom")])
 def test_a_row_is_finished_once_every_round_of_it_has_ended_well(end, error):
     """A round that failed is not hidden by the later one that ended."""

@@ -288,6 +288,8 @@ def noise_line(results):
 def peak_line(results, facts):
     """Return what the columns "% of peak" and "predicted" divide by."""
     if results.rates is None:
+        if results.probe and results.error(results.probe):
+            return f"No peak and no predictions, since the probe failed: {results.error(results.probe)}."
         return ""
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(results.rates.matmul.items())]
     line = f"Peak: {', '.join(peaks)}, sustained by large matmuls."

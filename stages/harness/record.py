@@ -69,6 +69,7 @@ import torch.distributed as dist
 from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 
 
@@ -137,17 +138,20 @@ def figures_of(steps, warmup=WARMUP):
 def code_of(text):
     """Return the code of a Python source without docstrings, comments and blank lines. Raises SyntaxError."""
     lines = text.split("\n")  # as Python counts them, unlike splitlines()
-    for node in ast.walk(ast.parse(text)):
-        has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
-        if has_docstring:
-            docstring = node.body[0]
-            for number in range(docstring.lineno, docstring.end_lineno + 1):
-                lines[number - 1] = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    lines = [line.encode() for line in lines]  # ast counts columns in bytes
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, HAVE_DOCSTRINGS) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            before = lines[docstring.lineno - 1][: docstring.col_offset]
+            after = lines[docstring.end_lineno - 1][docstring.end_col_offset :]
+            for number in range(docstring.lineno, docstring.end_lineno + 1):
+                lines[number - 1] = b""
+            lines[docstring.lineno - 1] = before + after
+    return "\n".join(line.decode().rstrip() for line in lines if line.strip())
 
 
 def code_hash(path):

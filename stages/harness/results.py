@@ -245,8 +245,15 @@ class Results:
     # what is missing
 
     def error(self, row):
-        """Return why a run of a row failed, or None. In turn a later session makes up for it."""
-        runs = row.runs[-1:] if self.pairs_turns else row.runs
+        """Return why a run of a row failed, or None.
+
+        Where rows take turns only the last run counts, and none where another has ended and no step is missing.
+        """
+        runs = row.runs
+        if self.pairs_turns:
+            runs = row.runs[-1:]
+            if self.steps_missing(row) == 0 and any(run.has_ended for run in row.runs):
+                return None
         for run in runs:
             if run.error:
                 return run.error

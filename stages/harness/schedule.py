@@ -72,7 +72,8 @@ def in_turn(bench):
         count = bench.lead(next_session(results), rows, steps, tell=teller_of_turns(results, steps))
         started = rows[:count]
         failed |= {row.name for row in started if results.error(bench.measured(row))}
-        if not any(row in waiting for row in started):  # there is no memory for those that wait
+        if not any(row in waiting for row in started):
+            say("there is no memory for the rows that wait: close other programs, and --resume")
             return
 
 
@@ -88,10 +89,13 @@ def next_session(results):
 def names_with_partners(bench, waiting):
     """Return the names of the rows that wait, and of those that the tables compare with them.
 
-    A ratio needs steps of both rows in one session.
+    A ratio needs steps of both rows in one session. All rows are compared with the reference.
     """
     late = {row.name for row in waiting}
-    names = late | {bench.results.bench["reference"]}
+    reference = bench.results.bench["reference"]
+    if reference in late:
+        return {row.name for row in bench.rows}
+    names = late | {reference}
     for row in bench.rows:
         for partner in (row.base, row.control_of):
             if partner and late & {row.name, partner}:
@@ -101,11 +105,10 @@ def names_with_partners(bench, waiting):
 
 def teller_of_turns(results, steps):
     """Return a function that tells how far the turns are, what time is left, and how fast the rows are so far."""
-    began = time.monotonic()
 
-    def tell(turn):
+    def tell(turn, seconds):
         if turn % TELL_EVERY == 0 and turn < steps:
-            left = (time.monotonic() - began) / turn * (steps - turn)
+            left = seconds / turn * (steps - turn)
             say(f"turn {turn} of {steps}, about {left:.0f} s left; tokens per second so far:")
             say(textwrap.fill(speeds(results), 80))
 
@@ -136,7 +139,8 @@ def in_rounds(bench):
             measured = bench.measured(row)
             if bench.results.has_ended(session, measured):
                 continue
-            rows_left = order[i:] + (bench.rounds - session - 1) * order
+            rows_left = [row for row in order[i:] if not bench.results.has_ended(session, bench.measured(row))]
+            rows_left += (bench.rounds - session - 1) * order
             place = f"round {session + 1} of {bench.rounds}, row {i + 1} of {len(order)}"
             say(f"{place}{time_left(rows_left, seconds)}")
             began = time.monotonic()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import machine
-from .ladder import FOLDER
+from .ladder import FOLDER, NAMES
 from .record import WARMUP
 
 PATIENCE = 600  # seconds that a step may take, with its compilation
@@ -133,7 +133,7 @@ class Worker:
                 if entry is None:
                     continue
                 self.keep(entry)
-                if entry["kind"] == "header" and self.has_other_corpus(entry["settings"]):
+                if entry["kind"] == "header" and self.has_other_corpus(entry):
                     self.fail("trains on another text than the bench, as after a failed download: start it again")
                     return
                 if entry["kind"] == "step":
@@ -153,10 +153,10 @@ class Worker:
         finally:
             signal.alarm(0)
 
-    def has_other_corpus(self, settings):
-        """Tell whether the run trains on another text than the bench, or in other tokens."""
-        corpus = [settings["corpus"], settings["tokenizer"]]
-        return corpus[0] is not None and corpus != self.results.bench["corpus"]
+    def has_other_corpus(self, header):
+        """Tell whether the run of a stage trains on another text than the bench, or in other tokens."""
+        corpus = [header["settings"]["corpus"], header["settings"]["tokenizer"]]
+        return header["stage"] in NAMES and corpus != self.results.bench["corpus"]
 
     def note_step(self, entry):
         """Keep how long a step took, and how much memory the process holds."""
@@ -225,9 +225,9 @@ def error_message(stderr, status):
         return "killed by the system, most likely out of memory: try a smaller --batch-size"
     for line in reversed(stderr.splitlines()):
         line = re.sub(r"^\[rank\d+\]: ", "", line.strip())  # torchrun's mark
-        _, of_ours, message = line.partition("error: ")
+        of_ours = re.match(r"(?:\S+\.py: )?error: (.+)", line)  # argparse names the script before it
         if of_ours:
-            return message
+            return of_ours[1]
         is_of_python = re.fullmatch(r"[\w.]*(Error|Exception)(: \S.*)?", line)  # the last line of its report
         if is_of_python or re.search(machine.OUT_OF_MEMORY, line):
             return line
@@ -240,8 +240,8 @@ def lead(rows, flags, results, session, steps, enough=None, tell=None):
     """Take fresh workers of some rows through the warm-up and so many counted steps, one step each in turn.
 
     flags: what all rows share. results: the Results that keep all lines, under this session. enough: an Enough after
-    which a row takes no more steps. tell: called after each turn with its number. Returns how many rows started, from
-    the first on: those for which no memory is left do not.
+    which a row takes no more steps. tell: called after each turn with its number and the seconds of all turns so far.
+    Returns how many rows started, from the first on: those for which no memory is left do not.
     """
     workers = []
     try:
@@ -269,6 +269,7 @@ def lead(rows, flags, results, session, steps, enough=None, tell=None):
 
 def take_turns(workers, steps, enough, tell):
     """Take so many steps with each worker that lives, in turn."""
+    began = time.monotonic()
     for turn in range(1, steps + 1):
         waiting = [worker for worker in workers if worker.is_live and not (enough and worker.has_enough(enough))]
         if not waiting:
@@ -279,7 +280,7 @@ def take_turns(workers, steps, enough, tell):
             take_step(worker)
         workers.reverse()  # there and back, so that a drift of the machine's speed hits all alike
         if tell:
-            tell(turn)
+            tell(turn, time.monotonic() - began)
 
 
 def take_step(worker):
