@@ -106,6 +106,12 @@ def lines_of(record):
 # The clock and the memory
 
 
+def test_a_loader_of_the_readers_own_may_call_anything_its_corpus(new_log):
+    steplog = new_log(loader=SimpleNamespace(corpus="my text"))
+    assert steplog.header["settings"]["corpus"] is None
+    assert steplog.header["settings"]["tokenizer"] is None
+
+
 def test_a_step_is_what_the_device_was_asked_for_in_it_without_the_logs_own_work(new_log, card):
     card.queued = 8  # the weights are on their way to the card
     log = new_log()

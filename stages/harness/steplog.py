@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import model as ladder_model
-from data import load_tokens, refuse
+from data import Corpus, load_tokens, refuse
 from model import GPT, evaluate, save
 
 from . import ladder, machine, rates
@@ -38,19 +38,20 @@ class StepLog:
         """Begin the record and the clock of the first step.
 
         args: what parse_args() returned. model: any nn.Module; what is told of a GPT is left out for another. loader:
-        the TokenLoader, for the names of its corpus and tokenizer, or None. tokens_per_step: of all ranks and
-        micro-batches; by default those of a batch of the loader, or 1 without one. Exits with one line where the script
-        has a StepLog already, or --eval and --save have no GPT of the ladder.
+        the TokenLoader, for the names of its corpus and tokenizer, another one, or None. tokens_per_step: of all ranks
+        and micro-batches; by default those of a batch of the TokenLoader, or 1 without one. Exits with one line where
+        the script has a StepLog already, or --eval and --save have no GPT of the ladder.
         """
         if tokens_per_step is None:
-            tokens_per_step = loader.tokens_per_batch if loader else 1
+            tokens_per_step = getattr(loader, "tokens_per_batch", 1)
         if args.has_log:
             refuse("the script has two StepLogs: let one log take all steps")
         args.has_log = True
         self.args = args
         self.device = args.device
         self.tokens_per_step = tokens_per_step
-        self.corpus = getattr(loader, "corpus", None)
+        corpus = getattr(loader, "corpus", None)
+        self.corpus = corpus if isinstance(corpus, Corpus) else None  # another loader's may be anything
         self.model = unwrapped(model)
         self.shape = shape_of(self.model)
         self.prints = machine.is_rank_0() and not args.worker
