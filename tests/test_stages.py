@@ -103,7 +103,7 @@ def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     for step in run.of_kind("step"):
         assert set(step) == {"kind", "step", "loss", "dt", "tokens", "memory", "meter"} | figures
     last = run.of_kind("step")[-1]  # the one step after the warm-up
-    assert run.out.splitlines()[-1].startswith(f"median dt {1e3 * last['dt']:.2f}ms ")
+    assert run.out.splitlines()[-2].startswith(f"median {1e3 * last['dt']:.2f}ms ")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -355,8 +355,9 @@ def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(tmp_path):
     both.lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert_same_training(both, run_stage("s11", *flags, folder=tmp_path))
     assert both.header["settings"]["world_size"] == 2
-    printed = [line.split("tok/sec ")[1] for line in both.out.splitlines() if line.startswith("step ")]
-    assert printed == [f"{256 / dt:,.0f}" for dt in both.figures("dt")]  # by rank 0 alone, of the tokens of both
+    printed = [line.split(" | ")[-1] for line in both.out.splitlines() if line.startswith("step ")]
+    speeds = [f"{256 / dt:,.0f} tok/sec" for dt in both.figures("dt")]  # of the tokens of both
+    assert printed == speeds  # by rank 0 alone
     assert_eval_is_of_the_saved_weights(both, tmp_path / "w")
 
 

@@ -73,7 +73,7 @@ def card(monkeypatch):
 def new_log(monkeypatch, card):
     """new_log("--steps", "7"): a StepLog of s05 with these flags, of a worker where there is a Bench."""
 
-    def new_log(*flags, model=None, loader=LOADER, device=CARD, bench=None):
+    def new_log(*flags, model=None, loader=LOADER, device=CARD, bench=None, tokens=72_000_000):
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which a StepLog changes
         monkeypatch.setattr(sys, "argv", [STAGES["s05"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 5 · flash: a title.\n\nA text.")
@@ -81,7 +81,7 @@ def new_log(monkeypatch, card):
         if bench:
             args.worker, args.record_to = True, bench.record
             monkeypatch.setattr(sys, "stdin", bench)
-        return StepLog(args, model or torch.nn.Linear(2, 2), loader, tokens_per_step=72_000_000)
+        return StepLog(args, model or torch.nn.Linear(2, 2), loader, tokens_per_step=tokens)
 
     return new_log
 
@@ -144,16 +144,24 @@ def test_the_lines_of_a_run(new_log, card, capsys):
     card.now += 49
     log.step(torch.tensor(2.5))  # without figures
     log.finish(None)
-    title, what_runs, first_step, *_, last_step, summary = capsys.readouterr().out.splitlines()
+    title, what, where, first_step, *_, last_step, median, speed = capsys.readouterr().out.splitlines()
     assert title == "Stage 5 · flash: a title."
     model = "1 layers of 2 heads, 128 wide, 6,637,568 parameters"
-    assert what_runs == f"{model} | B 2, T 48, 72,000,000 tokens per step | ids.bin, gpt2 | A card"
-    assert first_step == "step    0 | loss 5.5000 | norm 1.2346 | lr 3.0000e-04 | dt 1000.00ms | tok/sec 72,000,000"
-    assert last_step == "step    6 | loss 2.5000 | dt 49000.00ms | tok/sec 1,469,388"
-    assert summary == (
-        "median dt 36000.00ms [30500.00, 42500.00] over 3 steps after 4 of warm-up | tok/sec 2,000,000"
-        " | TFLOP/s 79.70 | memory 1.00 GB (peak allocated) | warm-up 30.0s"
-    )
+    assert what == f"{model} | B 2, T 48, 72,000,000 tokens per step"
+    assert where == "A card | ids.bin in tokens of gpt2"
+    assert first_step == "step    0 | loss 5.5000 | norm 1.2346 | lr 3.00e-04 | 1000.00ms | 72,000,000 tok/sec"
+    assert last_step == "step    6 | loss 2.5000 | 49000.00ms | 1,469,388 tok/sec"
+    assert median == "median 36000.00ms [30500.00, 42500.00] over 3 steps after 4 of warm-up"
+    assert speed == "2,000,000 tok/sec | 79.70 TFLOP/s | 1.00 GB (peak allocated) | warm-up 30.0s"
+
+
+def test_the_lines_of_a_step_on_a_fast_card_fit_a_terminal_of_80_columns(new_log, card, capsys):
+    log = new_log(tokens=65_536)
+    card.now += 0.1452
+    log.step(torch.tensor(7.4766), norm=1.446, lr=8.6738e-5)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "step    0 | loss 7.4766 | norm 1.4460 | lr 8.67e-05 | 145.20ms | 451,350 tok/sec"
+    assert len(line) == 80
 
 
 def test_the_header_of_a_record_says_what_ran_where(new_log, tmp_path):
@@ -202,7 +210,7 @@ def test_eval_takes_the_loss_of_the_trained_model_on_the_held_out_tenth(tmp_path
     run = run_stage("s01", *FLOAT32, "--data", ids, "--eval", folder=tmp_path)
     held_out = evaluate(run.scope["model"], load_tokens(ids, split="val").ids)
     assert run.summary["eval"] == held_out
-    assert f" | held-out loss {held_out:.4f}\n" in run.out
+    assert f"\nheld-out loss {held_out:.4f}\n" in run.out
 
 
 def test_the_other_ranks_print_record_and_save_nothing(new_log, monkeypatch, card, tmp_path, capsys):

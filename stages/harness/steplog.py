@@ -75,20 +75,20 @@ class StepLog:
         """Print the title, and what is trained on what."""
         args = self.args
         parameters = sum(p.numel() for p in self.model.parameters())
-        words = [f"{parameters:,} parameters"]
+        what = [f"{parameters:,} parameters"]
         if self.shape:
-            words = [
+            what = [
                 f"{shape_name(self.shape)}, {parameters:,} parameters",
                 f"B {args.batch_size}, T {self.shape['block_size']}, {self.tokens_per_step:,} tokens per step",
             ]
-        if self.corpus:
-            words.append(f"{self.corpus.name}, {self.corpus.tokenizer}")
-        where = machine.device_name(self.device)
+        where = [machine.device_name(self.device)]
         if self.device.type == "cpu":
-            where += f", threads {torch.get_num_threads()}"
-        words.append(where)
+            where = [f"{where[0]}, threads {torch.get_num_threads()}"]
+        if self.corpus:
+            where.append(f"{self.corpus.name} in tokens of {self.corpus.tokenizer}")
         self.say(args.title)
-        self.say(" | ".join(words))
+        self.say(" | ".join(what))
+        self.say(" | ".join(where))
 
     def make_header(self):
         """Return what a record begins with, a dict."""
@@ -175,9 +175,9 @@ class StepLog:
         """Print the line of a step."""
         words = [f"step {step:4d}", f"loss {loss:.4f}"]
         for name, value in figures.items():
-            words.append(f"lr {value:.4e}" if name == "lr" else f"{name} {value:.4f}")
-        words.append(f"dt {1e3 * dt:.2f}ms")
-        words.append(f"tok/sec {self.tokens_per_step / dt:,.0f}")
+            words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
+        words.append(f"{1e3 * dt:.2f}ms")
+        words.append(f"{self.tokens_per_step / dt:,.0f} tok/sec")
         self.say(" | ".join(words))
 
     def finish(self, model):
@@ -222,22 +222,21 @@ class StepLog:
         return summary
 
     def say_summary(self, summary):
-        """Print the line of the whole run, and where the time of its last step went with --profile."""
+        """Print the lines of the whole run, and where the time of its last step went with --profile."""
         figures = figures_of(self.steps)
         steps = f"{figures['counted']} steps after {WARMUP} of warm-up"
         if figures["counted"] == 0:
             steps = "the last step alone, warm-up included"
-        words = [
-            f"median dt {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {steps}",
-            f"tok/sec {figures['tok_per_sec']:,.0f}",
-        ]
+        quartiles = f"[{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}]"
+        words = [f"{figures['tok_per_sec']:,.0f} tok/sec"]
         if self.shape:
-            words.append(f"TFLOP/s {flops_per_token(self.shape) * figures['tok_per_sec'] / 1e12:.2f}")
-        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
+            words.append(f"{flops_per_token(self.shape) * figures['tok_per_sec'] / 1e12:.2f} TFLOP/s")
+        words.append(f"{figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
         words.append(f"warm-up {figures['warmup_s']:.1f}s")
-        if "eval" in summary:
-            words.append(f"held-out loss {summary['eval']:.4f}")
+        self.say(f"median {figures['dt_ms']:.2f}ms {quartiles} over {steps}")
         self.say(" | ".join(words))
+        if "eval" in summary:
+            self.say(f"held-out loss {summary['eval']:.4f}")
         if self.profile:
             for line in self.profile.lines(self.header | summary, PROFILE_LINES):
                 self.say(line)
