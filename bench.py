@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from datetime import datetime
 from pathlib import Path
 
@@ -268,6 +269,8 @@ def show(results, path):
     with whole_file(path.with_suffix(".md")) as unfinished:
         unfinished.write_text(mode.page(results), encoding="utf-8")
     print(page.aligned(mode.short_rows(results)), flush=True)
+    if page.undecided_line(results):
+        say(textwrap.fill(page.undecided_line(results), page.TERMINAL))
     say(f"written to results/{path.stem}.md, the records to results/{path.name}")
     return 0 if mode.is_complete(results) else 1
 

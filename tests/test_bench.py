@@ -215,7 +215,7 @@ def test_without_names_each_mode_has_stages_of_its_own(monkeypatch):
 
 def test_amp_runs_one_stage_in_three_dtypes():
     rows = rows_of("amp")
-    assert list(rows) == ["peak", "float32", "float16", "float16 again", "bfloat16"]
+    assert list(rows) == ["peak", "float32", "bfloat16", "bfloat16 again", "float16"]
     for dtype in ("float32", "float16", "bfloat16"):
         assert (rows[dtype].script.stem, rows[dtype].flags) == ("s03_bf16", ("--amp-dtype", dtype))
 

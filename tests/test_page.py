@@ -170,6 +170,14 @@ def test_a_table_for_a_terminal_has_80_columns_and_its_widest_one_is_cut():
     assert short[0]["what you type"] == 'torch.set_float32_matmul_precision("high")'
 
 
+def test_a_terminal_is_told_which_rows_can_not_be_told_from_the_row_above():
+    times = {S01: 1.0, f"{S01} again": 1.01, S05: 0.25, S06: 0.251}
+    results = results_of(*[run(name, [dt] * 2) for name, dt in times.items()])
+    assert page.undecided_line(results) == "can't be told from noise: s06 / s05"
+    once = results_of(*[run(name, [dt]) for name, dt in times.items()], pair_by="round")
+    assert page.undecided_line(once) == ""  # a single round has no verdicts
+
+
 # the lines under a table
 
 
@@ -213,7 +221,7 @@ def test_scale_tells_what_ranks_reach_of_so_many_times_one_rank():
     rows = [row(name, "s12_ddp", base="1 process", ranks=ranks) for name, ranks in names.items()]
     runs = [run(name, [dt], stage="s12_ddp") for name, dt in zip(names, (1.0, 2.0, 1.25), strict=True)]
     drawn = page_of(results_of(*runs, rows=rows, mode="scale"))
-    assert "| what | tok/sec | x 1 process | GB per process | note |" in drawn
+    assert "| what | tok/sec | x 1 process | GB each | note |" in drawn
     assert "| 1 rank | 500 | 0.50 | 1.50 |  |" in drawn
     assert "| 2 ranks | 800 | 0.80 | 1.50 | efficiency 80 % of 2 times one rank |" in drawn
 

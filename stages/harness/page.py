@@ -7,6 +7,7 @@ ratio and its ± are, stands in results/README.md.
 from . import ladder
 from .arithmetic import flops_per_token, seconds_per_token, shape_name
 from .record import code_hash
+from .results import NO_DIFFERENCE
 
 NOTHING = "–"  # a cell without a figure
 TEXTS = ("stage", "change", "what you type", "what", "note", "stopped by")  # columns that are aligned to the left
@@ -24,10 +25,10 @@ CHART_COLORS = (
 # Pieces
 
 
-def markdown(rows):
-    """Return a table in markdown."""
+def markdown(rows, texts=TEXTS):
+    """Return a table in markdown. texts: the columns that are aligned to the left."""
     columns = list(rows[0])
-    rules = [":--" if column in TEXTS else "--:" for column in columns]
+    rules = [":--" if column in texts else "--:" for column in columns]
     lines = [columns, rules, *(list(row.values()) for row in rows)]
     drawn = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
     return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
@@ -133,7 +134,7 @@ def short_rows_of_variants(results, note_of_mode):
     for row in results.table_rows:
         speed, memory = speed_and_memory(row)
         ratio = ratio_alone(results, row, results.reference)
-        cells = {"what": row.name, "tok/sec": speed, f"x {results.reference.short}": ratio, "GB per process": memory}
+        cells = {"what": row.name, "tok/sec": speed, f"x {results.reference.short}": ratio, "GB each": memory}
         rows.append(cells | {"note": note_of_mode(results, row)})
     return rows
 
@@ -283,6 +284,19 @@ def noise_line(results):
     noise = f"{100 * results.noise:.1f} %"
     rule = f'A difference of up to {noise}, or of up to its own ±, is called "no difference".'
     return f"Noise, from runs of one computation: {told}. {rule}"
+
+
+def undecided_line(results):
+    """Return which rows can't be told from those they are compared with, or "" where nothing can be said."""
+    if results.noise is None:
+        return ""
+    pairs = []
+    for row in results.table_rows:
+        if results.verdict(row, row.base) == NO_DIFFERENCE:
+            pairs.append(f"{row.short} / {row.base.short}")
+    if not pairs:
+        return ""
+    return f"can't be told from noise: {', '.join(pairs)}"
 
 
 def peak_line(results, facts):
