@@ -1,0 +1,387 @@
+"""Print the tables of measured.md: the ladder on other people's cards, beside arithmetic.
+
+    python stages/measured.py
+
+Every figure was read in the source that stands with it.
+"""
+
+from harness.arithmetic import ADAMW, CLIPPING, FUSED_ADAMW, UNSCALING, Rates, Work, seconds_per_token
+from harness.page import NOTHING, markdown
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+COMPARED = ("TF32", "bf16", "compile", "flash attention", "fused AdamW")  # float16 has a single ladder
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "block_size": 1024}
+
+
+class Matmuls(NamedTuple):
+    """TFLOP/s of matmuls that are summed in float32. tf32: None for a card without it. bits16: bfloat16 or float16."""
+
+    float32: float
+    tf32: float | None
+    bits16: float
+
+
+class Card(NamedTuple):
+    """What a card's datasheet promises, without sparsity. measured: large square matmuls, where somebody told.
+
+    copy: GB/s of memory.
+    """
+
+    name: str
+    datasheet: Matmuls
+    copy: float
+    measured: Matmuls | None = None
+
+
+class Step(NamedTuple):
+    """A step of somebody's ladder, with all techniques of the steps before it.
+
+    adds: the techniques that are new in it. ms, tokens_per_second: as the author wrote them, None for what is derived.
+    rough: whether the figure carries no comparison; the page says why.
+    """
+
+    adds: tuple[str, ...]
+    ms: float | None = None
+    tokens_per_second: float | None = None
+    rough: bool = False
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What somebody measured on a card, from the slowest step on. torch: its version, or "?"."""
+
+    card: Card
+    author: str
+    source: str
+    torch: str
+    batch_size: int
+    steps: list[Step]
+
+    def ms(self, step):
+        """Return the milliseconds of a step."""
+        if step.ms is None:
+            return 1e3 * self.batch_size * GPT2["block_size"] / step.tokens_per_second
+        return step.ms
+
+    def tokens_per_second(self, step):
+        """Return the tokens per second of a step."""
+        if step.tokens_per_second is None:
+            return 1e3 * self.batch_size * GPT2["block_size"] / step.ms
+        return step.tokens_per_second
+
+    def predicted_ms(self, last, matmuls):
+        """Return the milliseconds that arithmetic gives the step of an index, at the rates of a Matmuls."""
+        tf32 = matmuls.tf32 or matmuls.float32  # without TF32 the flag changes nothing
+        rates = {"float32": matmuls.float32, "tf32": tf32, "bfloat16": matmuls.bits16, "float16": matmuls.bits16}
+        rates = Rates({dtype: 1e12 * rate for dtype, rate in rates.items()}, copy=1e9 * self.card.copy)
+        work = Work(GPT2, self.batch_size, on_cuda=True)
+        for step in self.steps[: last + 1]:
+            for technique in step.adds:
+                work = with_technique(work, technique)
+        return 1e3 * work.tokens * seconds_per_token(work, rates)
+
+
+def with_technique(work, technique):
+    """Return the Work of a step to which a technique is added, by its name in the tables."""
+    match technique:
+        case "TF32":
+            return replace(work, matmul_dtype="tf32")
+        case "bf16":
+            return replace(work, matmul_dtype="bfloat16", amp_dtype="bfloat16")
+        case "float16":
+            return replace(work, matmul_dtype="float16", amp_dtype="float16", update=work.update + UNSCALING)
+        case "compile":
+            return replace(work, compiled=True)
+        case "flash attention":
+            return replace(work, flash=True)
+        case "clipping":
+            return replace(work, update=work.update + CLIPPING)
+        case "fused AdamW":
+            return replace(work, update=work.update - ADAMW + FUSED_ADAMW)
+        case "32 micro-batches":
+            return replace(work, accum=32)
+    return work  # the vocabulary, the schedule and the decay of matrices: nothing that FLOPs and bytes would tell
+
+
+def blob(repository, commit, path):
+    """Return the address of a file at a commit."""
+    return f"https://github.com/{repository}/blob/{commit}/{path}"
+
+
+LADDERS = [
+    Ladder(
+        Card("RTX 4090", Matmuls(82.6, 82.6, 165.2), 1008, measured=Matmuls(53.84, 85.65, 164.81)),
+        "XueyanZhang",
+        blob("XueyanZhang/build_nanogpt_revisit", "b7ecdc1f5cc01ba1c5cc7bddbbb2294504f1fbfd", "README.md"),
+        "2.10.0",
+        8,
+        [
+            Step(("float32",), 315, 26_000),
+            Step(("TF32",), 260, 31_300),
+            Step(("bf16",), 200, 40_800),
+            Step(("compile",), 100, 81_000),
+            Step(("flash attention",), 72, 113_000),
+            Step(("vocabulary",), 72, 113_000),
+            Step(("clipping", "schedule", "decay", "fused AdamW"), 68, 120_000),
+        ],
+    ),
+    Ladder(
+        Card("RTX 3090", Matmuls(35.6, 35.6, 71.2), 936),
+        "dapopov-st",
+        blob(
+            "dapopov-st/gpt2-from-scratch-to-tiny-stories",
+            "11550209e97f796c264ac44e8a36ba60db641799",
+            "Part%202:%20Optimize%20GPT-2.ipynb",
+        ),
+        "?",
+        10,
+        [
+            Step(("float32",), tokens_per_second=14_100),
+            Step(("TF32",), tokens_per_second=19_600),
+            Step(("bf16",), tokens_per_second=27_500),
+            Step(("compile",), tokens_per_second=41_700),
+            Step(("flash attention",), tokens_per_second=50_000),
+            Step(("vocabulary",), tokens_per_second=53_000),
+        ],
+    ),
+    Ladder(
+        Card("RTX A4000", Matmuls(19.2, 38.3, 76.7), 448, measured=Matmuls(11.90, 34.32, 62.78)),
+        "KarthikSundar2002",
+        blob("KarthikSundar2002/GPT2-from-scratch", "776961cbfdeb0a4330ce49640c74de7b93bcb086", "README.md"),
+        "2.9.0",
+        2,
+        [
+            Step(("float32",), 295.3),
+            Step(("TF32",), 180.8),
+            Step(("bf16",), 151.8),
+            Step(("compile",), 73.2),
+            Step(("flash attention",), 58.5, rough=True),
+            Step(("vocabulary",), 54.5, rough=True),
+            Step(("clipping", "schedule", "decay"), 50.7, rough=True),
+            Step(("fused AdamW",), 44.6, rough=True),
+        ],
+    ),
+    Ladder(
+        Card("RTX 2070", Matmuls(7.5, None, 29.9), 448, measured=Matmuls(7.90, None, 31.48)),
+        "pavanpreet-gandhi",
+        blob(
+            "pavanpreet-gandhi/reproduce-gpt2",
+            "eefa20bd37b417ce8e0edf2682d14078208654c8",
+            "7_computational_optimizations.ipynb",
+        ),
+        "?",
+        2,
+        [
+            Step(("float32",), 374.3, 5_465),  # the notebook before, 6_timing_baseline.ipynb, has it
+            Step(("float16",), tokens_per_second=8_000, rough=True),
+            Step(("compile",), tokens_per_second=11_000),
+            Step(("flash attention",), tokens_per_second=13_500),
+            Step(("vocabulary",), tokens_per_second=14_100),
+        ],
+    ),
+    Ladder(
+        Card("T4", Matmuls(8.1, None, 65.0), 320, measured=Matmuls(4.17, None, 41.91)),
+        "zzkai098",
+        blob("zzkai098/reproduce-gpt2", "036e18ac3452cd617bfcf09a253400458fd1eee8", "notebooks/colab_train.ipynb"),
+        "?",
+        4,
+        [
+            Step(("float32",), 1244.1),
+            Step(("float16",), 508.6),
+        ],
+    ),
+    Ladder(
+        Card("L40", Matmuls(90.5, 90.5, 181.0), 864),
+        "loafbaker",
+        blob("loafbaker/GPT-2-124M", "83cdff19258624973020a9abbdab7ef0e19f783b", "CHANGELOG.md"),
+        "2.3.1",
+        16,
+        [
+            Step(("float32",), tokens_per_second=18_514),
+            Step(("TF32",), tokens_per_second=23_888),
+            Step(("bf16",), tokens_per_second=30_940),
+            Step(("compile",), tokens_per_second=56_368),
+            Step(("flash attention",), tokens_per_second=83_282),
+            Step(("vocabulary",), tokens_per_second=91_034),
+        ],
+    ),
+    Ladder(
+        Card("A100 PCIe, 40 GB", Matmuls(19.5, 156.0, 312.0), 1555, measured=Matmuls(17.56, 108.32, 234.14)),
+        "swag2198",
+        blob("swag2198/build-gpt2-moe", "e038314021e8f071fba4d9713c7e3f19ff96fe5b", "build-gpt2.ipynb"),
+        "?",
+        16,
+        [
+            Step(("float32",), 1131.17, 14_484),
+            Step(("TF32",), 403.40, 40_614),
+            Step(("bf16",), 343.68, 47_673),
+            Step(("compile",), 157.70, 103_893),
+            Step(("flash attention",), 116.97, 140_074),
+            Step(("vocabulary",), 113.51, 144_334),
+            Step(("clipping",), 115.14, 142_296),
+            Step(("schedule",), 114.64, 142_923),
+            Step(("decay", "fused AdamW"), 110.61, 148_122),
+            Step(("32 micro-batches",), 3518.16 / 32, 149_023),
+        ],
+    ),
+    Ladder(
+        Card("A100 SXM, 80 GB", Matmuls(19.5, 156.0, 312.0), 2039),
+        "the lecture",
+        "https://www.youtube.com/watch?v=l8pRSuU81PU",
+        "?",
+        16,
+        [
+            Step(("float32",), 1000),
+            Step(("TF32",), 333),
+            Step(("bf16",), 300),
+            Step(("compile",), 130),
+            Step(("flash attention",), 96),
+            Step(("vocabulary",), 93),
+            Step(("clipping", "schedule", "decay", "fused AdamW"), 90),
+        ],
+    ),
+    Ladder(
+        Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51)),
+        "cweill",
+        "https://github.com/cweill/build-nanogpt2/commit/4eac0d7a50da442ce2e2cba8848f958256e64a4c",
+        "?",
+        32,
+        [
+            Step(("TF32", "bf16"), tokens_per_second=69_722),
+            Step(("compile",), tokens_per_second=184_196),
+            Step(("flash attention",), tokens_per_second=269_935),
+            Step(("vocabulary",), tokens_per_second=292_312),
+        ],
+    ),
+    Ladder(
+        Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51)),
+        "submarat",
+        blob("submarat/gpt2-small-repro", "014b245cd8736864b49f8d86d01d75be795f80bc", "OPTIMIZATION.md"),
+        "2.13.0",
+        8,
+        [
+            Step(("float32",), 223.83, 36_599, rough=True),
+            Step(("TF32",), 122.93, 66_639, rough=True),
+            Step(("bf16",), 116.90, 70_079, rough=True),
+            Step(("flash attention",), 76.52, 107_060, rough=True),
+            Step(("compile",), 49.97, 163_923, rough=True),
+            Step(("fused AdamW",), 44.32, 184_839, rough=True),
+        ],
+    ),
+]
+
+
+TEXTS = ("card", "by", "technique")  # columns that are aligned to the left
+DATASHEET, MEASURED = "by datasheet", "by measured matmuls"  # columns of predictions
+
+
+def name(step):
+    """Return how the tables name a step."""
+    return ", ".join(step.adds)
+
+
+def times(before, after):
+    """Return the cell of how many times as fast a step became, from its milliseconds."""
+    return f"{before / after:.2f}"
+
+
+def predictions(ladder, first, last):
+    """Return {column: how many times as fast arithmetic says one step is as an earlier one}, by their indexes."""
+    ratios = {}
+    for column, matmuls in ((DATASHEET, ladder.card.datasheet), (MEASURED, ladder.card.measured)):
+        if matmuls is not None:
+            ratios[column] = ladder.predicted_ms(first, matmuls) / ladder.predicted_ms(last, matmuls)
+    return ratios
+
+
+def ladder_table(ladder):
+    """Return the table of one ladder. A star is on what its author did not write."""
+    rows = []
+    for index, step in enumerate(ladder.steps):
+        tokens, ms = f"{ladder.tokens_per_second(step):,.0f}", f"{ladder.ms(step):,.0f}"
+        if step.tokens_per_second is None:
+            tokens += "*"
+        if step.ms is None:
+            ms += "*"
+        above = max(0, index - 1)
+        row = {"technique": name(step), "tok/sec": tokens, "ms": ms}
+        row["x above"] = times(ladder.ms(ladder.steps[above]), ladder.ms(step))
+        row |= {column: f"{ratio:.2f}" for column, ratio in predictions(ladder, above, index).items()}
+        if index == 0:
+            row |= dict.fromkeys(list(row)[3:], "–")
+        rows.append(row)
+    return markdown(rows, TEXTS)
+
+
+def overview():
+    """Return the table of all ladders, from their first step to their last."""
+    rows = []
+    for ladder in LADDERS:
+        first, last = ladder.steps[0], ladder.steps[-1]
+        row = {
+            "card": f"[{ladder.card.name}]({ladder.source})",
+            "by": ladder.author,
+            "B": str(ladder.batch_size),
+            "PyTorch": ladder.torch,
+            "tok/sec": f"{ladder.tokens_per_second(first):,.0f} → {ladder.tokens_per_second(last):,.0f}",
+            "all together": times(ladder.ms(first), ladder.ms(last)),
+            DATASHEET: NOTHING,
+            MEASURED: NOTHING,
+        }
+        row |= {column: f"{ratio:.2f}" for column, ratio in predictions(ladder, 0, len(ladder.steps) - 1).items()}
+        sum_of_last = ladder.predicted_ms(len(ladder.steps) - 1, ladder.card.datasheet)
+        row["last step, x its sum"] = times(ladder.ms(last), sum_of_last)
+        rows.append(row)
+    return markdown(rows, TEXTS)
+
+
+def rates_table():
+    """Return the table of what the datasheets promise, and in brackets what large matmuls reached."""
+    rows = {}
+    for card in (ladder.card for ladder in LADDERS):
+        row = {"card": card.name}
+        for kind, column in (("float32", "float32"), ("tf32", "TF32"), ("bits16", "16 bits")):
+            promised = getattr(card.datasheet, kind)
+            row[column] = NOTHING if promised is None else f"{promised:g}"
+            if promised is not None and card.measured is not None:
+                row[column] += f" ({getattr(card.measured, kind):.1f})"
+        row["GB/s"] = f"{card.copy:,}"
+        rows[card.name] = row
+    return markdown(list(rows.values()), TEXTS)
+
+
+def accuracy_table():
+    """Return the table of how far the measured ratios of a technique lie from the predicted ones, over all ladders."""
+    errors = {technique: {DATASHEET: [], MEASURED: []} for technique in COMPARED}
+    for ladder in LADDERS:
+        for index, step in enumerate(ladder.steps):
+            technique = step.adds[-1]
+            if index == 0 or step.rough or technique not in COMPARED:
+                continue
+            measured = ladder.ms(ladder.steps[index - 1]) / ladder.ms(step)
+            for column, ratio in predictions(ladder, index - 1, index).items():
+                errors[technique][column].append(100 * (measured / ratio - 1))
+    rows = []
+    for technique, by_column in errors.items():
+        row = {"technique": technique}
+        for column, percents in by_column.items():
+            within = sum(abs(percent) <= 13 for percent in percents)
+            row[f"off {column}"] = f"{min(percents):+.0f} to {max(percents):+.0f} %"
+            row[f"within 13 % {column}"] = f"{within} of {len(percents)}"
+        rows.append(row)
+    return markdown(rows, TEXTS)
+
+
+def tables():
+    """Return {name: table} of all tables that the page has."""
+    drawn = {"all": overview(), "how far off": accuracy_table(), "rates": rates_table()}
+    for ladder in LADDERS:
+        drawn[f"{ladder.card.name}, {ladder.author}"] = ladder_table(ladder)
+    return drawn
+
+
+if __name__ == "__main__":
+    for title, drawn in tables().items():
+        print(f"{title}\n\n{drawn}\n")

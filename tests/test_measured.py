@@ -1,0 +1,49 @@
+"""The tables of other people's cards: that the page shows them, and that they are computed rightly."""
+
+from harness import ladder
+
+import measured
+import pytest
+from conftest import ROOT
+
+PAGE = (ROOT / "stages" / "measured.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name, table", measured.tables().items())
+def test_the_page_shows_the_tables_of_its_script(name, table):
+    assert table in PAGE, f"python stages/measured.py, table {name}"
+
+
+@pytest.mark.parametrize("ladder_of_somebody", measured.LADDERS, ids=lambda ladder: ladder.author)
+def test_a_file_is_named_at_its_commit(ladder_of_somebody):
+    pinned = [part for part in ladder_of_somebody.source.split("/") if len(part) == 40]
+    assert len(pinned) == 1 or ladder_of_somebody.author == "the lecture"
+
+
+def test_a_technique_changes_the_work_as_its_stage_does():
+    """The work of each stage of the ladder in bfloat16 on a card of the Ampere generation or later."""
+    settings = {"amp_dtype": "bfloat16", "compile": True, "batch_size": 8, "accum": 32, "world_size": 1}
+    environment = {"device": "cuda", "tf32": True}
+    run = {"shape": measured.GPT2, "settings": settings, "environment": environment, "sdpa": "flash"}
+    steps = ["float32", "TF32", "bf16", "compile", "flash attention", "vocabulary"]
+    steps += ["clipping", "schedule", "decay", "fused AdamW", "32 micro-batches"]
+    work = ladder.work_of("s01_baseline", run)
+    for technique, stage in zip(steps, ladder.NAMES, strict=False):
+        work = measured.with_technique(work, technique)
+        assert work == ladder.work_of(stage, run), stage
+
+
+def test_a_figure_of_its_author_stays_and_another_is_derived_with_a_star():
+    rows = measured.ladder_table(measured.LADDERS[1]).splitlines()
+    assert rows[2].startswith("| float32 | 14,100 | 726* | – |")  # 10,240 tokens over 14,100 per second
+    assert rows[3].startswith("| TF32 | 19,600 | 522* | 1.39 |")
+    assert "| float32 | 26,000 | 315 | – |" in measured.ladder_table(measured.LADDERS[0])
+
+
+def test_without_tf32_the_flag_changes_nothing():
+    card = measured.Card("T4", measured.Matmuls(8.1, None, 65.0), 320)
+    steps = [measured.Step(("float32",), 1), measured.Step(("TF32",), 1), measured.Step(("float16",), 1)]
+    somebody = measured.Ladder(card, "somebody", "", "?", 4, steps)
+    before, flag, after = (somebody.predicted_ms(index, card.datasheet) for index in range(3))
+    assert before == flag
+    assert before / after == pytest.approx(2.15, abs=0.005)  # 663.5 over 308.6 ms
