@@ -156,7 +156,7 @@ LADDERS = [
             Step(("float32",), 295.3),
             Step(("TF32",), 180.8),
             Step(("bf16",), 151.8),
-            Step(("compile",), 73.2),
+            Step(("compile",), 73.2, rough=True),
             Step(("flash attention",), 58.5, rough=True),
             Step(("vocabulary",), 54.5, rough=True),
             Step(("clipping", "schedule", "decay"), 50.7, rough=True),
@@ -174,7 +174,7 @@ LADDERS = [
         "?",
         2,
         [
-            Step(("float32",), 374.3, 5_465),  # the notebook before, 6_timing_baseline.ipynb, has it
+            Step(("float32",), tokens_per_second=4_000),
             Step(("float16",), tokens_per_second=8_000, rough=True),
             Step(("compile",), tokens_per_second=11_000),
             Step(("flash attention",), tokens_per_second=13_500),
@@ -211,7 +211,7 @@ LADDERS = [
         Card("A100 PCIe, 40 GB", Matmuls(19.5, 156.0, 312.0), 1555, measured=Matmuls(17.56, 108.32, 234.14)),
         "swag2198",
         blob("swag2198/build-gpt2-moe", "e038314021e8f071fba4d9713c7e3f19ff96fe5b", "build-gpt2.ipynb"),
-        "?",
+        "2.4.1",
         16,
         [
             Step(("float32",), 1131.17, 14_484),
@@ -246,7 +246,7 @@ LADDERS = [
         Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51)),
         "cweill",
         "https://github.com/cweill/build-nanogpt2/commit/4eac0d7a50da442ce2e2cba8848f958256e64a4c",
-        "?",
+        "2.7.1",
         32,
         [
             Step(("TF32", "bf16"), tokens_per_second=69_722),
