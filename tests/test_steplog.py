@@ -275,6 +275,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log,
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 16, "--batch-size 8"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "--batch-size 2"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "a smaller --seq-len or --size"),
+        (RuntimeError("could not create a primitive"), 10, "--batch-size 5"),  # oneDNN
     ],
 )
 def test_out_of_memory_is_one_line_that_names_a_remedy(new_log, capsys, error, batch_size, remedy):

@@ -9,6 +9,7 @@ import torch
 from data import refuse
 
 from . import ladder, machine, page, schedule
+from .record import figures_of
 from .results import NO_DIFFERENCE
 from .workers import Row
 
@@ -257,9 +258,9 @@ class Limit(Mode):
             cells = {"stage": page.linked(row, folder, row.short), "largest batch": str(row.largest_batch or "none")}
             cells |= {"tok/sec": page.NOTHING, "GB": page.NOTHING, "stopped by": what_stopped(row)}
             if row.largest_batch:
-                last = row.run(0, row.largest_batch).steps[-1]
-                cells["tok/sec"] = f"{last['tokens'] / last['dt']:,.0f}"
-                cells["GB"] = page.gigabytes(last["memory"])
+                figures = figures_of(row.run(0, row.largest_batch).steps)
+                cells["tok/sec"] = f"{figures['tok_per_sec']:,.0f}"
+                cells["GB"] = page.gigabytes(figures["memory"])
             rows.append(cells)
         return rows
 
