@@ -235,7 +235,7 @@ def test_limit_shows_the_largest_batch_and_what_stopped_the_next():
     runs.append(run(S01, [], batch=1, end=failure("boom")))
     drawn = page_of(results_of(*runs, mode="limit", memory_budget=2_500_000_000))
     assert "A process may hold 2.5 GB." in drawn
-    assert "| [s05](../stages/s05_flash.py) | 5 | 10,000 | 5.00 | B 6: out of memory \\| of 1 GB |" in drawn
+    assert "| [s05](../stages/s05_flash.py) | 5 | 6,667 | 5.00 | B 6: out of memory \\| of 1 GB |" in drawn
     assert "| [s06](../stages/s06_vocab.py) | none | – | – | B 1: out of memory \\| of 1 GB |" in drawn
-    assert "| [s07](../stages/s07_clip.py) | 8 | 16,000 | 8.00 | not finished |" in drawn
+    assert "| [s07](../stages/s07_clip.py) | 8 | 10,667 | 8.00 | not finished |" in drawn
     assert "| [s01](../stages/s01_baseline.py) | none | – | – | failed: boom |" in drawn
