@@ -11,7 +11,7 @@ from harness.page import NOTHING, markdown
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-COMPARED = ("TF32", "bf16", "compile", "flash attention", "fused AdamW")  # float16 has a single ladder
+COMPARED = ("TF32", "bf16", "compile", "flash attention", "fused AdamW")  # float16 has a single one to compare
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "block_size": 1024}
 
 
