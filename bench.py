@@ -269,8 +269,9 @@ def show(results, path):
     with whole_file(path.with_suffix(".md")) as unfinished:
         unfinished.write_text(mode.page(results), encoding="utf-8")
     print(page.aligned(mode.short_rows(results)), flush=True)
-    if page.undecided_line(results):
-        say(textwrap.fill(page.undecided_line(results), page.TERMINAL))
+    undecided = page.undecided_line(results)
+    if undecided:
+        print(textwrap.fill(undecided, page.TERMINAL), flush=True)
     say(f"written to results/{path.stem}.md, the records to results/{path.name}")
     return 0 if mode.is_complete(results) else 1
 

@@ -25,28 +25,30 @@ class Matmuls(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What a card's datasheet promises, without sparsity. measured: large square matmuls, where somebody told.
+    """What a card's datasheet promises, without sparsity; bandwidth of its memory in GB/s.
 
-    copy: GB/s of memory.
+    measured: what large square matmuls reached, None where nobody told all three.
     """
 
     name: str
     datasheet: Matmuls
-    copy: float
+    bandwidth: float
     measured: Matmuls | None = None
 
 
 class Step(NamedTuple):
     """A step of somebody's ladder, with all techniques of the steps before it.
 
-    adds: the techniques that are new in it. ms, tokens_per_second: as the author wrote them, None for what is derived.
-    rough: whether the figure carries no comparison; the page says why.
+    adds: the techniques that are new in it. The last one names it in the comparison. ms, tokens_per_second: one of them
+    or both. derived: whether ms comes from another time that the author wrote. not_compared: whether its ratio to the
+    step above is left out of the comparison. The page says why.
     """
 
     adds: tuple[str, ...]
     ms: float | None = None
     tokens_per_second: float | None = None
-    rough: bool = False
+    derived: bool = False
+    not_compared: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Ladder:
     def predicted_ms(self, last, matmuls):
         """Return the milliseconds that arithmetic gives the step of an index, at the rates of a Matmuls."""
         tf32 = matmuls.tf32 or matmuls.float32  # without TF32 the flag changes nothing
-        rates = {"float32": matmuls.float32, "tf32": tf32, "bfloat16": matmuls.bits16, "float16": matmuls.bits16}
-        rates = Rates({dtype: 1e12 * rate for dtype, rate in rates.items()}, copy=1e9 * self.card.copy)
+        teraflops = {"float32": matmuls.float32, "tf32": tf32, "bfloat16": matmuls.bits16, "float16": matmuls.bits16}
+        rates = Rates({dtype: 1e12 * rate for dtype, rate in teraflops.items()}, copy=1e9 * self.card.bandwidth)
         work = Work(GPT2, self.batch_size, on_cuda=True)
         for step in self.steps[: last + 1]:
             for technique in step.adds:
@@ -112,6 +114,8 @@ def blob(repository, commit, path):
     """Return the address of a file at a commit."""
     return f"https://github.com/{repository}/blob/{commit}/{path}"
 
+
+H100 = Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51))
 
 LADDERS = [
     Ladder(
@@ -156,14 +160,14 @@ LADDERS = [
         torch="2.9.0",
         batch_size=2,
         steps=[
-            Step(("float32",), 295.3),
-            Step(("TF32",), 180.8),
-            Step(("bf16",), 151.8),
-            Step(("compile",), 73.2, rough=True),
-            Step(("flash attention",), 58.5, rough=True),
-            Step(("vocabulary",), 54.5, rough=True),
-            Step(("clipping", "schedule", "decay"), 50.7, rough=True),
-            Step(("fused AdamW",), 44.6, rough=True),
+            Step(("float32",), 295.3, derived=True),
+            Step(("TF32",), 180.8, derived=True),
+            Step(("bf16",), 151.8, derived=True),
+            Step(("compile",), 73.2, derived=True, not_compared=True),
+            Step(("flash attention",), 58.5, derived=True, not_compared=True),
+            Step(("vocabulary",), 54.5, derived=True, not_compared=True),
+            Step(("clipping", "schedule", "decay"), 50.7, derived=True, not_compared=True),
+            Step(("fused AdamW",), 44.6, derived=True, not_compared=True),
         ],
     ),
     Ladder(
@@ -178,7 +182,7 @@ LADDERS = [
         batch_size=2,
         steps=[
             Step(("float32",), tokens_per_second=4_000),
-            Step(("float16",), tokens_per_second=8_000, rough=True),
+            Step(("float16",), tokens_per_second=8_000, not_compared=True),
             Step(("compile",), tokens_per_second=11_000),
             Step(("flash attention",), tokens_per_second=13_500),
             Step(("vocabulary",), tokens_per_second=14_100),
@@ -228,7 +232,7 @@ LADDERS = [
             Step(("clipping",), 115.14, 142_296),
             Step(("schedule",), 114.64, 142_923),
             Step(("decay", "fused AdamW"), 110.61, 148_122),
-            Step(("32 micro-batches",), 3518.16 / 32, 149_023),
+            Step(("32 micro-batches",), 3518.16 / 32, 149_023, derived=True),
         ],
     ),
     Ladder(
@@ -248,7 +252,7 @@ LADDERS = [
         ],
     ),
     Ladder(
-        card=Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51)),
+        card=H100,
         author="cweill",
         source="https://github.com/cweill/build-nanogpt2/commit/4eac0d7a50da442ce2e2cba8848f958256e64a4c",
         torch="2.7.1",
@@ -261,18 +265,18 @@ LADDERS = [
         ],
     ),
     Ladder(
-        card=Card("H100", Matmuls(67.0, 495.0, 989.0), 3350, measured=Matmuls(51.88, 402.15, 797.51)),
+        card=H100,
         author="submarat",
         source=blob("submarat/gpt2-small-repro", "014b245cd8736864b49f8d86d01d75be795f80bc", "OPTIMIZATION.md"),
         torch="2.13.0",
         batch_size=8,
         steps=[
-            Step(("float32",), 223.83, 36_599, rough=True),
-            Step(("TF32",), 122.93, 66_639, rough=True),
-            Step(("bf16",), 116.90, 70_079, rough=True),
-            Step(("flash attention",), 76.52, 107_060, rough=True),
-            Step(("compile",), 49.97, 163_923, rough=True),
-            Step(("fused AdamW",), 44.32, 184_839, rough=True),
+            Step(("float32",), 223.83, 36_599),
+            Step(("TF32",), 122.93, 66_639, not_compared=True),
+            Step(("bf16",), 116.90, 70_079, not_compared=True),
+            Step(("flash attention",), 76.52, 107_060, not_compared=True),
+            Step(("compile",), 49.97, 163_923, not_compared=True),
+            Step(("fused AdamW",), 44.32, 184_839, not_compared=True),
         ],
     ),
 ]
@@ -287,9 +291,14 @@ def label(step):
     return ", ".join(step.adds)
 
 
-def times(before, after):
-    """Return the cell of how many times as fast a step became, from its milliseconds."""
-    return f"{before / after:.2f}"
+def speeds(ladder, step):
+    """Return the cells (tokens per second, ms) of a step. A star is on what its author did not write."""
+    tokens, ms = f"{ladder.tokens_per_second(step):,.0f}", f"{ladder.ms(step):,.0f}"
+    if step.tokens_per_second is None:
+        tokens += "*"
+    if step.ms is None or step.derived:
+        ms += "*"
+    return tokens, ms
 
 
 def predictions(ladder, first, last):
@@ -302,20 +311,16 @@ def predictions(ladder, first, last):
 
 
 def ladder_table(ladder):
-    """Return the table of one ladder. A star is on what its author did not write."""
+    """Return the table of one ladder."""
+    columns = [DATASHEET] if ladder.card.measured is None else [DATASHEET, MEASURED]
     rows = []
     for index, step in enumerate(ladder.steps):
-        tokens, ms = f"{ladder.tokens_per_second(step):,.0f}", f"{ladder.ms(step):,.0f}"
-        if step.tokens_per_second is None:
-            tokens += "*"
-        if step.ms is None:
-            ms += "*"
-        above = max(0, index - 1)
-        row = {"technique": label(step), "tok/sec": tokens, "ms": ms}
-        row["x above"] = times(ladder.ms(ladder.steps[above]), ladder.ms(step))
-        row |= {column: f"{ratio:.2f}" for column, ratio in predictions(ladder, above, index).items()}
-        if index == 0:
-            row |= dict.fromkeys(list(row)[3:], "–")
+        tokens, ms = speeds(ladder, step)
+        row = {"technique": label(step), "tok/sec": tokens, "ms": ms, "x above": NOTHING}
+        row |= dict.fromkeys(columns, NOTHING)
+        if index > 0:
+            row["x above"] = f"{ladder.ms(ladder.steps[index - 1]) / ladder.ms(step):.2f}"
+            row |= {column: f"{ratio:.2f}" for column, ratio in predictions(ladder, index - 1, index).items()}
         rows.append(row)
     return markdown(rows, TEXTS)
 
@@ -330,14 +335,14 @@ def overview():
             "by": ladder.author,
             "B": str(ladder.batch_size),
             "PyTorch": ladder.torch or NOTHING,
-            "tok/sec": f"{ladder.tokens_per_second(first):,.0f} → {ladder.tokens_per_second(last):,.0f}",
-            "all together": times(ladder.ms(first), ladder.ms(last)),
+            "tok/sec": f"{speeds(ladder, first)[0]} → {speeds(ladder, last)[0]}",
+            "all together": f"{ladder.ms(first) / ladder.ms(last):.2f}",
             DATASHEET: NOTHING,
             MEASURED: NOTHING,
         }
         row |= {column: f"{ratio:.2f}" for column, ratio in predictions(ladder, 0, len(ladder.steps) - 1).items()}
         sum_of_last = ladder.predicted_ms(len(ladder.steps) - 1, ladder.card.datasheet)
-        row["last step, x its sum"] = times(ladder.ms(last), sum_of_last)
+        row["last step, x its sum"] = f"{ladder.ms(last) / sum_of_last:.2f}"
         rows.append(row)
     return markdown(rows, TEXTS)
 
@@ -352,7 +357,7 @@ def rates_table():
             row[column] = NOTHING if promised is None else f"{promised:g}"
             if promised is not None and card.measured is not None:
                 row[column] += f" ({getattr(card.measured, kind):.1f})"
-        row["GB/s"] = f"{card.copy:,}"
+        row["GB/s"] = f"{card.bandwidth:,}"
         rows[card.name] = row
     return markdown(list(rows.values()), TEXTS)
 
@@ -363,7 +368,7 @@ def accuracy_table():
     for ladder in LADDERS:
         for index, step in enumerate(ladder.steps):
             technique = step.adds[-1]
-            if index == 0 or step.rough or technique not in COMPARED:
+            if index == 0 or step.not_compared or technique not in COMPARED:
                 continue
             measured = ladder.ms(ladder.steps[index - 1]) / ladder.ms(step)
             for column, ratio in predictions(ladder, index - 1, index).items():
@@ -373,7 +378,9 @@ def accuracy_table():
         row = {"technique": technique}
         for column, percents in by_column.items():
             within = sum(abs(percent) <= NEAR for percent in percents)
-            row[f"off {column}"] = f"{min(percents):+.0f} to {max(percents):+.0f} %"
+            row[f"off {column}"] = NOTHING
+            if percents:
+                row[f"off {column}"] = f"{min(percents):+.0f} to {max(percents):+.0f} %"
             row[f"within {NEAR} % {column}"] = f"{within} of {len(percents)}"
         rows.append(row)
     return markdown(rows, TEXTS)

@@ -11,7 +11,7 @@ PAGE = (ROOT / "stages" / "measured.md").read_text("utf-8")
 
 @pytest.mark.parametrize("name, table", measured.tables().items())
 def test_the_page_shows_the_tables_of_its_script(name, table):
-    assert table in PAGE, f"python stages/measured.py, table {name}"
+    assert f"\n\n{table}\n\n" in PAGE, f"{name}: draw it anew with python stages/measured.py"
 
 
 @pytest.mark.parametrize("ladder_of_somebody", measured.LADDERS, ids=lambda ladder: ladder.author)
@@ -47,3 +47,19 @@ def test_without_tf32_the_flag_changes_nothing():
     before, flag, after = (somebody.predicted_ms(index, card.datasheet) for index in range(3))
     assert before == flag
     assert before / after == pytest.approx(2.15, abs=0.005)  # 663.5 over 308.6 ms
+
+
+def test_the_comparison_counts_what_came_out_within_13_percent_of_the_sum(monkeypatch):
+    """Compilation as predicted, 20 % better, and 20 % worse in a step that is not compared."""
+    card = measured.Card("a card", measured.Matmuls(10.0, 20.0, 40.0), 1000)
+    ladders = []
+    for better, not_compared in ((1.0, False), (1.2, False), (0.8, True)):
+        steps = [measured.Step(("float32",), 1000.0), measured.Step(("compile",), 1.0, not_compared=not_compared)]
+        ladder_of_somebody = measured.Ladder(card, "somebody", "", None, 8, steps)
+        ratio = ladder_of_somebody.predicted_ms(0, card.datasheet) / ladder_of_somebody.predicted_ms(1, card.datasheet)
+        assert ratio > 1  # a fused step takes less time
+        steps[1] = steps[1]._replace(ms=1000 / (ratio * better))
+        ladders.append(ladder_of_somebody)
+    monkeypatch.setattr(measured, "LADDERS", ladders)
+    monkeypatch.setattr(measured, "COMPARED", ("compile",))
+    assert "| compile | +0 to +20 % | 1 of 2 | – | 0 of 0 |" in measured.accuracy_table()

@@ -173,7 +173,7 @@ def test_a_table_for_a_terminal_has_80_columns_and_its_widest_one_is_cut():
 def test_a_terminal_is_told_which_rows_can_not_be_told_from_the_row_above():
     times = {S01: 1.0, f"{S01} again": 1.01, S05: 0.25, S06: 0.251}
     results = results_of(*[run(name, [dt] * 2) for name, dt in times.items()])
-    assert page.undecided_line(results) == "can't be told from noise: s06 / s05"
+    assert page.undecided_line(results) == "can't be told apart: s06 from s05"
     once = results_of(*[run(name, [dt]) for name, dt in times.items()], pair_by="round")
     assert page.undecided_line(once) == ""  # a single round has no verdicts
 

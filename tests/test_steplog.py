@@ -152,7 +152,7 @@ def test_the_lines_of_a_run(new_log, card, capsys):
     assert first_step == "step    0 | loss 5.5000 | norm 1.2346 | lr 3.00e-04 | 1000.00ms | 72,000,000 tok/sec"
     assert last_step == "step    6 | loss 2.5000 | 49000.00ms | 1,469,388 tok/sec"
     assert median == "median 36000.00ms [30500.00, 42500.00] over 3 steps after 4 of warm-up"
-    assert speed == "2,000,000 tok/sec | 79.70 TFLOP/s | 1.00 GB (peak allocated) | warm-up 30.0s"
+    assert speed == "2,000,000 tok/sec | 79.70 TFLOP/s | memory 1.00 GB (peak allocated) | warm-up 30.0s"
 
 
 def test_the_lines_of_a_step_on_a_fast_card_fit_a_terminal_of_80_columns(new_log, card, capsys):

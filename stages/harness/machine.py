@@ -20,10 +20,11 @@ from data import refuse
 
 # how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
-# how Python, PyTorch, cuBLAS, NCCL and (the last) oneDNN say that memory is short, where they raise a plain error
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. oneDNN mostly means
+# that with the last one. Where it speaks of a primitive descriptor, it has no kernel for a type or a shape.
 OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
-    "|could not create a primitive"
+    r"|could not create a primitive(?! descriptor)"
 )
 
 

@@ -287,16 +287,14 @@ def noise_line(results):
 
 
 def undecided_line(results):
-    """Return which rows can't be told from those they are compared with, or "" where nothing can be said."""
+    """Return which rows can't be told from those they are compared with; "" where all can, or no noise is known."""
     if results.noise is None:
         return ""
     pairs = []
     for row in results.table_rows:
         if results.verdict(row, row.base) == NO_DIFFERENCE:
-            pairs.append(f"{row.short} / {row.base.short}")
-    if not pairs:
-        return ""
-    return f"can't be told from noise: {', '.join(pairs)}"
+            pairs.append(f"{row.short} from {row.base.short}")
+    return f"can't be told apart: {', '.join(pairs)}" if pairs else ""
 
 
 def peak_line(results, facts):

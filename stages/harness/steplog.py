@@ -72,7 +72,7 @@ class StepLog:
         self.begin_step()
 
     def say_what_runs(self):
-        """Print the title, and what is trained on what."""
+        """Print the title, what is trained, and on which device and text."""
         args = self.args
         parameters = sum(p.numel() for p in self.model.parameters())
         what = [f"{parameters:,} parameters"]
@@ -81,9 +81,10 @@ class StepLog:
                 f"{shape_name(self.shape)}, {parameters:,} parameters",
                 f"B {args.batch_size}, T {self.shape['block_size']}, {self.tokens_per_step:,} tokens per step",
             ]
-        where = [machine.device_name(self.device)]
+        device = machine.device_name(self.device)
         if self.device.type == "cpu":
-            where = [f"{where[0]}, threads {torch.get_num_threads()}"]
+            device += f", threads {torch.get_num_threads()}"
+        where = [device]
         if self.corpus:
             where.append(f"{self.corpus.name} in tokens of {self.corpus.tokenizer}")
         self.say(args.title)
@@ -231,7 +232,7 @@ class StepLog:
         words = [f"{figures['tok_per_sec']:,.0f} tok/sec"]
         if self.shape:
             words.append(f"{flops_per_token(self.shape) * figures['tok_per_sec'] / 1e12:.2f} TFLOP/s")
-        words.append(f"{figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
+        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
         words.append(f"warm-up {figures['warmup_s']:.1f}s")
         self.say(f"median {figures['dt_ms']:.2f}ms {quartiles} over {steps}")
         self.say(" | ".join(words))
