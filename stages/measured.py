@@ -5,15 +5,34 @@
 Every figure was read in the source that stands with it.
 """
 
-from harness.arithmetic import ADAMW, CLIPPING, FUSED_ADAMW, UNSCALING, Rates, Work, seconds_per_token
+from harness.arithmetic import Rates, seconds_per_token
+from harness.ladder import with_stage, work_of
 from harness.page import NOTHING, markdown
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from data import VOCAB
+from model import CONTEXT, SIZES
 
 COMPARED = ("TF32", "bf16", "compile", "flash attention", "fused AdamW")  # float16 has a single one to compare
 NEAR = 13  # percent, in which most ratios lie
-GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "block_size": 1024}
+GPT2 = SIZES["gpt2"] | {"vocab_size": VOCAB, "block_size": CONTEXT}
+ACCUM = 32  # micro-batches of a step, where a ladder has several
+STAGE_OF = {  # of a technique, as the tables call it
+    "float32": "s01_baseline",
+    "TF32": "s02_tf32",
+    "bf16": "s03_bf16",
+    "float16": "s03_bf16",
+    "compile": "s04_compile",
+    "flash attention": "s05_flash",
+    "vocabulary": "s06_vocab",
+    "clipping": "s07_clip",
+    "schedule": "s08_cosine",
+    "decay": "s09_decay",
+    "fused AdamW": "s10_fused",
+    "32 micro-batches": "s11_accum",
+}
 
 
 class Matmuls(NamedTuple):
@@ -53,7 +72,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Ladder:
-    """What somebody measured on a card, from the slowest step on. torch: its version, None where it is not told."""
+    """What somebody measured on a card, from the slowest step on.
+
+    torch: its version, None where it is not told. amp_dtype: the type of 16 bits that the card trained in.
+    """
 
     card: Card
     author: str
@@ -62,52 +84,39 @@ class Ladder:
     batch_size: int
     steps: list[Step]
 
+    amp_dtype: str = "bfloat16"
+
+    @property
+    def tokens(self):
+        """The tokens of a step."""
+        return self.batch_size * GPT2["block_size"]
+
     def ms(self, step):
         """Return the milliseconds of a step."""
-        if step.ms is None:
-            return 1e3 * self.batch_size * GPT2["block_size"] / step.tokens_per_second
-        return step.ms
+        return 1e3 * self.tokens / step.tokens_per_second if step.ms is None else step.ms
 
     def tokens_per_second(self, step):
         """Return the tokens per second of a step."""
-        if step.tokens_per_second is None:
-            return 1e3 * self.batch_size * GPT2["block_size"] / step.ms
-        return step.tokens_per_second
+        return 1e3 * self.tokens / step.ms if step.tokens_per_second is None else step.tokens_per_second
 
-    def predicted_ms(self, last, matmuls):
+    def predicted_ms(self, index, matmuls):
         """Return the milliseconds that arithmetic gives the step of an index, at the rates of a Matmuls."""
-        tf32 = matmuls.tf32 or matmuls.float32  # without TF32 the flag changes nothing
-        teraflops = {"float32": matmuls.float32, "tf32": tf32, "bfloat16": matmuls.bits16, "float16": matmuls.bits16}
-        rates = Rates({dtype: 1e12 * rate for dtype, rate in teraflops.items()}, copy=1e9 * self.card.bandwidth)
-        work = Work(GPT2, self.batch_size, on_cuda=True)
-        for step in self.steps[: last + 1]:
+        teraflops = {"float32": matmuls.float32, "tf32": matmuls.tf32, self.amp_dtype: matmuls.bits16}
+        known = {dtype: 1e12 * rate for dtype, rate in teraflops.items() if rate is not None}
+        rates = Rates(known, copy=1e9 * self.card.bandwidth)
+        run = self.run()
+        work = work_of("s01_baseline", run)
+        for step in self.steps[: index + 1]:
             for technique in step.adds:
-                work = with_technique(work, technique)
+                work = with_stage(work, STAGE_OF[technique], run)
         return 1e3 * work.tokens * seconds_per_token(work, rates)
 
-
-def with_technique(work, technique):
-    """Return the Work of a step to which a technique is added, by its name in the tables."""
-    match technique:
-        case "TF32":
-            return replace(work, matmul_dtype="tf32")
-        case "bf16":
-            return replace(work, matmul_dtype="bfloat16", amp_dtype="bfloat16")
-        case "float16":
-            return replace(work, matmul_dtype="float16", amp_dtype="float16", update=work.update + UNSCALING)
-        case "compile":
-            return replace(work, compiled=True)
-        case "flash attention":
-            return replace(work, flash=True)
-        case "clipping":
-            return replace(work, update=work.update + CLIPPING)
-        case "fused AdamW":
-            return replace(work, update=work.update - ADAMW + FUSED_ADAMW)
-        case "32 micro-batches":
-            return replace(work, accum=32)
-        case "float32" | "vocabulary" | "schedule" | "decay":  # nothing that FLOPs and bytes would tell
-            return work
-    raise ValueError(f"{technique} is no technique of the tables")
+    def run(self):
+        """Return what the header of a record of these steps would say, for work_of() and with_stage()."""
+        settings = {"batch_size": self.batch_size, "amp_dtype": self.amp_dtype, "compile": True}
+        settings |= {"accum": ACCUM, "world_size": 1}
+        environment = {"device": "cuda", "tf32": self.card.datasheet.tf32 is not None}
+        return {"shape": GPT2, "settings": settings, "environment": environment, "sdpa": "flash"}
 
 
 def blob(repository, commit, path):
@@ -180,6 +189,7 @@ LADDERS = [
         ),
         torch=None,
         batch_size=2,
+        amp_dtype="float16",
         steps=[
             Step(("float32",), tokens_per_second=4_000),
             Step(("float16",), tokens_per_second=8_000, not_compared=True),
@@ -196,6 +206,7 @@ LADDERS = [
         ),
         torch=None,
         batch_size=4,
+        amp_dtype="float16",
         steps=[
             Step(("float32",), 1244.1),
             Step(("float16",), 508.6),
@@ -232,7 +243,7 @@ LADDERS = [
             Step(("clipping",), 115.14, 142_296),
             Step(("schedule",), 114.64, 142_923),
             Step(("decay", "fused AdamW"), 110.61, 148_122),
-            Step(("32 micro-batches",), 3518.16 / 32, 149_023, derived=True),
+            Step(("32 micro-batches",), 3518.16 / ACCUM, 149_023, derived=True),
         ],
     ),
     Ladder(
@@ -350,7 +361,8 @@ def overview():
 def rates_table():
     """Return the table of what the datasheets promise, and in brackets what large matmuls reached."""
     rows = {}
-    for card in (ladder.card for ladder in LADDERS):
+    for ladder in LADDERS:
+        card = ladder.card
         row = {"card": card.name}
         for kind, column in (("float32", "float32"), ("tf32", "TF32"), ("bits16", "16 bits")):
             promised = getattr(card.datasheet, kind)

@@ -102,31 +102,37 @@ def work_of(name, run):
     """
     if name not in NAMES or run["shape"] is None:
         return None
-    settings, tf32 = run["settings"], run["environment"]["tf32"]
-    dtype = settings["amp_dtype"]
-    work = Work(run["shape"], settings["batch_size"], on_cuda=run["environment"]["device"] == "cuda")
+    work = Work(run["shape"], run["settings"]["batch_size"], on_cuda=run["environment"]["device"] == "cuda")
     for stage in NAMES[: NAMES.index(name) + 1]:
-        match stage:
-            case "s02_tf32":
-                if tf32:
-                    work = replace(work, matmul_dtype="tf32")
-            case "s03_bf16":
-                if dtype != "float32":
-                    work = replace(work, matmul_dtype=dtype, amp_dtype=dtype)
-                if dtype == "float16":
-                    work = replace(work, update=work.update + UNSCALING)
-            case "s04_compile":
-                work = replace(work, compiled=settings["compile"])
-            case "s05_flash":
-                work = replace(work, flash=run["sdpa"] != "math")
-            case "s07_clip":
-                work = replace(work, update=work.update + CLIPPING)
-            case "s10_fused":
-                work = replace(work, update=work.update - ADAMW + FUSED_ADAMW)
-            case "s11_accum":
-                work = replace(work, accum=max(1, settings["accum"] // settings["world_size"]))
-            case "s12_ddp":
-                work = replace(work, update=work.update + BUCKETS)
+        work = with_stage(work, stage, run)
+    return work
+
+
+def with_stage(work, name, run):
+    """Return the Work of a micro-batch with what a stage adds to it. run: as of effect()."""
+    settings = run["settings"]
+    dtype = settings["amp_dtype"]
+    match name:
+        case "s02_tf32":
+            if run["environment"]["tf32"]:
+                return replace(work, matmul_dtype="tf32")
+        case "s03_bf16":
+            if dtype == "float16":
+                work = replace(work, update=work.update + UNSCALING)
+            if dtype != "float32":
+                return replace(work, matmul_dtype=dtype, amp_dtype=dtype)
+        case "s04_compile":
+            return replace(work, compiled=settings["compile"])
+        case "s05_flash":
+            return replace(work, flash=run["sdpa"] != "math")
+        case "s07_clip":
+            return replace(work, update=work.update + CLIPPING)
+        case "s10_fused":
+            return replace(work, update=work.update - ADAMW + FUSED_ADAMW)
+        case "s11_accum":
+            return replace(work, accum=max(1, settings["accum"] // settings["world_size"]))
+        case "s12_ddp":
+            return replace(work, update=work.update + BUCKETS)
     return work
 
 

@@ -259,7 +259,7 @@ class Limit(Mode):
             cells = {"stage": page.linked(row, folder, row.short), "largest batch": str(row.largest_batch or "none")}
             cells |= {"tok/sec": page.NOTHING, "GB": page.NOTHING, "stopped by": what_stopped(row)}
             if row.largest_batch:
-                figures = figures_of(row.run(0, row.largest_batch).steps, results.bench["warmup"])
+                figures = figures_of(row.run(0, row.largest_batch).steps, row.warmup)
                 cells["tok/sec"] = f"{figures['tok_per_sec']:,.0f}"
                 cells["GB"] = page.gigabytes(figures["memory"])
             rows.append(cells)
