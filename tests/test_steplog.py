@@ -284,6 +284,13 @@ def test_out_of_memory_is_one_line_that_names_a_remedy(new_log, capsys, error, b
     assert capsys.readouterr().err == f"error: out of memory at batch size {batch_size}: try {remedy}\n"
 
 
+def test_a_missing_kernel_of_onednn_is_no_lack_of_memory(new_log, capsys):
+    new_log("--batch-size", 4)
+    error = RuntimeError("could not create a primitive descriptor for a matmul primitive")
+    sys.excepthook(RuntimeError, error, None)
+    assert "RuntimeError: could not create a primitive descriptor" in capsys.readouterr().err
+
+
 OWN_SCRIPT = """
 from harness import StepLog, parse_args
 import torch
