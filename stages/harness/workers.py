@@ -73,8 +73,7 @@ def say(line):
 class Worker:
     """A row at work, in a process of its own. It takes a step for each ask(), and ends by itself when the bench dies.
 
-    is_live: whether it can be asked for another step. has_summary: whether that has come. counted: the seconds of its
-    steps after the warm-up. memory: the most bytes that it held, of all ranks.
+    run: the results.Run that it fills. Its figures are looked up there.
     """
 
     def __init__(self, row, flags, results, session):
@@ -82,12 +81,8 @@ class Worker:
         self.row = row
         self.results = results
         self.session = session
-        self.is_live = True
-        self.has_summary = False
-        self.steps = 0
-        self.counted = []
-        self.memory = 0
         self.keep({"kind": "start", "batch_size": row.batch_size})
+        self.run = results.rows[row.name].run(session, row.batch_size)
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         command = [sys.executable]
         if row.ranks:
@@ -107,6 +102,18 @@ class Worker:
         )
         if row.memory_budget:  # beyond it PyTorch's allocation fails
             resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (row.memory_budget, row.memory_budget))
+
+    @property
+    def is_live(self):
+        """Whether it can be asked for another step, or for its summary."""
+        return self.run.summary is None and self.run.error is None
+
+    @property
+    def memory(self):
+        """The most bytes that it held, of all ranks; 0 before its first step and without a meter."""
+        if not self.run.steps:
+            return 0
+        return (self.run.steps[-1].get("memory") or 0) * max(1, self.row.ranks)
 
     def keep(self, entry):
         """Keep a line of its record."""
@@ -136,11 +143,9 @@ class Worker:
                 if entry["kind"] == "header" and self.has_other_corpus(entry):
                     self.fail("trains on another text than the bench, as after a failed download: start it again")
                     return
-                if entry["kind"] == "step":
-                    self.note_step(entry)
-                    return
-                if entry["kind"] == "summary":
-                    self.note_summary()
+                if entry["kind"] == "summary" and not self.process.stdin.closed:  # nobody asked for it
+                    self.fail("ended before its last step")
+                if entry["kind"] in ("step", "summary"):
                     return
             status = self.process.wait()
             self.stderr.seek(0)
@@ -158,37 +163,20 @@ class Worker:
         corpus = [header["settings"]["corpus"], header["settings"]["tokenizer"]]
         return header["stage"] in NAMES and corpus != self.results.bench["corpus"]
 
-    def note_step(self, entry):
-        """Keep how long a step took, and how much memory the process holds."""
-        self.steps += 1
-        if self.steps > WARMUP:
-            self.counted.append(entry["dt"])
-        self.memory = (entry.get("memory") or 0) * max(1, self.row.ranks)
-
-    def note_summary(self):
-        """Keep that the run has ended. One that nobody asked to end has failed.
-
-        A process that fails later, while it leaves, has been measured all the same.
-        """
-        if not self.process.stdin.closed:
-            self.fail("ended before its last step")
-        self.is_live = False
-        self.has_summary = True
-
     def has_enough(self, enough):
         """Tell whether it has taken Enough counted steps."""
-        return self.steps - WARMUP >= enough.steps and sum(self.counted) >= enough.seconds
+        counted = self.run.steps[WARMUP:]
+        return len(counted) >= enough.steps and sum(step["dt"] for step in counted) >= enough.seconds
 
     def fail(self, message, out_of_memory=False):
         """Note in the record, and on stderr, why the process can't go on."""
-        self.is_live = False
         self.keep({"kind": "error", "error": message, "out_of_memory": out_of_memory})
         say(f"{self.row.name} failed: {message}")
 
     def stop(self):
         """End the process and all that it started, at once where it does not end by itself."""
         self.close()
-        if self.has_summary:
+        if self.run.has_ended:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_AT_THE_END)
         self.send(signal.SIGTERM)
