@@ -316,11 +316,8 @@ def paging_line(results):
     for row in results.table_rows:
         if row.stage != ladder.NAMES[0] or row.figures is None or results.rates is None:
             continue
-        predicted = (
-            1e3
-            * seconds_per_token(ladder.work_of(row.stage, row.facts), results.rates)
-            * row.counted_steps[0]["tokens"]
-        )
+        work = ladder.work_of(row.stage, row.facts)
+        predicted = 1e3 * row.counted_steps[0]["tokens"] * seconds_per_token(work, results.rates)
         times = row.figures["dt_ms"] / predicted
         is_on_card = row.facts["environment"]["device"] == "cuda"
         if is_on_card and times > NOT_ENOUGH_MEMORY and predicted > STARTS_OF_KERNELS_MS:
