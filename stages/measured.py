@@ -374,6 +374,16 @@ def rates_table():
     return markdown(list(rows.values()), TEXTS)
 
 
+def range_of(percents):
+    """Return the least and the most of some percents as a text."""
+    if not percents:
+        return NOTHING
+    least, most = f"{min(percents):+.0f}", f"{max(percents):+.0f}"
+    if least == most:
+        return f"{least} %"
+    return f"{least} to {most} %"
+
+
 def accuracy_table():
     """Return the table of how far the measured ratios of a technique lie from the predicted ones, over all ladders."""
     errors = {technique: {DATASHEET: [], MEASURED: []} for technique in COMPARED}
@@ -390,9 +400,7 @@ def accuracy_table():
         row = {"technique": technique}
         for column, percents in by_column.items():
             within = sum(abs(percent) <= NEAR for percent in percents)
-            row[f"off {column}"] = NOTHING
-            if percents:
-                row[f"off {column}"] = f"{min(percents):+.0f} to {max(percents):+.0f} %"
+            row[f"off {column}"] = range_of(percents)
             row[f"within {NEAR} % {column}"] = f"{within} of {len(percents)}"
         rows.append(row)
     return markdown(rows, TEXTS)
