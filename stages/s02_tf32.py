@@ -1,9 +1,9 @@
 """Stage 2 · tf32: TF32 for float32 matmuls.
 
 A matmul may round its float32 inputs to TF32: float32's range, ten bits of mantissa, the sum still in float32. Tensor
-cores multiply that six to seven times as fast on an A100 or H100, and 1.6 times as fast on an RTX 4090.
-Weights and all other operations stay float32. A T4, a Mac or a CPU without AMX-FP16 has no such unit: it computes in
-float32 as before and gains nothing.
+cores multiply that six to eight times as fast on an A100 or H100, and 1.6 times as fast on an RTX 4090. Weights and all
+other operations stay float32. A T4, a Mac or a CPU without AMX-FP16 has no such unit: it computes in float32 as before
+and gains nothing.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
