@@ -54,7 +54,7 @@ def test_without_tf32_the_flag_changes_nothing():
     assert before / after == pytest.approx(2.15, abs=0.005)  # 663.5 over 308.6 ms
 
 
-def test_the_comparison_counts_what_came_out_within_13_percent_of_the_sum(monkeypatch):
+def test_the_comparison_counts_what_came_out_within_15_percent_of_the_sum(monkeypatch):
     """Compilation as predicted, 20 % better, and 20 % worse in a step that is not compared."""
     card = measured.Card("a card", measured.Matmuls(10.0, 20.0, 40.0), 1000)
     ladders = []
