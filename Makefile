@@ -8,15 +8,16 @@ override PY := .venv/bin/python
 runtime := .venv/runtime
 dev := .venv/dev
 endif
+N ?= 2
 
 .PHONY: help setup bench amp limit scale test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
-	@echo 'make bench         all stages, a table      (ARGS="s05 s11 --steps 20" for flags of bench.py)'
-	@echo 'make amp           float32, float16 and bfloat16 side by side'
-	@echo 'make limit         the largest batch that fits'
-	@echo 'make scale         s12 on one process, two, ...'
+	@echo 'make bench         all stages, a table      (ARGS="--steps 20" for flags of bench.py)'
+	@echo 'make amp           s03 in float32, bfloat16 and float16'
+	@echo 'make limit         s11 with larger and larger batches, on a card'
+	@echo 'make scale N=2     s12 in one process and in several'
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes'
 	@echo 'make clean         remove .venv and caches, keep results'
@@ -37,22 +38,21 @@ setup: $(runtime)
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
 
-amp limit scale: $(runtime)
-	@$(PY) bench.py $@ $(ARGS)
+amp: $(runtime)
+	@$(PY) bench.py "s03 --amp-dtype float32" "s03 --amp-dtype bfloat16" "s03 --amp-dtype float16" $(ARGS)
+
+limit: $(runtime)
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available() and "make limit is for a card: on a CPU a large batch takes all memory of the machine")'
+	@$(PY) bench.py $(foreach B,1 2 4 8 16 32 64 128 256,"s11 --batch-size $(B)") --rounds 1 $(ARGS)
+
+scale: $(runtime)
+	@$(PY) bench.py s12 "torchrun --standalone --nproc_per_node=$(N) s12" $(ARGS)
 
 test: $(dev)
 	@$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-# The docstrings are left out. git colors the rest where the terminal can, and -w leaves out lines that only moved to the
-# right. N=05 is N=5.
 diff:
-	@new=$$(ls stages/s$$(printf '%02d' '$(N:0%=%)' 2>/dev/null)_*.py 2>/dev/null); \
-	old=$$(ls stages/s$$(printf '%02d' $$(( $(or $(N:0%=%),0) - 1 )))_*.py 2>/dev/null); \
-	if [ ! -f "$$old" ] || [ ! -f "$$new" ]; then echo 'error: pass the number of a stage from 2 on, as in make diff N=5' >&2; exit 2; fi; \
-	folder=$$(mktemp -d); \
-	for stage in "$$old" "$$new"; do sed '1,/^"""$$/d' "$$stage" > "$$folder/$$(basename $$stage)"; done; \
-	cd "$$folder" && git --no-pager diff --no-index -w $$(basename $$old) $$(basename $$new); \
-	status=$$?; rm -r "$$folder"; test $$status -le 1
+	@git --no-pager diff --no-index -w stages/s$$(printf %02d $$(($(N) - 1)))_*.py stages/s$$(printf %02d $(N))_*.py; test $$? = 1
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,13 +1,12 @@
 """Text to tokens to batches.
 
-Tiny Shakespeare is downloaded once and tokenized once, with GPT-2's tokenizer from tiktoken. Without a network the
-tokens are the bytes of Python's own documentation, and a line says so.
+Tiny Shakespeare is downloaded once and tokenized once, with GPT-2's tokenizer from tiktoken. Where that can't be
+had, the text is Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
 """
 
 import contextlib
 import hashlib
 import http.client
-import io
 import os
 import sys
 import urllib.request
@@ -15,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
+# What a download may raise. A proxy that is no address and a vocabulary with another hash are a ValueError.
+DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
 def refuse(message):
@@ -47,157 +48,97 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """Token ids, a 1-D array of uint16, with the name of the text and of its tokenizer, "gpt2" or "bytes"."""
+    """A text. name: for people. ids: its tokens, a 1-D array of uint16."""
 
     name: str
-    tokenizer: str
     ids: np.ndarray
 
 
 def load_tokens(source=None, split="train"):
     """Return the Corpus of a text.
 
-    source: None for Tiny Shakespeare; or the path of a .txt in UTF-8, or of a .bin of GPT-2's ids as uint16, which
-    stays on disk. split: "train" for the first nine tenths, "val" for the last, on which no stage trains (its first
-    million tokens, where it is longer), or "all". Exits with one line for a file that is missing, empty or not UTF-8.
+    source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
+    of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
+    which no stage trains. Exits with one line for a file that is missing, empty or not UTF-8.
     """
-    corpus = default_corpus() if source is None else corpus_of_file(Path(source))
-    cut = len(corpus.ids) * 9 // 10
-    if split == "train":
-        ids = corpus.ids[:cut]
-    elif split == "val":
-        ids = corpus.ids[cut : cut + HELD_OUT_AT_MOST]
+    if source is None:
+        corpus = tiny_shakespeare()
+    elif source == "docs":
+        corpus = pythons_documentation()
     else:
-        ids = corpus.ids
-    return Corpus(corpus.name, corpus.tokenizer, ids)
+        corpus = corpus_of_file(Path(source))
+    cut = len(corpus.ids) * 9 // 10
+    ids = corpus.ids[:cut] if split == "train" else corpus.ids[cut:]
+    return Corpus(corpus.name, ids)
 
 
-def default_corpus():
-    """Return Tiny Shakespeare or, where it can't be had, the bytes of Python's documentation."""
-    try:
-        text = shakespeare()
-    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a proxy that is no address
-        say_offline(error, "training on the bytes of Python's documentation instead")
-        return pythons_documentation()
-    ids, tokenizer = encode(text)
-    return Corpus("Tiny Shakespeare", tokenizer, ids)
-
-
-def shakespeare():
-    """Return the bytes of Tiny Shakespeare, from the cache or downloaded. Raises OSError where neither is possible."""
-    path = cache_dir() / "tinyshakespeare.txt"
+def tiny_shakespeare():
+    """Return the Corpus of Tiny Shakespeare, from the cache or the network, or Python's documentation without both."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(caches) / "gpt2-speed-ladder" / "tinyshakespeare.bin"
     if path.exists():
-        text = path.read_bytes()
-        if hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA256:
-            return text
-    if is_offline():
-        raise OSError("LADDER_OFFLINE is set")
-    with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
-        text = response.read()
-    if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
-        raise OSError(f"{SHAKESPEARE_URL} sent another text")
-    keep_in_cache(path, text)
-    return text
+        return Corpus("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"))
+    print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
+    try:
+        text = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
+        ids = ids_of(text, tiktoken.get_encoding("gpt2"))
+    except DOWNLOAD_ERRORS as error:
+        print(f"no download ({str(error)[:200]}): training on Python's documentation instead", file=sys.stderr)
+        return pythons_documentation()
+    with contextlib.suppress(OSError), whole_file(path) as unfinished:  # a cache that can't be written is done without
+        ids.tofile(unfinished)
+    return Corpus("Tiny Shakespeare", ids)
+
+
+def download(url, sha256):
+    """Return the text at an address. Raises one of DOWNLOAD_ERRORS, also where the text is another one."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        content = response.read()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise OSError(f"{url} sent another text")
+    return content.decode()
 
 
 def pythons_documentation():
-    """Return the Corpus of the language reference that comes with Python, byte by byte."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        refuse("no network, and this Python has no pydoc_data: pass a text with --data FILE.txt")
-    text = "\n".join(topics[topic] for topic in sorted(topics)).encode()
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Corpus(f"Python {version} language reference", "bytes", bytes_as_ids(text))
+    """Return the Corpus of the language reference that comes with Python, a token for each byte."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[topic] for topic in sorted(topics))
+    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()))
 
 
 def corpus_of_file(path):
     """Return the Corpus in a user's .txt or .bin. Exits with one line where it is no such file."""
-    remedy = "pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16"
     try:
-        if path.suffix not in (".txt", ".bin") or not path.is_file():
-            refuse(f"--data {path}: there is no such .txt or .bin file; {remedy}")
         if path.suffix == ".bin":
-            ids, tokenizer = np.memmap(path, dtype=np.uint16, mode="r"), "gpt2"
+            ids = np.memmap(path, dtype=np.uint16, mode="r")
         else:
-            text = path.read_bytes()
-            text.decode()
-            if not text:
-                raise ValueError("it is empty")
-            ids, tokenizer = encode(text)
+            ids = ids_of(path.read_bytes().decode(), gpt2_encoding())
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a .bin that is empty or of an odd length
-        refuse(f"--data {path}: {error}; {remedy}")
-    return Corpus(path.name, tokenizer, ids)
+        refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16")
+    return Corpus(path.name, ids)
 
 
-def encode(text):
-    """Return (ids, name of the tokenizer) of a text in UTF-8: in GPT-2's tokens or, without its vocabulary, in bytes.
-
-    GPT-2's tokens are kept in the cache under the hash of the text.
-    """
-    path = cache_dir() / f"{hashlib.sha256(text).hexdigest()}.gpt2.npy"
-    try:
-        return np.load(path, mmap_mode="r"), "gpt2"
-    except Exception:
-        pass  # it is not there, or damaged, for which numpy raises what the bytes happen to mean
-    encoding = gpt2_encoding()
-    if encoding is None:
-        return bytes_as_ids(text), "bytes"
-    ids = np.array(encoding.encode_ordinary(text.decode()), dtype=np.uint16)
-    file = io.BytesIO()
-    np.save(file, ids)
-    keep_in_cache(path, file.getvalue())
-    return ids, "gpt2"
+def ids_of(text, encoding):
+    """Return the ids of a text, a 1-D array of uint16."""
+    return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
 
 
 def gpt2_encoding():
-    """Return tiktoken's Encoding of GPT-2, or None where its vocabulary can't be had, or LADDER_OFFLINE is set."""
-    try:
-        import tiktoken  # here, because a text that is in the cache needs no tokenizer
-    except ImportError:
-        refuse("tiktoken is not installed: run make setup, or pip install tiktoken")
-    if is_offline():
-        return None
-    # tiktoken waits as long as a silent proxy does, and says nothing
-    print("loading GPT-2's vocabulary, or downloading it: LADDER_OFFLINE=1 goes without", file=sys.stderr)
+    """Return tiktoken's Encoding of GPT-2 or, where its vocabulary can't be had, that of its single-byte tokens."""
     try:
         return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:
-        say_offline(error, "each byte of the text is a token instead")
-        return None
+    except DOWNLOAD_ERRORS as error:
+        print(f"no GPT-2 vocabulary ({str(error)[:200]}): each byte is a token", file=sys.stderr)
+        return single_bytes()
 
 
-def check_ids(ids, name):
-    """Exit with one line where an id of the text of this name is past the vocabulary."""
-    if ids.max() >= VOCAB:
-        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
-
-
-def bytes_as_ids(text):
-    """Return the bytes of a text as ids."""
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
-
-def is_offline():
-    """Tell whether the user forbids downloads, by LADDER_OFFLINE=1."""
-    return os.environ.get("LADDER_OFFLINE", "") not in ("", "0")
-
-
-def say_offline(error, consequence):
-    """Say on stderr why nothing was downloaded, and what is done instead."""
-    print(f"no download ({str(error)[:200]}): {consequence}", file=sys.stderr)
-
-
-def cache_dir():
-    """Return the folder, a Path, of downloads and tokens. It may not exist yet."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "gpt2-speed-ladder"
-
-
-def keep_in_cache(path, content):
-    """Write bytes to a file of the cache. Where that fails, the next run downloads or tokenizes again, and no more."""
-    with contextlib.suppress(OSError), whole_file(path) as unfinished:
-        unfinished.write_bytes(content)
+def single_bytes():
+    """Return an Encoding of GPT-2's first 256 ids, which are the single bytes: those that can be printed come first."""
+    printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printed]
+    ids = {bytes([byte]): place for place, byte in enumerate(printed + others)}
+    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
 class TokenLoader:
@@ -222,20 +163,20 @@ class TokenLoader:
                 f"{needed:,} are needed: pass a longer text, or a smaller --seq-len"
             )
 
-    def next_batch(self):
-        """Return x and y, int64 tensors (batch_size, seq_len), where y holds the token after each one of x.
+    def next_batch(self, device):
+        """Return x and y on the device, int64 (batch_size, seq_len), where y holds the token after each one of x.
 
-        They lie in pinned memory where CUDA is in use, so that the copy to the GPU need not wait for the CPU. Exits
-        with one line for an id past the vocabulary.
+        Exits with one line for an id past the vocabulary.
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        check_ids(ids, self.corpus.name)  # here, since a look through the whole file would read it into memory
-        ids = torch.from_numpy(ids.astype(np.int64))
+        if ids.max() >= VOCAB:  # looked for here, since a look through the whole file would read it into memory
+            refuse(f"{self.corpus.name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
         self.position += self.world_size * self.tokens_per_batch
-        # not is_available(): pinning opens a CUDA context, for which a CPU run has no use
-        if torch.cuda.is_initialized():
-            ids = ids.pin_memory()
-        x = ids[:-1].view(self.batch_size, self.seq_len)
-        y = ids[1:].view(self.batch_size, self.seq_len)
+        ids = torch.from_numpy(ids.astype(np.int64))
+        on_cuda = device.type == "cuda"
+        if on_cuda:
+            ids = ids.pin_memory()  # else the copies would wait for the GPU
+        x = ids[:-1].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
+        y = ids[1:].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
         return x, y

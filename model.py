@@ -5,16 +5,14 @@ no technique hides in it. The caller passes in the attention function, because o
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data import VOCAB, check_ids, refuse, whole_file
+from data import VOCAB
 
-CONTEXT = 1024  # positions GPT-2 was trained with
 SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -24,8 +22,6 @@ SIZES = {
     "micro": dict(n_layer=4, n_head=4, n_embd=256),  # 16M, what a CPU measures in minutes
     "tiny": dict(n_layer=2, n_head=2, n_embd=64),  # 3M, for tests
 }
-# OpenAI wrote these layers as convolutions of width 1, with weights (inputs, outputs): nn.Linear's transposed
-CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class GPTConfig:
     """Shape of a GPT-2; the defaults are the 124M model. Raises ValueError where the numbers do not fit."""
 
     vocab_size: int = VOCAB
-    block_size: int = CONTEXT
+    block_size: int = 1024
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -125,112 +121,20 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size=VOCAB):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx, int64 (B, T), by max_new_tokens; returns (B, T + max_new_tokens).
 
-        Temperature 0 takes the likeliest id; top_k keeps the k likeliest; ids from vocab_size on are padding,
-        which is never drawn. The model sees the last block_size tokens. Raises ValueError for a temperature
-        below 0 or a top_k below 1.
+        Temperature 0 takes the likeliest id; top_k keeps the k likeliest. The model sees the last block_size tokens.
         """
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            given = f"{temperature} and {top_k}"
-            raise ValueError(f"temperature must be 0 or more and top_k 1 or more, got {given}")
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size :])[:, -1, :vocab_size].float()
+            logits = self(idx[:, -self.config.block_size :])[:, -1, :VOCAB].float()  # s06's padding is never drawn
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
-                logits = logits / max(temperature, 1e-6)  # less would overflow float32
+                logits = logits / temperature
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -math.inf)
                 new = torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
             idx = torch.cat((idx, new), dim=1)
         return idx
-
-    @classmethod
-    def from_pretrained(cls, name, attention):
-        """Return a GPT with OpenAI's weights, in float32 on the CPU.
-
-        name: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", or a folder that transformers wrote. It is the package
-        transformers that finds and reads them. Exits with one line where it is missing or can't.
-        """
-        try:
-            from transformers import GPT2LMHeadModel
-        except ImportError:
-            refuse(f"OpenAI's weights of {name} are read by transformers: pip install transformers")
-        try:
-            theirs = GPT2LMHeadModel.from_pretrained(name)
-        except Exception as error:  # a damaged folder raises whatever its reader does
-            refuse(f"{name} can't be loaded: {one_line(error)}")
-        c = theirs.config
-        model = cls(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd), attention)
-        weights = theirs.state_dict()
-        with torch.no_grad():
-            for key, p in model.named_parameters():
-                weight = weights[key]
-                if key.endswith(CONV1D):
-                    weight = weight.t()
-                p.copy_(weight)
-        return model
-
-
-@torch.no_grad()
-def evaluate(model, ids):
-    """Return the mean loss in nats per token over a held-out text, a float.
-
-    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once, in windows of
-    block_size that lie end to end, so that an id sees from 1 to block_size ids before it. The model computes in the
-    dtype of its weights, without autocast. Exits with one line below 2 ids.
-    """
-    if len(ids) < 2:
-        refuse(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
-    device = model.transformer.wte.weight.device
-    T = model.config.block_size
-    targets = len(ids) - 1
-    total = 0.0
-    for start in range(0, targets, T):
-        window = ids[start : start + T + 1].astype(np.int64)
-        check_ids(window, "the held-out text")
-        window = torch.from_numpy(window).to(device)
-        x, y = window[None, :-1], window[None, 1:]
-        total += model(x, y).item() * y.numel()
-    return total / targets
-
-
-def save(model, tokenizer, path):
-    """Write a GPT's weights to a file, with its shape and the name of the tokenizer whose ids it reads.
-
-    Exits with one line where that is not possible.
-    """
-    checkpoint = {"config": asdict(model.config), "tokenizer": tokenizer, "weights": model.state_dict()}
-    try:
-        with whole_file(path) as unfinished:
-            torch.save(checkpoint, unfinished)
-    except (OSError, RuntimeError) as error:  # torch raises the second where the disk is full
-        refuse(f"--save {path} can't be written, is the disk full? {one_line(error)}")
-
-
-def load(path, attention):
-    """Return (GPT on the CPU, name of its tokenizer) of a file that save() wrote.
-
-    Exits with one line where it is no such file, or holds weights that are not finite.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint, dict):
-            raise TypeError(f"it holds a {type(checkpoint).__name__}")
-        model = GPT(GPTConfig(**checkpoint["config"]), attention)
-        model.load_state_dict(checkpoint["weights"])
-        tokenizer = checkpoint["tokenizer"]
-    except Exception as error:  # of another kind of file torch reads what its bytes happen to mean, and raises anything
-        refuse(f"{path} is no file that --save wrote: {one_line(error)}")
-    for name, p in model.named_parameters():
-        if not p.isfinite().all():
-            refuse(f"{path}: {name} holds values that are not finite: train it again")
-    return model, tokenizer
-
-
-def one_line(error):
-    """Return the beginning of an error's message, in one line."""
-    return " ".join(str(error).split())[:200]

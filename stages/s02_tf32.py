@@ -41,11 +41,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
-    x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
+    x, y = loader.next_batch(device)
     optimizer.zero_grad()
     loss = model(x, y)
     loss.backward()
     optimizer.step()
     log.step(loss)
-log.finish(model)
+log.finish()

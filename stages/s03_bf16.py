@@ -43,8 +43,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
-    x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
+    x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
         loss = model(x, y)
@@ -52,4 +51,4 @@ for step in range(args.steps):
     scaler.step(optimizer)
     scaler.update()
     log.step(loss)
-log.finish(model)
+log.finish()

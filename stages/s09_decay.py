@@ -52,8 +52,7 @@ def get_lr(step):
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
-    x, y = loader.next_batch()
-    x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
+    x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
         loss = model(x, y)
@@ -66,4 +65,4 @@ for step in range(args.steps):
     scaler.step(optimizer)
     scaler.update()
     log.step(loss, norm=norm, lr=lr)
-log.finish(model)
+log.finish()

@@ -56,11 +56,10 @@ for step in range(args.steps):
     optimizer.zero_grad()
     loss_sum = 0.0
     for micro in range(args.accum):
-        x, y = loader.next_batch()
-        x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
+        x, y = loader.next_batch(device)
         with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
             loss = model(x, y)
-        loss = loss / args.accum  # backward() adds gradients up, and the mean is wanted
+        loss = loss / args.accum  # backward() adds gradients up, and we want the mean
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -71,4 +70,4 @@ for step in range(args.steps):
     scaler.step(optimizer)
     scaler.update()
     log.step(loss_sum, norm=norm, lr=lr)
-log.finish(model)
+log.finish()

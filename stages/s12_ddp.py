@@ -26,10 +26,11 @@ from model import GPT, SIZES, GPTConfig
 
 args = parse_args(__doc__)
 device = args.device
-alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # on any free port
-os.environ.update(alone | os.environ)  # what torchrun sets counts
+for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
+    os.environ.setdefault(name, alone)  # what torchrun sets counts; port 0 is any free one
 dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+micro_batches = args.accum // world_size
 torch.manual_seed(args.seed)
 torch.set_float32_matmul_precision("high")
 
@@ -68,13 +69,12 @@ log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
 for step in range(args.steps):
     optimizer.zero_grad()
     loss_sum = 0.0
-    for micro in range(args.accum // world_size):
-        model.require_backward_grad_sync = micro == args.accum // world_size - 1  # the forward looks at it
-        x, y = loader.next_batch()
-        x, y = x.to(device, non_blocking=x.is_pinned()), y.to(device, non_blocking=y.is_pinned())
+    for micro in range(micro_batches):
+        model.require_backward_grad_sync = micro == micro_batches - 1  # the forward looks at it
+        x, y = loader.next_batch(device)
         with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
             loss = model(x, y)
-        loss = loss / (args.accum // world_size)  # backward() adds gradients up, and the mean is wanted
+        loss = loss / micro_batches  # backward() adds gradients up, and we want the mean
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -87,5 +87,5 @@ for step in range(args.steps):
     scaler.step(optimizer)
     scaler.update()
     log.step(loss_sum, norm=norm, lr=lr)
-log.finish(model)
+log.finish()
 dist.destroy_process_group()

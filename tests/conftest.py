@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whatever folder pytest was started in
 
-os.environ["LADDER_OFFLINE"] = "1"  # no test downloads anything
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)  # these tests are one process, whatever started them
 for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS"):
@@ -28,14 +28,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
+from harness.record import WARMUP
 
+import tiktoken
 import torch
 import torch.distributed as dist
 
 STAGES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
-# the smallest run that has a step after the warm-up
-SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "32", "--batch-size", "2", "--accum", "4", "--steps", "5")
+# the smallest run that has a step after the warm-up, on a text that needs no network
+SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "24", "--batch-size", "2", "--accum", "4", "--data", "docs")
+SMALL = (*SMALL, "--steps", str(WARMUP + 1))
 FLOAT32 = (*SMALL, "--no-compile", "--amp-dtype", "float32")
 
 
@@ -135,7 +138,7 @@ def python(*words, folder=ROOT, stdin="", **env):
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory):
-    """A function that returns the Ended of a stage, of the byte-level offline corpus; each set of flags runs once."""
+    """A function that returns the Ended of a stage; each set of flags runs once."""
     folder = tmp_path_factory.mktemp("stages")
     runs = {}
 
@@ -152,6 +155,17 @@ def stages(tmp_path_factory):
 def one_thread():
     """Compute on one thread: tensors are small here, and pytest runs two processes."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Let every download fail."""
+
+    def fail(*args, **options):
+        raise OSError("no network in a test")
+
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, definitions
+from fixtures.records import A100 as RECORD_OF_A100
+from fixtures.records import CPU, GPT2, header
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,16 +25,16 @@ PAGE = (ROOT / "stages" / "arithmetic.md").read_text("utf-8")
 B, T = 2, 80
 L, N_HEAD, C = 2, 4, 64
 V = 5003
-SHAPE = {"vocab_size": V, "block_size": T, "n_layer": L, "n_head": N_HEAD, "n_embd": C}
+SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C, "seq_len": T}
 A100 = Rates({"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, copy=2.039e12)  # its datasheet
-RUN_ON_A100 = {
-    "environment": {"tf32": True, "device": "cuda"},
-    "settings": {"amp_dtype": "bfloat16", "compile": True, "accum": 4, "world_size": 1, "batch_size": 16},
-    "shape": {"vocab_size": 50257, "block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
-    "sdpa": "flash",
-}
+RUN_ON_A100 = header("s12", environment=RECORD_OF_A100, shape=GPT2, batch_size=16, accum=4) | {"sdpa": "flash"}
 VIEWS = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 ONLY_WRITES = ("aten::fill_", "aten::zero_", "aten::copy_", "aten::nll_loss_backward")
+
+
+def work_of(short, run):
+    """The Work of a micro-batch of a stage, "s05"."""
+    return ladder.effect_of(ladder.stage_of(short), run).work
 
 
 def changed(run, **settings):
@@ -50,7 +52,7 @@ def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
     model = GPT(GPTConfig(block_size=seq_len, **SIZES[size]), attention)
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
-    shape = {"vocab_size": VOCAB, "block_size": seq_len, **SIZES[size]}
+    shape = {"vocab_size": VOCAB, "seq_len": seq_len, **SIZES[size]}
     assert counter.get_total_flops() == seq_len * arithmetic.flops_per_token(shape)
 
 
@@ -58,7 +60,7 @@ def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
 def test_weight_bytes_are_those_of_the_parameters(monkeypatch, size):
     monkeypatch.setattr(GPT, "to_empty", lambda self, device: self)  # stays on meta, which has shapes alone
     parameters = sum(p.numel() for p in GPT(GPTConfig(block_size=512, **SIZES[size]), None).parameters())
-    shape = {"vocab_size": VOCAB, "block_size": 512, **SIZES[size]}
+    shape = {"vocab_size": VOCAB, "seq_len": 512, **SIZES[size]}
     assert arithmetic.weight_bytes(shape) == pytest.approx(4 * parameters, rel=0.002)
 
 
@@ -107,7 +109,7 @@ def eager(request):
     """(Work, Traffic) of a step of the eager stages on a CPU, without the optimizer: s01's model, and s03's."""
     dtype = request.param
     attention = definitions("s01", "attention", torch=torch, math=math, F=F)["attention"]
-    model = GPT(GPTConfig(**SHAPE), attention)
+    model = GPT(GPTConfig(V, T, L, N_HEAD, C), attention)
     x = torch.zeros(B, T, dtype=torch.long)
     with Traffic() as traffic:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
@@ -233,35 +235,35 @@ def test_the_fused_kernel_takes_q_k_and_v_as_they_lie_without_a_compiler_too():
 @pytest.mark.parametrize(
     "stage, part, ms",
     [
-        ("s01_baseline", "matmuls", 622.8),  # 16,384 tokens x 741.2 MFLOP / 19.5 TFLOP/s
-        ("s02_tf32", "matmuls", 77.8),  # / 156
-        ("s03_bf16", "matmuls", 38.9),  # / 312
-        ("s01_baseline", "attention", 95.1),  # 12 x 12 layers x 16 x 1024^2 x 768 FLOP / 19.5 TFLOP/s
-        ("s03_bf16", "attention", 14.2),  # moving 6 x 4.83 GB takes longer than 1.86 TFLOP / 312 TFLOP/s
-        ("s05_flash", "attention", 3.47),  # 7/12 of 1.86 TFLOP / 312 TFLOP/s
-        ("s01_baseline", "softmax and mask", 94.8),  # 20 passes over 2.416 G scores of 4 bytes
-        ("s04_compile", "softmax and mask", 11.8),  # 10 bytes
-        ("s05_flash", "softmax and mask", 0.0),
+        ("s01", "matmuls", 622.8),  # 16,384 tokens x 741.2 MFLOP / 19.5 TFLOP/s
+        ("s02", "matmuls", 77.8),  # / 156
+        ("s03", "matmuls", 38.9),  # / 312
+        ("s01", "attention", 95.1),  # 12 x 12 layers x 16 x 1024^2 x 768 FLOP / 19.5 TFLOP/s
+        ("s03", "attention", 14.2),  # moving 6 x 4.83 GB takes longer than 1.86 TFLOP / 312 TFLOP/s
+        ("s05", "attention", 3.47),  # 7/12 of 1.86 TFLOP / 312 TFLOP/s
+        ("s01", "softmax and mask", 94.8),  # 20 passes over 2.416 G scores of 4 bytes
+        ("s04", "softmax and mask", 11.8),  # 10 bytes
+        ("s05", "softmax and mask", 0.0),
         # 25 tensors of 12.58 M numbers x 44, 12 of 50.3 M x 20, 12 of 12.58 M x 116 bytes
-        ("s01_baseline", "pointwise", 21.30),
+        ("s01", "pointwise", 21.30),
         # 25 of 12.58 M x 32, 12 of 50.3 M x 10, 12 of 12.58 M x 30, 123.5 M weights x 12 bytes
-        ("s04_compile", "pointwise", 10.85),
-        ("s01_baseline", "loss", 9.69),  # 6 passes over 823.4 M logits of 4 bytes
-        ("s04_compile", "loss", 2.42),  # 6 bytes for each of them
-        ("s01_baseline", "optimizer", 4.88),  # 20 numbers for each of 124.3 million parameters
-        ("s07_clip", "optimizer", 5.61),  # 23
-        ("s10_fused", "optimizer", 2.44),  # 10
-        ("s11_accum", "optimizer", 1.16),  # (10 + 3 x 3) / 4
-        ("s12_ddp", "optimizer", 1.40),  # (14 + 3 x 3) / 4
+        ("s04", "pointwise", 10.85),
+        ("s01", "loss", 9.69),  # 6 passes over 823.4 M logits of 4 bytes
+        ("s04", "loss", 2.42),  # 6 bytes for each of them
+        ("s01", "optimizer", 4.88),  # 20 numbers for each of 124.3 million parameters
+        ("s07", "optimizer", 5.61),  # 23
+        ("s10", "optimizer", 2.44),  # 10
+        ("s11", "optimizer", 1.16),  # (10 + 3 x 3) / 4
+        ("s12", "optimizer", 1.40),  # (14 + 3 x 3) / 4
     ],
 )
 def test_a_part_takes_what_the_sum_by_hand_says(stage, part, ms):
-    parts = arithmetic.seconds_of_parts(ladder.work_of(stage, RUN_ON_A100), A100)
+    parts = arithmetic.seconds_of_parts(work_of(stage, RUN_ON_A100), A100)
     assert 1e3 * parts[part] == pytest.approx(ms, rel=0.005)
 
 
 def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown():
-    work = ladder.work_of("s11_accum", RUN_ON_A100)
+    work = work_of("s11", RUN_ON_A100)
     seconds = 38.9e-3 + 3.47e-3 + 10.85e-3 + 2.42e-3 + 1.16e-3  # of a micro-batch: the parts above
     assert arithmetic.seconds_per_token(work, A100) == pytest.approx(seconds / 16_384, rel=0.005)
     assert arithmetic.seconds_per_token(replace(work, matmul_dtype="float16"), A100) is None
@@ -269,15 +271,15 @@ def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown()
 
 def test_a_cpu_without_16_bits_and_without_a_compiler_has_no_use_for_three_stages():
     run = changed(RUN_ON_A100, amp_dtype="float32", compile=False)
-    run["environment"] = {"tf32": False, "device": "cpu"}
-    s01 = ladder.work_of("s01_baseline", run)
-    for stage in ("s02_tf32", "s03_bf16", "s04_compile"):
-        assert ladder.work_of(stage, run) == s01
+    run["environment"] = CPU
+    s01 = work_of("s01", run)
+    for stage in ("s02", "s03", "s04"):
+        assert work_of(stage, run) == s01
 
 
 def test_float16_has_two_bytes_and_unscales_its_gradients():
     run = changed(RUN_ON_A100, amp_dtype="float16")
-    bfloat16, float16 = ladder.work_of("s03_bf16", RUN_ON_A100), ladder.work_of("s03_bf16", run)
+    bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
     assert float16 == replace(bfloat16, amp_dtype="float16", matmul_dtype="float16", update=20 + 2)
     for tensor in arithmetic.BYTES["16 bits"]:
         assert arithmetic.bytes_moved(tensor, float16) == arithmetic.bytes_moved(tensor, bfloat16)
@@ -286,9 +288,9 @@ def test_float16_has_two_bytes_and_unscales_its_gradients():
 
 
 def test_without_a_fused_kernel_attention_is_that_of_the_stage_before():
-    fallback = ladder.work_of("s05_flash", RUN_ON_A100 | {"sdpa": "math"})
-    assert fallback == ladder.work_of("s04_compile", RUN_ON_A100)
+    fallback = work_of("s05", RUN_ON_A100 | {"sdpa": "math"})
+    assert fallback == work_of("s04", RUN_ON_A100)
 
 
 def test_ranks_divide_the_micro_batches():
-    assert ladder.work_of("s12_ddp", changed(RUN_ON_A100, world_size=2)).accum == 2
+    assert work_of("s12", changed(RUN_ON_A100, world_size=2)).accum == 2

@@ -9,7 +9,7 @@ from watch import watching
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
-SMALL = ("--size", "tiny", "--seq-len", "64", "--batch-size", "2", "--accum", "2", "--steps", "3")
+SMALL = ("--size", "tiny", "--seq-len", "64", "--batch-size", "2", "--accum", "2", "--steps", "3", "--data", "docs")
 ON_CPU = (*SMALL, "--device", "cpu", "--amp-dtype", "float32", "--no-compile")
 ON_CUDA = (*SMALL, "--device", "cuda")
 

@@ -2,21 +2,22 @@
 
 import hashlib
 import http.client
-import os
-import sys
+import io
 import urllib.request
 
 import numpy as np
 import pytest
+import requests
 import tiktoken
 import torch
 from conftest import error_of
 
 import data
-from data import VOCAB, Corpus, TokenLoader, load_tokens, whole_file
+from data import VOCAB, Corpus, TokenLoader, load_tokens, single_bytes, whole_file
 
+CPU = torch.device("cpu")
 TEXT = "First Citizen:\r\n\tBefore we proceed,   hear the na\u00efve \u2026 \U0001f642 <|endoftext|>\n" * 20
-LOADING = "loading GPT-2's vocabulary, or downloading it: LADDER_OFFLINE=1 goes without"
+GET_ENCODING = tiktoken.get_encoding  # which no test may call by itself
 
 
 @pytest.fixture
@@ -25,14 +26,6 @@ def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT.encode())
     return path
-
-
-@pytest.fixture
-def online(monkeypatch, text_file):
-    """Downloads are allowed, and TEXT in its file is what the address of Tiny Shakespeare answers with."""
-    monkeypatch.delenv("LADDER_OFFLINE")
-    monkeypatch.setattr(data, "SHAKESPEARE_URL", text_file.as_uri())
-    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
 
 
 @pytest.fixture
@@ -45,9 +38,29 @@ def merges(monkeypatch):
     return tokenizer
 
 
+@pytest.fixture
+def online(monkeypatch, merges):
+    """TEXT is what the address of Tiny Shakespeare answers with. Returns the list of what was asked for."""
+    asked = []
+
+    def urlopen(url, timeout):
+        assert timeout <= 30  # a silent server is not waited for
+        asked.append(url)
+        return io.BytesIO(TEXT.encode())
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
+    return asked
+
+
+def whole(source=None):
+    """All ids of a text."""
+    return np.concatenate([load_tokens(source).ids, load_tokens(source, "val").ids])
+
+
 def ring(length):
     """A corpus of the tokens 0, 1, 2, ...: each is its own position."""
-    return Corpus("ring", "gpt2", np.arange(length, dtype=np.uint16))
+    return Corpus("ring", np.arange(length, dtype=np.uint16))
 
 
 # Batches
@@ -60,7 +73,7 @@ def test_ranks_in_turn_read_the_ring_of_tokens_in_order(world_size, length):
     inputs, targets = [], []
     for _ in range(20):
         for loader in loaders:
-            x, y = loader.next_batch()
+            x, y = loader.next_batch(CPU)
             assert x.shape == y.shape == (2, 3)
             assert x.dtype == y.dtype == torch.int64
             inputs += x.flatten().tolist()
@@ -77,13 +90,20 @@ def test_a_corpus_needs_a_sequence_for_every_rank_and_one_token(capsys, world_si
     assert f"= {needed} are needed: pass a longer text, or a smaller --seq-len" in line
 
 
-@pytest.mark.parametrize("in_use, first", [(True, 1000), (False, 0)])
-def test_a_batch_lies_in_pinned_memory_only_where_cuda_is_in_use(monkeypatch, in_use, first):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+@pytest.mark.parametrize("device, first, waits", [("cuda:1", 1000, False), ("mps", 0, True), ("cpu", 0, True)])
+def test_a_batch_goes_to_the_device_by_way_of_pinned_memory_on_cuda_alone(monkeypatch, device, first, waits):
+    copies = []
+
+    def to(tensor, device, non_blocking):
+        copies.append((str(device), not non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda ids: ids + 1000)  # by which the pinned copy is known
-    x, y = TokenLoader(ring(9), 1, 4).next_batch()
+    x, y = TokenLoader(ring(9), 1, 4).next_batch(torch.device(device))
     assert x.tolist() == [list(range(first, first + 4))]
     assert y.tolist() == [list(range(first + 1, first + 5))]
+    assert copies == [(device, waits)] * 2
 
 
 # A user's file
@@ -93,75 +113,42 @@ def test_the_last_tenth_is_held_out(tmp_path):
     np.arange(1005, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     assert load_tokens(tmp_path / "ids.bin").ids.tolist() == list(range(904))  # 904.5, rounded down
     assert load_tokens(tmp_path / "ids.bin", "val").ids.tolist() == list(range(904, 1005))
-    assert load_tokens(tmp_path / "ids.bin", "all").ids.tolist() == list(range(1005))
 
 
-def test_a_large_bin_stays_on_disk_and_a_million_of_its_tokens_are_held_out(tmp_path):
+def test_a_large_bin_stays_on_disk(tmp_path):
     with (tmp_path / "ids.bin").open("wb") as file:
         file.truncate(10**10)  # sparse: no disk holds as much
     corpus = load_tokens(str(tmp_path / "ids.bin"))
-    assert (corpus.name, corpus.tokenizer) == ("ids.bin", "gpt2")
+    assert corpus.name == "ids.bin"
     assert isinstance(corpus.ids, np.memmap)
     assert len(corpus.ids) == 4_500_000_000
-    assert len(load_tokens(tmp_path / "ids.bin", "val").ids) == 2**20
 
 
 def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
-    np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    loader = TokenLoader(load_tokens(tmp_path / "ids.bin", "all"), 1, 4)
-    loader.next_batch()
-    loader.next_batch()  # its last target is the last id of the vocabulary
-    line = error_of(capsys, loader.next_batch)
+    loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16)), 1, 4)
+    loader.next_batch(CPU)
+    loader.next_batch(CPU)  # its last target is the last id of the vocabulary
+    line = error_of(capsys, loader.next_batch, CPU)
     assert line == "error: ids.bin: id 50257 is past GPT-2's last, 50256: pass GPT-2's ids as uint16"
 
 
-def test_offline_each_byte_of_a_text_is_a_token(text_file, merges):
-    corpus = load_tokens(text_file, "all")
-    assert (corpus.name, corpus.tokenizer) == ("text.txt", "bytes")
-    assert corpus.ids.dtype == np.uint16
-    assert bytes(corpus.ids.tolist()) == TEXT.encode()
-
-
-def test_a_text_is_tokenized_once_and_known_by_its_content(text_file, online, merges, capsys):
-    first = load_tokens(text_file, "all")
-    assert first.tokenizer == "gpt2"
-    assert merges.decode(first.ids) == TEXT
-    assert first.ids.max() == 256  # in a text, <|endoftext|> is text like any other
-    assert capsys.readouterr().err == f"{LOADING}\n"  # since tiktoken says nothing, however long it waits
-
-    copy = text_file.with_name("copy.txt")
-    copy.write_bytes(TEXT.encode())
-    again = load_tokens(copy, "all")
-    assert (again.name, again.tokenizer, again.ids.tolist()) == ("copy.txt", "gpt2", first.ids.tolist())
-    assert capsys.readouterr().err == ""  # the tokenizer was not asked for
-
-    text_file.write_bytes(TEXT.replace("hear", "fear").encode())  # as long, under the same name
-    assert merges.decode(load_tokens(text_file, "all").ids) == TEXT.replace("hear", "fear")
-
-
-def test_damaged_tokens_in_the_cache_are_made_again(text_file, online, merges):
-    load_tokens(text_file)
-    [cached] = data.cache_dir().iterdir()
-    whole = cached.read_bytes()
-    one_byte_of_the_header = whole.replace(b"}", b" ", 1)
-    for damaged in (b"", whole[: len(whole) // 2], np.random.default_rng(0).bytes(999), one_byte_of_the_header):
-        cached.write_bytes(damaged)
-        assert merges.decode(load_tokens(text_file, "all").ids) == TEXT
-        assert cached.read_bytes() == whole
+def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
+    ids = whole(text_file)
+    assert merges.decode(ids) == TEXT
+    assert ids.max() == 256  # in a text, <|endoftext|> is text like any other
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     "name, content, problem",
     [
-        ("missing.txt", None, "there is no such .txt or .bin file"),
-        ("corpus.parquet", b"text", "there is no such .txt or .bin file"),
-        ("empty.txt", b"", "it is empty"),
+        ("missing.txt", None, "No such file"),
         ("empty.bin", b"", "empty"),
         ("latin1.txt", b"caf\xe9 au lait", "can't decode byte 0xe9 in position 3"),
         ("odd.bin", b"\x01\x00\x02", "multiple"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path, name, content, problem):
+def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path, merges, name, content, problem):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     line = error_of(capsys, load_tokens, tmp_path / name)
@@ -170,52 +157,63 @@ def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path,
     assert line.endswith("; pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16")
 
 
-def test_a_pipe_which_would_be_waited_for_is_refused(capsys, tmp_path):
-    os.mkfifo(tmp_path / "pipe.bin")
-    assert "there is no such .txt or .bin file" in error_of(capsys, load_tokens, tmp_path / "pipe.bin")
+# Without the vocabulary
 
 
-def test_without_tiktoken_the_remedy_is_named(capsys, text_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "run make setup, or pip install tiktoken" in error_of(capsys, load_tokens, text_file)
+def test_the_single_bytes_are_gpt2s_first_256_tokens():
+    transformers = pytest.importorskip("transformers.convert_slow_tokenizer")
+    order = [bytes([byte]) for byte in transformers.bytes_to_unicode()]  # the order in which GPT-2 numbers them
+    assert [single_bytes().decode_single_token_bytes(token) for token in range(256)] == order
+
+
+def test_the_single_bytes_are_those_of_tiktoken_where_it_has_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(requests, "get", urllib.request.urlopen)  # which fails in a test
+    try:
+        gpt2 = GET_ENCODING("gpt2")
+    except data.DOWNLOAD_ERRORS:
+        pytest.skip("GPT-2's vocabulary is not here")
+    for token in range(256):
+        assert single_bytes().decode_single_token_bytes(token) == gpt2.decode_single_token_bytes(token)
+    assert single_bytes().n_vocab == 256
+
+
+def test_without_the_vocabulary_each_byte_of_a_text_is_a_token_and_a_line_says_so(text_file, capsys):
+    ids = whole(text_file)
+    assert len(ids) == len(TEXT.encode())
+    assert single_bytes().decode(ids) == TEXT
+    assert "no GPT-2 vocabulary (no network in a test): each byte is a token\n" in capsys.readouterr().err
+
+
+def test_docs_are_pythons_documentation_a_byte_a_token():
+    corpus = load_tokens("docs")
+    assert corpus.name == "Python's documentation, a token a byte"
+    assert "assert_stmt" in single_bytes().decode(corpus.ids[:5000])
+    assert corpus.ids.max() < 256
 
 
 # Downloads
 
 
-def test_a_download_is_kept_whole_and_needed_once(online, merges, monkeypatch):
-    first = load_tokens(split="all")
-    assert (first.name, first.tokenizer) == ("Tiny Shakespeare", "gpt2")
-    assert merges.decode(first.ids) == TEXT
-    monkeypatch.setattr(data, "SHAKESPEARE_URL", "file:///gone")
-    assert load_tokens(split="all").ids.tolist() == first.ids.tolist()
-
-
-def test_a_damaged_copy_in_the_cache_is_downloaded_again(online, merges):
-    path = data.cache_dir() / "tinyshakespeare.txt"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(TEXT.encode()[:100])
-    assert merges.decode(load_tokens(split="all").ids) == TEXT
-    assert path.read_bytes() == TEXT.encode()
+def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
+    corpus = load_tokens()
+    assert corpus.name == "Tiny Shakespeare"
+    first_line, *others = capsys.readouterr().err.splitlines()
+    assert first_line.startswith("downloading Tiny Shakespeare") and not others
+    assert merges.decode(whole()) == TEXT
+    assert online == [data.SHAKESPEARE_URL]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):
     monkeypatch.setenv("XDG_CACHE_HOME", str(text_file))  # not even root can make a folder in a file
-    assert merges.decode(load_tokens(split="all").ids) == TEXT
+    assert merges.decode(whole()) == TEXT
 
 
-def assert_pythons_documentation(corpus):
-    assert corpus.name == f"Python {sys.version_info.major}.{sys.version_info.minor} language reference"
-    assert corpus.tokenizer == "bytes"
-    assert "assert_stmt" in bytes(corpus.ids[:5000].tolist()).decode()
-
-
-def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, text_file, capsys):
-    text_file.write_text("<html>Log in to this hotel's network")
-    assert_pythons_documentation(load_tokens())
-    [line] = capsys.readouterr().err.splitlines()
-    assert "sent another text" in line
-    assert not data.cache_dir().exists()
+def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, monkeypatch, capsys):
+    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "of another text")  # as a hotel's login page
+    for _ in range(2):
+        assert load_tokens().name.startswith("Python's documentation")
+        assert "sent another text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -223,34 +221,21 @@ def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, tex
 )
 def test_without_a_network_a_run_goes_on_with_pythons_documentation_and_says_so(online, monkeypatch, capsys, error):
     def urlopen(url, timeout):
-        assert timeout <= 30  # a silent server is not waited for
         raise error
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    assert_pythons_documentation(load_tokens())
-    [line] = capsys.readouterr().err.splitlines()
-    assert line == f"no download ({error}): training on the bytes of Python's documentation instead"
+    assert load_tokens().name.startswith("Python's documentation")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f"no download ({error}): training on Python's documentation instead"
 
 
-@pytest.mark.parametrize("error", [OSError("no route to host"), ValueError("Hash mismatch for vocab.bpe")])
-def test_without_gpt2s_vocabulary_a_run_goes_on_with_bytes_and_says_so(online, monkeypatch, capsys, error):
+def test_without_the_vocabulary_a_run_goes_on_with_pythons_documentation_too(online, monkeypatch, capsys):
     def get_encoding(name):
-        raise error
+        raise ValueError("Hash mismatch for vocab.bpe")
 
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    corpus = load_tokens()
-    assert (corpus.name, corpus.tokenizer) == ("Tiny Shakespeare", "bytes")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [LOADING, f"no download ({error}): each byte of the text is a token instead"]
-
-
-@pytest.mark.parametrize("word, tokenizer", [("1", "bytes"), ("0", "gpt2"), ("", "gpt2")])
-def test_ladder_offline_forbids_downloads(online, merges, monkeypatch, word, tokenizer):
-    monkeypatch.setenv("LADDER_OFFLINE", word)
-    corpus = load_tokens()
-    assert corpus.tokenizer == tokenizer
-    if word == "1":
-        assert_pythons_documentation(corpus)
+    assert load_tokens().name.startswith("Python's documentation")
+    assert "no download (Hash mismatch for vocab.bpe)" in capsys.readouterr().err
 
 
 # Files

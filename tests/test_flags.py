@@ -18,13 +18,12 @@ NO_UNITS = dict(dtype=torch.float32, problem="no C++ compiler found: install g++
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """parse(flag, ..., stage="s05"): what parse_args returns, in a folder with a file and a pipe.
+    """parse(flag, ..., stage="s05"): what parse_args returns, in an empty folder.
 
     The machine is a CPU that can do everything, or what `device` and the words after it say.
     """
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").write_text("keep")
-    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
     cards = []
     monkeypatch.setattr(torch.cuda, "set_device", cards.append)
 
@@ -41,60 +40,38 @@ def parse(monkeypatch, tmp_path):
     return parse
 
 
-@pytest.mark.parametrize(
-    "words, reason",
-    [
-        ("--steps 0", "--steps: '0' is not a whole number of 1 or more"),
-        ("--accum 1.5", "--accum: '1.5' is not a whole number of 1 or more"),
-        ("--lr 0", "--lr: invalid learning_rate value: '0'"),
-        ("--lr inf", "--lr: invalid learning_rate value: 'inf'"),
-        ("--seed 9223372036854775808", "is not a whole number from 0 to 2**63 - 1"),
-        ("--size gpt5", "gpt2-medium"),
-        ("--data", "--data: expected one argument"),
-        ("--step 3", "unrecognized arguments: --step 3"),  # no flag may be shortened
-    ],
-)
-def test_a_wrong_flag_is_one_line_that_names_it(parse, capsys, words, reason):
+@pytest.mark.parametrize("words", ["--steps 0", "--accum 1.5", "--step 3"])  # the last one: no flag may be shortened
+def test_a_wrong_flag_is_one_line_that_names_it(parse, capsys, words):
     line = error_of(capsys, parse, *words.split())
-    assert reason in line
+    assert words.split()[0] in line
     assert line.endswith("; --help lists the flags")
 
 
-@pytest.mark.parametrize("flag", ["--record", "--save"])
-@pytest.mark.parametrize(
-    "path, remedy", [("no/new", "make it"), ("mine/new", "make it"), (".", "name a file"), ("pipe", "name a file")]
-)
-def test_a_target_that_can_not_be_written_is_refused_and_left_as_it_is(parse, capsys, tmp_path, flag, path, remedy):
-    line = error_of(capsys, parse, flag, path)
-    assert line.startswith(f"error: {flag} {path}") and remedy in line
-    assert (tmp_path / "pipe").is_fifo()
-
-
-@pytest.mark.parametrize("flag", ["--record", "--save"])
-def test_a_folder_without_the_right_to_write_is_refused(parse, capsys, monkeypatch, flag):
+def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, capsys, monkeypatch, tmp_path):
+    (tmp_path / "weights.pt").write_text("of an earlier run")
+    assert parse("--save", "weights.pt").save == "weights.pt"
+    assert "--save . can't be written: name a file" in error_of(capsys, parse, "--save", ".")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to any
-    assert "is no folder that you may write to" in error_of(capsys, parse, flag, "new")
+    assert "in a folder that you may write to" in error_of(capsys, parse, "--save", "new.pt")
 
 
-def test_weights_may_be_replaced_and_a_record_may_not(parse, capsys, tmp_path):
-    assert parse("--save", "mine").save == "mine"
-    assert "--record mine is there already: name a new file" in error_of(capsys, parse, "--record", "mine")
+def test_a_record_that_is_there_is_not_replaced(parse, tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(FileExistsError):
+        parse("--record", "mine")
     assert (tmp_path / "mine").read_text() == "keep"
 
 
 @pytest.mark.parametrize(
     "stage, words, ranks, remedy",
     [
-        ("s05", "--seq-len 1025", 1, "pass 1024 or less"),
         ("s12", "--accum 3", 2, "pass a multiple of 2"),
         ("s11", "", 2, "s11_accum is for one process, and torchrun started 2: run s12_ddp"),
     ],
 )
-def test_flags_that_do_not_fit_the_model_or_the_ranks_are_refused(
-    parse, capsys, monkeypatch, stage, words, ranks, remedy
-):
+def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, monkeypatch, stage, words, ranks, remedy):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert error_of(capsys, lambda: parse(*words.split(), stage=stage)).endswith(remedy)
+    assert remedy in error_of(capsys, lambda: parse(*words.split(), stage=stage))
 
 
 def test_mps_can_not_run_s12(parse, capsys):
@@ -110,7 +87,7 @@ def test_the_defaults_of_a_cpu(parse, capsys):
 
 
 # a card of 24 GB tells torch of 25.2e9 bytes, one of 16 of 15.8e9, and so on: README has these in a table
-CARDS = [(CUDA, 80e9, 16), (CUDA, 42e9, 16), (CUDA, 25.2e9, 8), (CUDA, 15.8e9, 4), (CUDA, 12.5e9, 4)]
+CARDS = [(CUDA, 80e9, 16), (CUDA, 42e9, 16), (CUDA, 32e9, 8), (CUDA, 25.2e9, 8), (CUDA, 15.8e9, 4), (CUDA, 12.5e9, 4)]
 CARDS += [(CUDA, 8.4e9, 2), (CUDA, 6.2e9, 2), (MPS, 12e9, 4), (MPS, 4e9, 1)]
 
 
@@ -122,10 +99,9 @@ def test_the_defaults_of_an_accelerator(parse, device, memory, batch_size):
 
 
 def test_what_is_given_wins(parse, capsys):
-    numbers = "--steps 5 --batch-size 3 --seq-len 32 --accum 6 --seed 9223372036854775807 --lr 1e-3"
-    args = parse(*numbers.split(), "--size", "tiny", "--amp-dtype", "float16", "--compile", **NO_UNITS)
-    assert (args.steps, args.batch_size, args.seq_len, args.accum) == (5, 3, 32, 6)
-    assert (args.seed, args.lr) == (2**63 - 1, 1e-3)
+    numbers = "--steps 5 --batch-size 3 --seq-len 4096 --accum 6 --seed 7 --lr 1e-3"
+    args = parse(*numbers.split(), "--size", "tiny", "--amp-dtype", "float16", "--compile", stage="s11", **NO_UNITS)
+    assert (args.steps, args.batch_size, args.seq_len, args.accum, args.seed, args.lr) == (5, 3, 4096, 6, 7, 1e-3)
     assert (args.size, args.amp_dtype, args.compile) == ("tiny", torch.float16, True)
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
 
@@ -136,6 +112,12 @@ def test_every_rank_has_a_micro_batch_by_default(parse, monkeypatch, device, ran
     assert parse(stage="s12", device=device).accum == accum
 
 
+REASONS = {
+    "amp_dtype": "this cpu has no 16-bit arithmetic, so float32 stays",
+    "compile": "left out, no C++ compiler found: install g++",
+}
+
+
 @pytest.mark.parametrize(
     "stage, rank, printed",
     [("s02", "0", []), ("s03", "0", ["amp_dtype"]), ("s04", "0", ["amp_dtype", "compile"]), ("s12", "1", [])],
@@ -144,16 +126,13 @@ def test_a_fallback_is_one_line_where_the_stage_heeds_the_flag(parse, monkeypatc
     monkeypatch.setenv("RANK", rank)
     args = parse(stage=stage, **NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
-    reasons = {
-        "amp_dtype": "this cpu has no 16-bit arithmetic, so float32 stays",
-        "compile": "left out, no C++ compiler found: install g++",
-    }
-    assert args.fallbacks == reasons  # the record has both, whatever the stage
-    assert capsys.readouterr().err.splitlines() == [f"{flag}: {reasons[flag]}" for flag in printed]
+    assert args.fallbacks == REASONS  # the record has both, whatever the stage
+    assert capsys.readouterr().err.splitlines() == [f"{flag}: {REASONS[flag]}" for flag in printed]
 
 
-def test_without_docstrings_the_title_is_the_name(parse):
-    assert parse(doc=None).title == "s05_flash"  # as python -OO does
+def test_a_flag_that_a_stage_does_not_heed_is_one_line_and_the_run_goes_on(parse, capsys):
+    assert parse("--accum", "8", "--no-compile").accum == 8
+    assert capsys.readouterr().err == "accum: of no use in s05_flash, since s11_accum brings it\n"
 
 
 def test_tf32_stays_off_where_nvidias_containers_allow_it():
@@ -163,10 +142,17 @@ def test_tf32_stays_off_where_nvidias_containers_allow_it():
     assert run.out == "highest None\n", run.err
 
 
-@pytest.mark.parametrize("first, second", [("harness.flags", "model"), ("model", "harness.flags")])
-def test_a_script_may_have_a_model_of_its_own_beside_it(tmp_path, first, second):
-    (tmp_path / "model.py").write_text("CONTEXT = 7\n")
-    script = tmp_path / "script.py"
-    script.write_text(f"import {first}\nimport {second}\nprint(model.CONTEXT, harness.flags.CONTEXT)\n")
-    run = python(script, PYTHONPATH=str(STAGES["s01"].parent))
-    assert run.out == "7 1024\n", run.err
+def test_a_stage_needs_nothing_that_windows_lacks():
+    hidden = "sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'termios', 'pwd', 'grp']))"
+    script = f"import sys; {hidden}; import harness; print('imported')"
+    run = python("-c", script, PYTHONPATH=str(STAGES["s01"].parent))
+    assert run.out == "imported\n", run.err
+
+
+def test_a_script_beside_a_model_of_its_own_is_told_to_rename_it(tmp_path):
+    (tmp_path / "model.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "script.py").write_text("import harness\n")
+    run = python(tmp_path / "script.py", PYTHONPATH=str(STAGES["s01"].parent))
+    assert run.status == 2
+    name = tmp_path / "model.py"
+    assert run.err == f"error: {name} has the name of the ladder's model.py: rename it, as my_model\n"

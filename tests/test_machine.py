@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +100,7 @@ def test_a_cpu_has_tf32_where_it_has_units_for_float16_matrices(monkeypatch, uni
     [
         ("x86_64", True, "", "", torch.bfloat16),
         ("x86_64", False, "flags: avx512f bf16", "1", torch.float32),
+        ("AMD64", True, "", "", torch.bfloat16),
         ("aarch64", True, "Features: asimd bf16 i8mm", "", torch.bfloat16),
         ("aarch64", True, "Features: asimd i8mm", "", torch.float32),
         ("arm64", True, "", "1", torch.bfloat16),
@@ -124,8 +124,6 @@ def programs(cuda, monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
-    monkeypatch.setattr(torch, "__file__", "/lib/torch/__init__.py")
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__spec__="found"))
     return tmp_path
@@ -143,16 +141,9 @@ def test_torch_compile_needs_a_compiler_which_may_be_named(programs, monkeypatch
     assert machine.compile_problem(CPU) is None
 
 
-@pytest.mark.parametrize("module, name", [(torch, "__file__"), (tempfile, "tempdir")])
-def test_torch_compile_needs_paths_without_a_blank_on_a_cpu(programs, monkeypatch, module, name):
-    monkeypatch.setattr(module, name, "/my files/torch.py")
-    assert "has a blank in its path" in machine.compile_problem(CPU)
-    assert machine.compile_problem(CUDA_0) is None
-
-
 def test_torch_compile_needs_pythons_headers(programs, monkeypatch):
     (programs / "Python.h").unlink()
-    assert machine.compile_problem(CPU) == f"Python.h is not in {programs}: install python3-dev"
+    assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
     monkeypatch.setattr(sys, "platform", "darwin")  # macOS's own Python keeps it somewhere else
     assert machine.compile_problem(CPU) is None
 
@@ -162,19 +153,6 @@ def test_torch_compile_needs_triton_on_a_card_and_triton_needs_capability_7(prog
     assert "pip install triton" in machine.compile_problem(CUDA_0)
     cuda.capability = (6, 1)
     assert "compute capability 7.0 or more" in machine.compile_problem(CUDA_0)
-
-
-def test_the_environment_of_a_cpu_and_of_a_card(cuda, system, monkeypatch):
-    system["/proc/cpuinfo"] = "processor\t: 0\nmodel name\t: A CPU @ 2 GHz \n"
-    system["nvidia-smi"] = "550.54\n550.54"  # a line for each card
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 6, 7}, raising=False)
-    of_cpu, of_card = machine.environment(CPU), machine.environment(CUDA_0)
-    keys = "device device_name threads cores tf32 native_dtype system python torch cuda driver"
-    assert list(of_cpu) == list(of_card) == keys.split()
-    assert (of_cpu["device"], of_cpu["device_name"]) == ("cpu", "A CPU @ 2 GHz")
-    assert (of_cpu["cores"], of_cpu["threads"], of_cpu["driver"]) == (3, 1, None)  # conftest takes one thread
-    assert (of_card["device"], of_card["device_name"], of_card["tf32"]) == ("cuda", "H100", True)
-    assert (of_card["native_dtype"], of_card["driver"]) == ("bfloat16", "550.54")
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
@@ -191,15 +169,6 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
     assert after < during - 90e6
 
 
-def test_the_memory_of_a_card_is_the_most_that_its_tensors_held_since_the_reset(monkeypatch):
-    peaks = {CUDA_1: 5_000}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.get)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peaks.pop)
-    assert machine.peak_memory(CUDA_1) == (5_000, "peak allocated")
-    machine.reset_peak_memory(CUDA_1)
-    assert peaks == {}
-
-
 @pytest.mark.parametrize(
     "limit, files, free",
     [("max", 0, 8_192_000), ("900000000", 0, 8_192_000), ("1000000", 0, 600_000), ("1000000", 300_000, 900_000)],
@@ -212,17 +181,10 @@ def test_free_memory_heeds_a_containers_limit_but_not_the_files_it_can_forget(sy
     assert machine.free_memory() == free
 
 
-@pytest.mark.parametrize("pages, free", [(1000, 16384 * 1700), (10, 16384 * 710)])
-def test_free_memory_of_macos_falls_as_pages_are_taken(system, pages, free):
-    system["vm_stat"] = (
-        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
-        f"Pages free:                       {pages}.\n"
-        "Pages active:                   900000.\n"
-        "Pages inactive:                    500.\n"
-        "Pages speculative:                 200.\n"
-        "Pages wired down:                80000.\n"
-    )
-    assert machine.free_memory() == free
+def test_the_memory_of_a_card_is_all_of_it_whatever_else_runs(monkeypatch):
+    properties = SimpleNamespace(total_memory=24e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {CUDA_1: properties}.get)
+    assert machine.total_memory(CUDA_1) == 24e9
 
 
 @pytest.mark.parametrize("backend, name", [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
@@ -231,38 +193,18 @@ def test_the_kernel_of_attention_is_the_one_that_pytorch_takes(backend, name):
         assert machine.sdpa_kernel((1, 2, 8, 16), torch.float32, CPU) == name
 
 
-def test_the_kernel_is_asked_for_with_the_shape_dtype_gradient_and_mask_of_training(monkeypatch):
-    calls = []
-
-    def attention(q, k, v, is_causal):
-        calls.append((q.shape, q.dtype, q.requires_grad, is_causal))
-
-    monkeypatch.setattr(machine.F, "scaled_dot_product_attention", attention)
-    assert machine.sdpa_kernel((1, 2, 8, 16), torch.bfloat16, CPU) is None
-    assert calls == [((1, 2, 8, 16), torch.bfloat16, True, True)]
-
-
-def test_a_command_that_fails_or_is_not_installed_has_no_output():
-    assert machine.command_output([sys.executable, "-c", "print('  two words  ')"]) == "two words"
-    assert machine.command_output([sys.executable, "-c", "print('half of it'); raise SystemExit(1)"]) == ""
-    assert machine.command_output(["a-command-that-is-not-installed"]) == ""
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_says_whether_tracked_files_outside_of_results_differ(monkeypatch, tmp_path):
+def test_the_commit_says_whether_tracked_files_differ(monkeypatch, tmp_path):
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)  # a hook that runs these tests sets them
     git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    record, code = tmp_path / "results" / "x.jsonl", tmp_path / "model.py"
-    record.parent.mkdir()
-    record.write_text("an old record\n")
-    code.write_text("one\n")
+    (tmp_path / "model.py").write_text("one\n")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert machine.commit(tmp_path) == ""
-    for words in ("init", "add model.py results", "commit --no-verify --message first"):
+    for words in ("init", "add model.py", "commit --no-verify --message first", "tag -a -m first v1"):
         subprocess.run([*git, *words.split()], check=True, capture_output=True)
     name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:12]
-    record.unlink()  # a new record takes its place
     (tmp_path / "notes.txt").write_text("git does not track it\n")
     assert machine.commit(tmp_path) == name
-    code.write_text("two\n")
+    (tmp_path / "model.py").write_text("two\n")
     assert machine.commit(tmp_path) == name + "+"

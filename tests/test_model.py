@@ -1,19 +1,14 @@
-"""GPT-2 against its formulas and against Hugging Face's, what a run leaves on disk, and what is refused."""
+"""GPT-2 against its formulas, its sizes and weights, and what it generates."""
 
 import math
-import os
-import pickle
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import definitions, error_of
+from conftest import definitions
 from torch.nn import functional as F
 
 from data import VOCAB
-from model import GPT, SIZES, GPTConfig, evaluate, load, save
+from model import GPT, SIZES, GPTConfig
 
 SMALL = dict(vocab_size=211, block_size=24, n_layer=3, n_head=4, n_embd=48)
 PADDED = 50304  # the vocabulary of s06 and later
@@ -52,7 +47,7 @@ def model(request):
     return small(attention_of(request.param))
 
 
-# Against the formulas, and against Hugging Face
+# Against the formulas
 
 
 def logits_by_the_formulas(weights, ids):
@@ -100,36 +95,6 @@ def test_logits_loss_and_gradients_are_those_of_the_formulas(model):
     for name, p in model.named_parameters():
         assert p.grad.abs().max() > 1e-4, name
         torch.testing.assert_close({name: p.grad}, {name: weights[name].grad}, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_from_pretrained_computes_in_float32_what_hugging_face_saved(tmp_path, dtype):
-    transformers = pytest.importorskip("transformers")
-    shape = SMALL | dict(n_positions=SMALL["block_size"], bos_token_id=None, eos_token_id=None)
-    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
-    for p in reference.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    reference.to(dtype).save_pretrained(tmp_path)
-    model = GPT.from_pretrained(str(tmp_path), SDPA)
-    assert model.config == GPTConfig(**SMALL)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    x = random_ids(2, 24)
-    torch.testing.assert_close(model(x), reference.float()(x).logits, rtol=0, atol=1e-4)
-
-
-def test_from_pretrained_asks_for_the_package_that_it_needs(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    line = error_of(capsys, GPT.from_pretrained, "gpt2", SDPA)
-    assert "of gpt2 are read by transformers: pip install transformers" in line
-
-
-def test_from_pretrained_refuses_a_damaged_folder(capsys, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=100, n_layer=1, n_head=1, n_embd=4)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 1000)
-    capsys.readouterr()  # the progress of the writer
-    assert f"{tmp_path} can't be loaded: " in error_of(capsys, GPT.from_pretrained, str(tmp_path), SDPA)
 
 
 # Weights and sizes
@@ -210,7 +175,7 @@ def test_targets_of_another_shape_and_sequences_beyond_block_size_are_refused(id
 # Generation
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0, None), (1.7, 1), (1e-42, None)])
+@pytest.mark.parametrize("temperature, top_k", [(0, None), (1.7, 1), (1e-3, None)])
 def test_temperature_0_and_top_k_1_take_the_likeliest_token(model, temperature, top_k):
     T = SMALL["block_size"]
     prompt = random_ids(4, T - 2)
@@ -238,105 +203,14 @@ def test_sampling_follows_the_softmax_over_the_top_k(temperature, top_k):
     assert counts[unlikely].sum() == 0
 
 
-# The held-out loss
-
-
-@pytest.mark.parametrize("length", [2, 24, 25, 26, 60])
-def test_evaluate_predicts_every_token_once(model, length):
-    ids = random_ids(1, length)[0]
-    T = SMALL["block_size"]
-    losses = []
-    for i in range(1, length):
-        window = ids[(i - 1) // T * T : i]
-        with torch.no_grad():
-            logits = model(window[None])[0, -1]
-        losses.append(F.cross_entropy(logits, ids[i]).item())
-    tokens = ids.numpy().astype(np.uint16)
-    assert evaluate(model, tokens) == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-
-
-@pytest.mark.parametrize("length", [0, 1])
-def test_evaluate_refuses_a_text_with_nothing_to_predict(capsys, length):
-    line = error_of(capsys, evaluate, small(), np.zeros(length, np.uint16))
-    assert f"the held-out text has {length} tokens, and needs 2" in line
-
-
-def test_evaluate_refuses_an_id_past_the_vocabulary(capsys):
-    line = error_of(capsys, evaluate, tiny(PADDED), np.array([0, VOCAB], np.uint16))
-    assert "id 50257 is past GPT-2's last, 50256" in line
-
-
-# Weights on disk
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """The path of a file that save() wrote."""
-    save(small(), "bytes", tmp_path / "saved.pt")
-    return tmp_path / "saved.pt"
-
-
-def test_a_saved_model_loads_as_it_was(saved):
-    model, tokenizer = load(saved, SDPA)
-    assert tokenizer == "bytes"
-    assert model.config == GPTConfig(**SMALL)
-    torch.testing.assert_close(model.state_dict(), small().state_dict(), rtol=0, atol=0)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    x = random_ids(2, 24)
-    assert torch.equal(model(x), small()(x))
-
-
-def test_a_save_that_fails_is_one_line_and_leaves_the_weights_that_were_there(saved, capsys, monkeypatch):
-    def write_half(checkpoint, path):
-        path.write_bytes(b"half")
-        raise RuntimeError("PytorchStreamWriter failed writing file data/3:\n file write failed")  # a full disk
-
-    before = saved.read_bytes()
-    monkeypatch.setattr(torch, "save", write_half)
-    line = error_of(capsys, save, small(), "bytes", saved)
-    assert f"--save {saved} can't be written, is the disk full? PytorchStreamWriter failed" in line
-    assert saved.read_bytes() == before
-    assert list(saved.parent.iterdir()) == [saved]
-
-
-class Trap:
-    """What a pickle can hold: a call that is made when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def test_any_file_that_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(saved, capsys, tmp_path, recwarn):
-    whole = saved.read_bytes()
-    trap = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
-    for content in (b"", b"First Citizen:\n", b"\x80\x02}q\x00.", whole[: len(whole) // 2], trap):
-        saved.write_bytes(content)
-        assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
-    for checkpoint in (torch.ones(3), [1, 2], {"transformer.wte.weight": torch.ones(3)}):
-        torch.save(checkpoint, saved)
-        assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
-    assert not (tmp_path / "sprung").exists()
-    assert not recwarn.list  # they would be lines on stderr
-
-
-@pytest.mark.parametrize(
-    "part, key, value, reason",
-    [
-        ("config", "n_head", 5, "n_embd 48 is not divisible by n_head 5"),
-        ("config", "n_head", 0, "no file that --save wrote"),
-        ("weights", "transformer.h.0.mlp.c_fc.weight", None, "Missing key"),
-        ("weights", "transformer.ln_f.bias", torch.zeros(50), "size mismatch for transformer.ln_f.bias"),
-        ("weights", "transformer.ln_f.bias", torch.full((48,), math.nan), "values that are not finite: train it again"),
-    ],
-)
-def test_a_checkpoint_with_another_config_or_weight_is_refused(saved, capsys, part, key, value, reason):
-    checkpoint = torch.load(saved)
-    checkpoint[part][key] = value
-    if value is None:
-        del checkpoint[part][key]
-    torch.save(checkpoint, saved)
-    line = error_of(capsys, load, saved, SDPA)
-    assert str(saved) in line and reason in line
+def test_padding_is_never_drawn_and_no_graph_is_kept():
+    model = tiny(PADDED)
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = 1.0
+        model.transformer.wte.weight[:, 0] = 0.0
+        model.transformer.wte.weight[VOCAB:, 0] = 100.0  # the likeliest by far
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits))
+    ids = model.generate(random_ids(1, 4), 5, temperature=0)
+    assert seen[0][0, -1].argmax() >= VOCAB > ids.max()
+    assert not any(logits.requires_grad for logits in seen)  # else a long text would hold all activations

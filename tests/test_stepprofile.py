@@ -1,6 +1,6 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
-from harness import rates
+from harness import ladder, rates
 from harness.stepprofile import StepProfile, measured_and_predicted, part_of
 
 import re
@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FLOAT32, run_stage
+from fixtures.records import GPT2, header
 from torch.autograd import DeviceType
-
-from data import VOCAB
 
 RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
 
@@ -24,8 +23,8 @@ def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypat
     assert parts.keys() >= {"matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"}
     assert sum(parts.values()) == pytest.approx(1e3 * run.figures("dt")[-1])
     assert run.scope["log"].profile.operations["Optimizer.step#AdamW.step"][1] == 1  # of one step
-    # 2 x 32 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 1.273 GFLOP at 0.1 TFLOP/s
-    assert f"{parts['matmuls']:9.2f}     12.73 matmuls\n" in run.out
+    # 2 x 24 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 0.955 GFLOP at 0.1 TFLOP/s
+    assert f"{parts['matmuls']:9.2f}      9.55 matmuls\n" in run.out
     assert re.search(r"\d ms in +\d+ x aten::mm\n", run.out)
 
 
@@ -61,35 +60,29 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
     assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
 
 
-def run_of(stage, amp_dtype="float32"):
-    """The facts of a run of gpt2 at B 1, T 1024, on a machine whose rates are round."""
-    return {
-        "stage": stage,
-        "settings": {"batch_size": 1, "amp_dtype": amp_dtype, "accum": 2, "world_size": 1, "compile": True},
-        "environment": {"device": "cpu", "tf32": False},
-        "shape": {"vocab_size": VOCAB, "block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
-        "rates": RATES,
-        "sdpa": "flash",
-    }
+def profiled(short, parts, amp_dtype="float32"):
+    """measured_and_predicted() of a run of gpt2 at B 1, T 1024, on a machine whose rates are round."""
+    run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"rates": RATES, "sdpa": "flash"}
+    return measured_and_predicted(ladder.stage_of(short), run, parts)
 
 
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
     """By hand at 10 GB/s: 151.0 M scores x 20, 51.46 M logits x 12, 25 tensors of 0.786 M numbers x 36, 12 of 3.146 M
     x 20, and 12 of 0.786 M x 60 bytes."""
     parts = {"the rest": 1.0, "loss": 2.0, "pointwise": 3.0, "fused kernels": 30.0, "matmuls": 90.0}
-    matmuls, fused, *others = measured_and_predicted(run_of("s04_compile"), parts)
+    matmuls, fused, *others = profiled("s04", parts)
     assert matmuls[:2] == ("matmuls", 90.0)
     assert fused == ("fused kernels", 35.0, pytest.approx(566.7, rel=1e-3))
     assert [other[:2] for other in others] == [("the rest", 1.0), ("the step", 126.0)]
 
 
-@pytest.mark.parametrize("stage, micro_batches", [("s10_fused", 1), ("s11_accum", 2)])
+@pytest.mark.parametrize("stage, micro_batches", [("s10", 1), ("s11", 2)])
 def test_a_step_should_take_the_time_of_all_its_micro_batches(stage, micro_batches):
-    matmuls, _ = measured_and_predicted(run_of(stage), {"matmuls": 1.0})
+    matmuls, _ = profiled(stage, {"matmuls": 1.0})
     assert matmuls[2] == pytest.approx(micro_batches * 7590, rel=0.001)  # 1024 x 741.2 MFLOP at 0.1 TFLOP/s
 
 
-@pytest.mark.parametrize("run", [run_of("mine"), run_of("s03_bf16", "float16")], ids=["script", "dtype"])
-def test_a_script_that_is_no_stage_or_a_dtype_without_a_rate_has_no_prediction(run):
-    lines = measured_and_predicted(run, {"matmuls": 30.0, "the rest": 70.0})
+@pytest.mark.parametrize("short, amp_dtype", [("mine", "float32"), ("s03", "float16")])
+def test_a_script_that_is_no_stage_or_a_dtype_without_a_rate_has_no_prediction(short, amp_dtype):
+    lines = profiled(short, {"matmuls": 30.0, "the rest": 70.0}, amp_dtype)
     assert lines == [("matmuls", 30.0, None), ("the rest", 70.0, None), ("the step", 100.0, None)]

@@ -31,12 +31,20 @@ class Compiled(torch.nn.Module):
         return self._orig_mod(*inputs)
 
 
+def facts_of_group(group):
+    """The settings of one group of an optimizer, None where it has no such setting, and how much it holds."""
+    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "fused")}
+    sizes = [parameter.numel() for parameter in group["params"]]
+    return settings | {"tensors": len(sizes), "parameters": sum(sizes)}
+
+
 class Watch:
     """What a script asked of torch.
 
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
-    of its groups and the norm of all gradients that it takes. keeps_a_graph: whether the loss that is logged does.
+    of its groups and the norm of all gradients that it takes. groups: those of the optimizer, as they were at its last
+    step. keeps_a_graph: whether the loss that is logged does.
     """
 
     def __init__(self, patch):
@@ -47,6 +55,7 @@ class Watch:
         self.matmul_precision = None
         self.rates = []
         self.norms = []
+        self.groups = []
         self.keeps_a_graph = None
 
     def note_calls_of(self, owner, name, noting):
@@ -72,17 +81,19 @@ class Watch:
 
         self.patch.setattr(StepLog, "step", noted)
 
-    def note_zero_grad(self, optimizer, set_to_none=True):
+    def note_zero_grad(self, of, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
 
     def note_model_to(self, model, device):
         self.calls.append(f"model to {device}")
 
-    def note_batch_to(self, tensor, *args, non_blocking=False, **kwargs):
+    def note_batch_to(self, tensor, *args, **options):
         if tensor.dtype == torch.int64 and tensor.dim() == 2:
-            self.calls.append(f"copy to {args[0]}" + (" without waiting" if non_blocking else ""))
+            self.calls.append(f"copy to {args[0]}")
 
-    def note_attention(self, q, k, v, **options):
+    def note_attention(self, *tensors, **options):
+        for name in ("query", "key", "value"):
+            options.pop(name, None)
         self.calls.append(f"attention with {options}")
 
     def note_backward(self, loss):
@@ -106,12 +117,13 @@ class Watch:
     def note_optimizer_step(self, optimizer, args, kwargs):
         self.calls.append("optimizer.step")
         self.rates.append([group["lr"] for group in optimizer.param_groups])
+        self.groups = [facts_of_group(group) for group in optimizer.param_groups]
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     def compile(self, model, **options):
         """What torch.compile is in the meantime."""
-        self.calls.append(f"compile {type(model).__name__}")
+        self.calls.append(f"compile {type(model).__name__} with {options}")
         return Compiled(model)
 
     def pretend_ranks(self, world_size):
@@ -148,11 +160,11 @@ def watching(ranks=None):
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
         patch.setattr(torch, "compile", watch.compile)
-        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # as the batches are beside a card
         watch.note_steps()
         watch.note_calls_of(torch.nn.Module, "to", watch.note_model_to)
         watch.note_calls_of(torch.Tensor, "to", watch.note_batch_to)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
+        watch.note_calls_of(torch.nn.Module, "zero_grad", watch.note_zero_grad)
         watch.note_calls_of(F, "scaled_dot_product_attention", watch.note_attention)
         watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
         for name in ("item", "__float__", "cpu"):

@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
-FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, and no constant
-comes from a measurement, so that the same functions speak of an A100 by its datasheet and of the reader's machine by
-the bench's probe. stages/arithmetic.md derives each count.
+FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so that the same
+functions speak of an A100 by its datasheet and of the reader's machine by the bench's probe. But what BYTES_ON_CUDA
+adds was counted after profiles of an H100 had shown that it was missing. stages/arithmetic.md derives each count.
 """
 
 from dataclasses import dataclass
@@ -83,10 +83,9 @@ FLASH_ATTENTION_FLOPS = 7
 class Work:
     """What one micro-batch of one process has to do, forward, backward and its share of the update.
 
-    The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size, and T as block_size.
-    batch_size: B of the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast,
-    "float32" where it is off. update: numbers that an update moves for each parameter. accum: micro-batches for each
-    update.
+    The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size and seq_len. batch_size: B of
+    the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32" where
+    it is off. update: numbers that an update moves for each parameter. accum: micro-batches for each update.
     """
 
     shape: dict
@@ -102,7 +101,7 @@ class Work:
     @property
     def seq_len(self):
         """T, the tokens of a sequence."""
-        return self.shape["block_size"]
+        return self.shape["seq_len"]
 
     @property
     def tokens(self):
@@ -118,20 +117,21 @@ class Rates:
     copy: float
 
 
-def shape_of(model):
-    """Return the shape of a GPT by its config, or None for a model without such a config.
+def shape_of(model, seq_len):
+    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None for a model without such a config.
 
-    It is a dict with vocab_size, block_size, n_layer, n_head and n_embd. A vocabulary of 50304 counts as GPT-2's, which
+    It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, which
     s06 pads to that.
     """
     config = getattr(model, "config", None)
     shape = {}
-    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
         if not hasattr(config, name):
             return None
         shape[name] = getattr(config, name)
     if shape["vocab_size"] == PADDED_VOCAB:
         shape["vocab_size"] = VOCAB
+    shape["seq_len"] = seq_len
     return shape
 
 
@@ -146,11 +146,11 @@ def shape_name(shape):
 def flops_per_token(shape):
     """Return the FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
 
-    shape: a dict with n_layer (L), n_embd (C), block_size (T) and vocab_size (V, unpadded: GPT-2 asks for no work on
+    shape: a dict with n_layer (L), n_embd (C), seq_len (T) and vocab_size (V, unpadded: GPT-2 asks for no work on
     padding). Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted in
     full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
     """
-    L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
+    L, C, T = shape["n_layer"], shape["n_embd"], shape["seq_len"]
     return weight_flops_per_token(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
 
 
@@ -167,7 +167,7 @@ def matmul_weights(shape):
 
 def weight_bytes(shape):
     """Return the bytes of a GPT's weights in float32, or of its gradient, without biases and LayerNorms (0.1 %)."""
-    return 4 * (matmul_weights(shape) + shape["block_size"] * shape["n_embd"])
+    return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
 
 
 def bytes_of(tensor, work):

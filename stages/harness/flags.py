@@ -1,21 +1,20 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
-import math
 import os
-import stat
 import sys
 from pathlib import Path
 
 import torch
 
 from data import refuse
-from model import CONTEXT, SIZES
+from model import SIZES
 
 from . import ladder, machine
-from .record import COUNTED_STEPS, WARMUP
+from .record import COUNTED_STEPS, WARMUP, Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BROUGHT = [stage.brings for stage in ladder.STAGES if stage.brings]  # flags that not every stage heeds
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,68 +35,45 @@ def positive(text):
     return int(text)
 
 
-def seed(text):
-    """Return the seed that a flag takes, which torch keeps in 63 bits. Raises argparse.ArgumentTypeError."""
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**63 - 1")
-    return int(text)
-
-
-def learning_rate(text):
-    """Return the finite number above 0 that --lr takes. Raises ValueError, which argparse tells in one line."""
-    rate = float(text)
-    if not 0 < rate < math.inf:
-        raise ValueError
-    return rate
-
-
 def parse_args(doc):
-    """Return the flags of a stage, every default resolved for the device, as a namespace.
+    """Return the flags of a stage as a namespace, every default resolved for the device, and open its record.
 
-    doc: the stage's docstring, whose first line is its title. device is a torch.device, amp_dtype a torch.dtype. Exits
-    with one line and status 2 for a wrong flag.
+    doc: the stage's docstring, whose first line is its title. device is a torch.device, amp_dtype a torch.dtype. From
+    here on an exception is kept in the record. Exits with one line and status 2 for a wrong flag.
     """
     script = Path(sys.argv[0]).resolve()
-    args = parse(doc, sys.argv[1:], ladder.find(script.stem))
-    args.script = script
+    stage = ladder.stage_of(str(script))
+    args = parse(doc, sys.argv[1:])
+    check(args, stage)
+    args.script, args.stage = script, stage
     args.title = (doc or script.stem).strip().splitlines()[0]  # python -OO has no docstrings
-    args.has_log = False
+    args.log = None  # the StepLog, once there is one
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    if args.worker:
-        args.record_to = take_stdout()
+    args.record = Record(args)
+    sys.excepthook = args.record.tell_failure
     if machine.is_rank_0():
-        for flag, reason in args.fallbacks.items():
-            if ladder.heeds(script.stem, flag):
-                print(f"{flag}: {reason}", file=sys.stderr)
-        if machine.world_size() > 1:
-            print(f"waiting for all {machine.world_size()} ranks", file=sys.stderr)
+        for flag in BROUGHT:
+            if flag in args.fallbacks and ladder.heeds(stage, flag):
+                print(f"{flag}: {args.fallbacks[flag]}", file=sys.stderr)
+            if flag in args.given and not ladder.heeds(stage, flag):
+                print(
+                    f"{flag}: of no use in {stage.name}, since {ladder.brought_by(flag).name} brings it",
+                    file=sys.stderr,
+                )
     return args
 
 
-def take_stdout():
-    """Return the process's stdout as a file for its record, and let what the script prints go to stderr.
-
-    The file begins with a line feed, since the script may have printed half a line before.
-    """
-    record_to = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    if machine.is_rank_0():
-        print(file=record_to, flush=True)
-    return record_to
-
-
-def parse(doc, argv, stage=None):
+def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. stage: the ladder.Stage that runs, or None for the bench and for a script of the
-    reader's own. The namespace gains `fallbacks`, {flag: why this machine can't do what its default would be}. Exits
-    with one line and status 2 for a wrong flag.
+    doc: what --help begins with. The namespace gains `given`, those of BROUGHT that argv has, and `fallbacks`, {flag:
+    why this machine can't do what its default would be}. Exits with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.device = machine.find_device(args.device)
+    args.given = [flag for flag in BROUGHT if getattr(args, flag) is not None]
     fill_in_defaults(args)
-    check(args, stage)
     return args
 
 
@@ -108,13 +84,14 @@ def new_parser(doc):
     steps_help = f"optimizer steps, the first {WARMUP} of them warm-up (50; {WARMUP + COUNTED_STEPS} on a CPU)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
-    add("--seq-len", type=positive, default=CONTEXT, metavar="T", help="tokens in a sequence (%(default)s, the most)")
+    add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
-    add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
-    add("--data", metavar="FILE", help="a .txt in UTF-8, or a .bin of uint16 ids (Tiny Shakespeare)")
+    add("--lr", type=float, default=6e-4, metavar="RATE", help=rate_help)
+    data_help = 'a .txt in UTF-8, a .bin of uint16 ids, or "docs", Python\'s documentation (Tiny Shakespeare)'
+    add("--data", metavar="FILE", help=data_help)
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     accum_help = "micro-batches per step of all ranks, from s11 on (4; 2 on a CPU)"
@@ -168,10 +145,8 @@ def fitting_batch_size(total_memory):
 
 
 def check(args, stage):
-    """Exit with one line where the flags do not fit one another, this device or this stage."""
+    """Exit with one line where the flags do not fit the ranks or the stage. stage: None for another script."""
     ranks = machine.world_size()
-    if args.seq_len > CONTEXT:
-        refuse(f"--seq-len {args.seq_len} is beyond GPT-2's context: pass {CONTEXT} or less")
     if args.accum % ranks:
         refuse(f"--accum {args.accum} does not divide over {ranks} ranks: pass a multiple of {ranks}")
     if stage and ranks > 1 and not stage.takes_ranks:
@@ -179,17 +154,7 @@ def check(args, stage):
         refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-    for flag, path in (("--record", args.record), ("--save", args.save)):
-        if path is not None:
-            check_can_be_written(flag, Path(path))
-    if args.record is not None and Path(args.record).exists():
-        refuse(f"--record {args.record} is there already: name a new file")
-
-
-def check_can_be_written(flag, path):
-    """Exit with one line, before the training, where a file can't be written at its end."""
-    folder = path.resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        refuse(f"{flag} {path}: {folder} is no folder that you may write to; make it, or name a file elsewhere")
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        refuse(f"{flag} {path} is there and no file: name a file")
+    if args.save:  # looked at here, since at its end a training would be lost
+        path = Path(args.save)
+        if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+            refuse(f"--save {path} can't be written: name a file, in a folder that you may write to")

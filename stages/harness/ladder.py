@@ -1,6 +1,6 @@
 """The twelve stages in one table, a line each: what the code knows about a stage beside its text.
 
-Below the table stands what the machine of a run makes of a technique, and how the technique changes the work of a step.
+Below the table stands, a case for each stage, what its technique does on the machine of a run.
 """
 
 from dataclasses import dataclass, replace
@@ -15,16 +15,15 @@ FOLDER = Path(__file__).resolve().parents[1]  # stages/
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". change: the title of its docstring. line: what its reader types. predictable:
-    whether FLOPs and bytes tell what it is worth, by its lines in work_of(). for_the_loss: whether it is to change the
-    loss, which all others must leave as it was. brings: the flag that this stage and all later ones heed. takes_ranks:
-    whether torchrun may start several processes of it.
+    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether FLOPs and bytes
+    do not tell what it is worth. for_the_loss: whether it is to change the loss, which all others must leave as it was.
+    brings: the flag that this stage and all later ones heed. takes_ranks: whether torchrun may start several processes
+    of it.
     """
 
     name: str
-    change: str
     line: str
-    predictable: bool = False
+    unpredictable: bool = False
     for_the_loss: bool = False
     brings: str | None = None
     takes_ranks: bool = False
@@ -34,139 +33,121 @@ class Stage:
         """s05 for s05_flash."""
         return self.name.split("_")[0]
 
+    @property
+    def path(self):
+        """The path of its file."""
+        return FOLDER / f"{self.name}.py"
+
 
 STAGES = (
-    Stage("s01_baseline", "float32, explicit attention", "float32, explicit attention", predictable=True),
-    Stage("s02_tf32", "TF32 for float32 matmuls", '`torch.set_float32_matmul_precision("high")`', predictable=True),
-    Stage("s03_bf16", "autocast to 16 bits", "`with torch.autocast(...):`", predictable=True, brings="amp_dtype"),
-    Stage("s04_compile", "torch.compile", "`model = torch.compile(model)`", predictable=True, brings="compile"),
-    Stage("s05_flash", "flash attention, no T x T matrix", "`F.scaled_dot_product_attention(...)`", predictable=True),
-    Stage("s06_vocab", "vocabulary padded to 50304", "`vocab_size=50304`, a multiple of 128"),
-    Stage("s07_clip", "GPT-3's betas, gradient clipping", "clipping", predictable=True, for_the_loss=True),
-    Stage("s08_cosine", "warmup and cosine decay", "warmup and cosine decay", predictable=True, for_the_loss=True),
-    Stage("s09_decay", "weight decay on matrices only", "decay of matrices only", predictable=True, for_the_loss=True),
-    Stage("s10_fused", "fused AdamW", "`AdamW(..., fused=True)`", predictable=True),
-    Stage("s11_accum", "gradient accumulation", "`for micro in range(args.accum):`", predictable=True),
-    Stage("s12_ddp", "DistributedDataParallel", "`DistributedDataParallel(model)`", predictable=True, takes_ranks=True),
+    Stage("s01_baseline", "float32, explicit attention"),
+    Stage("s02_tf32", '`set_float32_matmul_precision("high")`'),
+    Stage("s03_bf16", "`with torch.autocast(...):`", brings="amp_dtype"),
+    Stage("s04_compile", "`model = torch.compile(model)`", brings="compile"),
+    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`"),
+    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", unpredictable=True),
+    Stage("s07_clip", "for the loss: clipping", for_the_loss=True),
+    Stage("s08_cosine", "for the loss: warmup, cosine decay", for_the_loss=True),
+    Stage("s09_decay", "for the loss: decay of matrices only", for_the_loss=True),
+    Stage("s10_fused", "`AdamW(..., fused=True)`"),
+    Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
+    Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),
 )
-NAMES = [stage.name for stage in STAGES]
 
 
-def effect(name, run):
-    """Return (same_steps, words): what the machine of a run makes of a stage's technique.
+@dataclass(frozen=True)
+class Effect:
+    """What a technique does on the machine of a run.
 
-    same_steps: whether the stage takes the very steps of the stage before, so that the two are runs of one computation.
-    words: for the table. run: the header of the run's record, with "sdpa" of its summary.
+    work: the Work of a micro-batch with it. words: for the table. same_steps: whether the stage takes the very steps of
+    the stage before, so that the two are runs of one computation.
     """
+
+    work: Work
+    words: str = ""
+    same_steps: bool = False
+
+
+def effect_of(stage, run):
+    """Return the Effect of a stage, whose work is that of all stages up to it.
+
+    run: the header of the run's record, with "sdpa" of its summary, None where the run did not get to that.
+    """
+    on_cuda = run["environment"]["device"] == "cuda"
+    effect = Effect(Work(run["shape"], run["settings"]["batch_size"], on_cuda=on_cuda))
+    for each in STAGES[: STAGES.index(stage) + 1]:
+        effect = add(each, effect.work, run)
+    return effect
+
+
+def add(stage, work, run):
+    """Return the Effect of one stage on the Work of the stage before. A stage without a case leaves it as it is."""
     settings = run["settings"]
-    match name:
+    match stage.name:
         case "s02_tf32":
             if not run["environment"]["tf32"]:
-                return True, "this device has no TF32 units"
-            return False, "active"
+                return Effect(work, "this device has no TF32 units", same_steps=True)
+            return Effect(replace(work, matmul_dtype="tf32"), "active")
         case "s03_bf16":
             dtype = settings["amp_dtype"]
             if dtype == "float32":
-                return True, run["fallbacks"].get("amp_dtype", "float32 was asked for")
+                reason = run["fallbacks"].get("amp_dtype", "float32 was asked for")
+                return Effect(work, reason, same_steps=True)
+            work = replace(work, matmul_dtype=dtype, amp_dtype=dtype)
             if dtype == "float16":
-                return False, "active: float16, loss scaled"
-            return False, f"active: {dtype}"
+                return Effect(replace(work, update=work.update + UNSCALING), "active: float16, loss scaled")
+            return Effect(work, f"active: {dtype}")
         case "s04_compile":
             if not settings["compile"]:
-                return True, run["fallbacks"].get("compile", "left out by --no-compile")
-            return False, "active"
+                reason = run["fallbacks"].get("compile", "left out by --no-compile")
+                return Effect(work, reason, same_steps=True)
+            return Effect(replace(work, compiled=True), "active")
         case "s05_flash":
-            if run["sdpa"] is None:  # the run did not get to its summary
-                return False, ""
             if run["sdpa"] == "math":
-                return False, "no kernel for it here: PyTorch falls back on matmuls"
-            return False, f"active: the {run['sdpa']} kernel"
+                return Effect(work, "no kernel for it here: PyTorch falls back on matmuls")
+            words = f"active: the {run['sdpa']} kernel" if run["sdpa"] else ""
+            return Effect(replace(work, flash=True), words)
         case "s07_clip":
-            return False, "for the loss"
+            return Effect(replace(work, update=work.update + CLIPPING), "for the loss")
         case "s08_cosine" | "s09_decay":  # another rate, and the same tensors in two groups
-            return True, "for the loss"
+            return Effect(work, "for the loss", same_steps=True)
+        case "s10_fused":
+            return Effect(replace(work, update=work.update - ADAMW + FUSED_ADAMW))
         case "s11_accum":
             if settings["accum"] == 1:
-                return True, "one micro-batch per step"
-            return False, f"{settings['accum']} micro-batches per step"
+                return Effect(work, "one micro-batch per step", same_steps=True)
+            micro_batches = settings["accum"] // settings["world_size"]
+            return Effect(replace(work, accum=micro_batches), f"{settings['accum']} micro-batches per step")
         case "s12_ddp":
-            if settings["world_size"] == 1:
-                return False, "one process: what DDP itself costs"
-    return False, ""
-
-
-def work_of(name, run):
-    """Return the Work of a micro-batch of a stage on the machine of a run, or None for what is no stage.
-
-    run: as of effect(). A stage without lines here does the work of the stage before.
-    """
-    if name not in NAMES or run["shape"] is None:
-        return None
-    work = Work(run["shape"], run["settings"]["batch_size"], on_cuda=run["environment"]["device"] == "cuda")
-    for stage in NAMES[: NAMES.index(name) + 1]:
-        work = with_stage(work, stage, run)
-    return work
-
-
-def with_stage(work, name, run):
-    """Return the Work of a micro-batch with what a stage adds to it. run: as of effect()."""
-    settings = run["settings"]
-    dtype = settings["amp_dtype"]
-    match name:
-        case "s02_tf32":
-            if run["environment"]["tf32"]:
-                return replace(work, matmul_dtype="tf32")
-        case "s03_bf16":
-            if dtype == "float16":
-                work = replace(work, update=work.update + UNSCALING)
-            if dtype != "float32":
-                return replace(work, matmul_dtype=dtype, amp_dtype=dtype)
-        case "s04_compile":
-            return replace(work, compiled=settings["compile"])
-        case "s05_flash":
-            return replace(work, flash=run["sdpa"] != "math")
-        case "s07_clip":
-            return replace(work, update=work.update + CLIPPING)
-        case "s10_fused":
-            return replace(work, update=work.update - ADAMW + FUSED_ADAMW)
-        case "s11_accum":
-            return replace(work, accum=max(1, settings["accum"] // settings["world_size"]))
-        case "s12_ddp":
-            return replace(work, update=work.update + BUCKETS)
-    return work
-
-
-def find(name):
-    """Return the Stage of this full name, or None for a script of the reader's own."""
-    for stage in STAGES:
-        if stage.name == name:
-            return stage
-    return None
+            words = "one process: what DDP itself costs" if settings["world_size"] == 1 else ""
+            return Effect(replace(work, update=work.update + BUCKETS), words)
+    return Effect(work)
 
 
 def stage_of(word):
-    """Return the Stage that a word stands for: s05, s05_flash or its file; None for any other word."""
-    path = Path(word)
-    if path.suffix not in ("", ".py") or (path.parent != Path(".") and not path.is_file()):
-        return None
+    """Return the Stage that a word names: s05, s05_flash or its file; None for another word, also another file."""
+    is_file = word.endswith(".py") and Path(word).is_file()
     for stage in STAGES:
-        if path.stem in (stage.name, stage.short):
+        if is_file and Path(word).resolve() == stage.path:
+            return stage
+        if not is_file and word.removesuffix(".py") in (stage.name, stage.short):
             return stage
     return None
 
 
-def between(above, name):
+def between(above, stage):
     """Return the Stages below one and down to another, in order: those that a step from one to the other adds."""
-    return STAGES[NAMES.index(above) + 1 : NAMES.index(name) + 1]
+    return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
 
 
-def heeds(name, flag):
+def brought_by(flag):
+    """Return the Stage that brings a flag, which it and all later ones heed; None for a flag that all heed."""
+    for stage in STAGES:
+        if stage.brings == flag:
+            return stage
+    return None
+
+
+def heeds(stage, flag):
     """Tell whether a stage heeds a flag that one of the stages brings. A script of the reader's own may heed any."""
-    if name not in NAMES:
-        return True
-    return any(stage.brings == flag for stage in STAGES[: NAMES.index(name) + 1])
-
-
-def path_of(name):
-    """Return the path of a stage's file."""
-    return FOLDER / f"{name}.py"
+    return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))

@@ -5,12 +5,10 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import torch
@@ -20,12 +18,6 @@ from data import refuse
 
 # how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. oneDNN mostly means
-# that with the last one. Where it speaks of a primitive descriptor, it has no kernel for a type or a shape.
-OUT_OF_MEMORY = (
-    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
-    r"|could not create a primitive(?! descriptor)"
-)
 
 
 def is_rank_0():
@@ -85,7 +77,7 @@ def native_amp_dtype(device):
 
 def cpu_has_bfloat16():
     """Tell whether this CPU multiplies bfloat16 in hardware."""
-    if platform.machine() == "x86_64":
+    if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
         return torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have it, too; torch 2.11 has no public question
     if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
         return True
@@ -103,31 +95,25 @@ def has_tf32(device):
 
 
 def compile_problem(device):
-    """Return why torch.compile can't work on a device, with the remedy, or None where it should.
-
-    This looks at what is installed and compiles nothing.
-    """
+    """Return why torch.compile can't work on a device, with the remedy, or None where it should."""
+    if device.type == "mps":  # Metal has a compiler of its own
+        return None
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < (7, 0):
             return "Triton needs a GPU of compute capability 7.0 or more"
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install triton"
-        if not has_program(os.environ.get("CC"), "gcc", "clang"):
-            return "Triton finds no C compiler: install gcc"
-    if device.type == "cpu":
-        if not has_program(os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++"):
-            return "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
-        if " " in torch.__file__ or " " in tempfile.gettempdir():
-            return "it can't build where PyTorch or the folder for temporary files has a blank in its path: move them"
+        compilers = [os.environ.get("CC"), "gcc", "clang"]
+        problem = "Triton finds no C compiler: install gcc"
+    else:
+        compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++"]
+        problem = "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
+    if not any(name and shutil.which(name) for name in compilers):
+        return problem
     headers = sysconfig.get_path("include", scheme="posix_prefix")  # the default is another one in Debian
-    if sys.platform != "darwin" and not Path(headers, "Python.h").exists():
-        return f"Python.h is not in {headers}: install python3-dev"
+    if sys.platform == "linux" and not Path(headers, "Python.h").exists():
+        return "Python.h is missing: install python3-dev"
     return None
-
-
-def has_program(*names):
-    """Tell whether one of these programs is on the PATH. A name may be None."""
-    return any(name and shutil.which(name) for name in names)
 
 
 def environment(device):
@@ -178,13 +164,11 @@ def total_memory(device):
 
 
 def free_memory():
-    """Return the bytes of the system's memory that can be taken without swapping.
+    """Return the bytes of memory that can be taken without swapping; 0 where the system does not tell.
 
-    Linux reports it, and inside a container its limit counts, too. macOS reports pages.
+    Inside a container its limit counts, too.
     """
-    free = proc_bytes("/proc/meminfo", "MemAvailable")
-    if free is None:
-        return free_memory_of_macos()
+    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     limit = read_text("/sys/fs/cgroup/memory.max").strip()
     if limit.isdecimal():  # "max" where there is no limit
         used = int(read_text("/sys/fs/cgroup/memory.current"))
@@ -193,16 +177,6 @@ def free_memory():
             used -= int(cached[1])  # files that the system forgets when memory is short
         free = min(free, int(limit) - used)
     return free
-
-
-def free_memory_of_macos():
-    """Return the bytes that vm_stat counts as free, or as what the system gives away when memory is short."""
-    report = command_output(["vm_stat"])
-    page_size = re.search(r"page size of (\d+) bytes", report)
-    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)", report, re.MULTILINE)
-    if page_size is None:
-        return 0
-    return int(page_size[1]) * sum(int(count) for count in pages)
 
 
 def peak_memory(device):
@@ -218,7 +192,7 @@ def peak_memory(device):
     peak = proc_bytes("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak, "peak RSS"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "peak RSS with start-up"  # macOS counts bytes
+    return None, "no meter"
 
 
 def reset_peak_memory(device):
@@ -245,17 +219,9 @@ def sdpa_kernel(shape, dtype, device):
 
 
 def commit(folder):
-    """Return the commit of a checkout, with "+" behind it where tracked files differ; "" where git tells none.
-
-    A record in results/ may be removed to make room for a new one, so what differs there does not count.
-    """
-    git = ["git", "-C", str(folder)]
-    if not command_output([*git, "ls-files"]):  # as where a zip was unpacked inside another repository
-        return ""
-    name = command_output([*git, "rev-parse", "--short=12", "HEAD"])
-    if command_output([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"]):
-        name += "+"
-    return name
+    """Return the commit of a checkout, with "+" behind it where tracked files differ; "" where git tells none."""
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    return command_output(["git", "-C", str(folder), *describe])
 
 
 def proc_bytes(path, name):

@@ -1,362 +1,269 @@
-"""From figures to text: the short table, for a terminal and for a page, the full table, the lines under it, the chart.
+"""From figures to text. A table is a list of columns, and a column is a title and a function of a row.
 
-A table is a list of rows, each a dict {column: cell} with the same columns. What is true of every page, such as what a
-ratio and its ± are, stands in results/README.md.
+The short table stands in the terminal, first on the page, and in README for the H100. What is true of every page, such
+as what a ratio and its ± are, stands in results/README.md.
 """
 
+import shlex
+import textwrap
+from collections.abc import Callable
+from typing import NamedTuple
+
 from . import ladder
-from .arithmetic import flops_per_token, seconds_per_token, shape_name
-from .record import code_hash
-from .results import NO_DIFFERENCE
+from .arithmetic import flops_per_token, shape_name
 
 NOTHING = "–"  # a cell without a figure
-TEXTS = ("stage", "change", "what you type", "what", "note", "stopped by")  # columns that are aligned to the left
 STAGES = "../stages/"  # the way from a page in results/
 TERMINAL = 80  # columns
+BAR = 20  # blocks of the fastest row
 LONG_WARMUP = 10  # seconds that are worth a note
-NOT_ENOUGH_MEMORY = 3  # a step that takes this many times its predicted seconds is probably paging
-STARTS_OF_KERNELS_MS = 20  # a shorter step of s01 may wait for the CPU, which starts its kernels
-# blue bars that can be seen on light and dark
-CHART_COLORS = (
-    '%%{init: {"themeVariables": {"xyChart": {"backgroundColor": "transparent", "plotColorPalette": "#3b7dd8"}}}}%%'
-)
 
 
-# Pieces
+class Column(NamedTuple):
+    """A column of a table. cell: returns the text of a Row's cell, in markdown. is_text: whether it is no figure."""
+
+    title: str
+    cell: Callable
+    is_text: bool = False
 
 
-def markdown(rows, texts=TEXTS):
-    """Return a table in markdown. texts: the columns that are aligned to the left."""
-    columns = list(rows[0])
-    rules = [":--" if column in texts else "--:" for column in columns]
-    lines = [columns, rules, *(list(row.values()) for row in rows)]
-    drawn = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+# The tables
+
+
+def short_columns(results):
+    """Return the columns of the short table, as a terminal shows it."""
+    reference = results.reference
+    return [
+        Column("row", lambda row: row.title, is_text=True),
+        Column("what you type", lambda row: typed(row, results.above(row)), is_text=True),
+        Column("tok/sec", lambda row: number(results.figure(row, "tok_per_sec"), "{:,.0f}")),
+        Column("x above", lambda row: ratio(results, row, results.above(row), 2)),
+        Column(f"x {reference.title}", lambda row: times_as_fast(results, row, reference)),
+        Column("GB", lambda row: number(results.figure(row, "memory"), "{:.2f}", scale=1e-9)),
+    ]
+
+
+def columns_of_page(results, folder=STAGES):
+    """Return the columns of the short table on a page. folder: the way from the page to the stages."""
+    fastest = max((results.figure(row, "tok_per_sec") or 0 for row in results.table_rows), default=0)
+    return [
+        Column("row", lambda row: linked(row, folder), is_text=True),
+        *short_columns(results)[1:],
+        Column("", lambda row: bar(results.figure(row, "tok_per_sec"), fastest), is_text=True),
+    ]
+
+
+def full_columns(results):
+    """Return the columns of the second table on a page, which adds to the short one."""
+    last = results.last_common_step()
+    return [
+        Column("row", lambda row: row.name, is_text=True),
+        Column("predicted", lambda row: number(results.predicted(row), "{:.3f}")),
+        Column("x above", lambda row: ratio(results, row, results.above(row), 3)),  # neighbors differ by little
+        Column(f"x {results.reference.title}", lambda row: ratio(results, row, results.reference, 2)),
+        Column("dt ms [IQR]", lambda row: step_time(results, row)),
+        Column("% of peak", lambda row: number(results.peak_share(row), "{:.1f}", scale=100)),
+        Column(f"loss, step {last}", lambda row: number(results.loss_at(row, last), "{:.2f}")),
+        Column("note", lambda row: note(results, row), is_text=True),
+    ]
+
+
+def markdown(columns, rows):
+    """Return a table in markdown."""
+    lines = [[column.title for column in columns], [":--" if column.is_text else "--:" for column in columns]]
+    for row in rows:
+        lines.append([column.cell(row).replace("|", "\\|") for column in columns])
+    drawn = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
 
 
-def aligned(rows):
-    """Return a table as lines for a terminal. Where it is too wide, its widest column is cut."""
-    rows = [{column: column for column in rows[0]}, *rows]
-    widths = {column: max(len(row[column]) for row in rows) for column in rows[0]}
-    texts = [column for column in widths if column in TEXTS]
-    too_wide = sum(widths.values()) + len(widths) + len(texts) - 1 - TERMINAL
-    if too_wide > 0:
-        widest = max(widths, key=widths.get)
-        widths[widest] = max(1, widths[widest] - too_wide)
-    lines = []
+def aligned(columns, rows):
+    """Return a table as lines for a terminal, none too long: the second column goes on in further lines."""
+    table = [[column.title for column in columns]]
     for row in rows:
-        line = ""
-        for column, width in widths.items():
-            cell = row[column] if len(row[column]) <= width else row[column][: width - 1] + "…"
-            line += cell.ljust(width) + "  " if column in TEXTS else cell.rjust(width) + " "
-        lines.append(line.rstrip())
+        table.append([column.cell(row).replace("`", "") for column in columns])
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(columns))]
+    gaps = 2 * (len(columns) - 1)
+    others = sum(widths) - widths[1] + gaps
+    widths[1] = min(widths[1], TERMINAL - others)
+    lines = []
+    for cells in table:
+        first, *rest = textwrap.wrap(cells[1], widths[1], break_on_hyphens=False)
+        cells[1] = first
+        words = []
+        for column, cell, width in zip(columns, cells, widths, strict=True):
+            words.append(cell.ljust(width) if column.is_text else cell.rjust(width))
+        lines.append("  ".join(words).rstrip())
+        for line in rest:
+            lines.append(" " * (widths[0] + 2) + line)
     return "\n".join(lines)
 
 
-def linked(row, folder, text):
-    """Return a text for a row with a link to its stage. folder: the way to the stages, or None for no link."""
-    if folder is None or row.stage_of_ladder is None:
-        return text
-    return f"[{text}]({folder}{row.stage}.py)"
+def terminal(results):
+    """Return what the terminal shows: the short table, and below it what is no difference."""
+    noise = results.noise()
+    if noise is None:
+        words = "Nothing can be called faster or slower: that takes more rounds or, on a CPU, more steps."
+    else:
+        words = f"In brackets: no difference, which is up to {100 * noise:.1f} %, or up to its own ±."
+    return aligned(short_columns(results), results.table_rows) + "\n" + textwrap.fill(words, TERMINAL)
 
 
-def milliseconds(value):
-    """Return a time with three digits."""
-    if value >= 100:
-        return f"{value:.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}"
+# Cells
 
 
-def gigabytes(memory):
-    """Return a number of bytes in GB; where nothing could measure it, the text says so."""
-    return f"{memory / 1e9:.2f}" if memory else "no meter"
+def number(value, form, scale=1):
+    """Return the cell of a number, which may be None."""
+    return NOTHING if value is None else form.format(scale * value)
 
 
-def comparison(results, row, base, digits):
-    """Return the cell that compares a row with another, to so many digits after the point."""
+def times_as_fast(results, row, base):
+    """Return the cell that compares a row with another, without a ±."""
+    compared = results.compare(row, base)
+    return number(compared and compared.value, "{:.2f}")
+
+
+def ratio(results, row, base, digits):
+    """Return the cell that compares a row with another, to so many digits; in brackets where it is no difference."""
     compared = results.compare(row, base)
     if compared is None:
         return NOTHING
-    if compared.spread is None:
-        return f"{compared.value:.{digits}f}"
-    return f"{compared.value:.{digits}f} ± {compared.spread:.{digits}f}"
+    cell = f"{compared.value:.{digits}f}"
+    if compared.spread is not None:
+        cell += f" ± {compared.spread:.{digits}f}"
+    return f"({cell})" if results.is_difference(row, base) is False else cell
 
 
-def ratio_alone(results, row, base):
-    """Return the cell of a ratio in the short table, without its ±."""
-    compared = results.compare(row, base)
-    return f"{compared.value:.2f}" if compared else NOTHING
+def linked(row, folder):
+    """Return a row's title, with a link to its stage."""
+    return f"[{row.title}]({folder}{row.stage.name}.py)" if row.stage else row.title
 
 
-def speed_and_memory(row):
-    """Return the cells (tokens per second, GB) of a row in the short table."""
-    if row.figures is None:
-        return NOTHING, NOTHING
-    return f"{row.figures['tok_per_sec']:,.0f}", gigabytes(row.figures["memory"])
+def typed(row, above):
+    """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
-
-# The short table of the ladder
-
-
-def short_rows(results, folder=None):
-    """Return the short table of the ladder. folder: the way to the stages, for links; None for a terminal."""
-    rows = []
-    reference = results.reference
-    for row in results.table_rows:
-        speed, memory = speed_and_memory(row)
-        rows.append(
-            {
-                "stage": linked(row, folder, row.short),
-                "what you type": typed(row, in_markdown=folder is not None),
-                "tok/sec": speed,
-                "x above": ratio_alone(results, row, row.base),
-                f"x {reference.short}": ratio_alone(results, row, reference),
-                "GB": memory,
-            }
-        )
-    return rows
-
-
-def typed(row, in_markdown):
-    """Return what the reader of a row types."""
-    is_stage = row.stage_of_ladder is not None and row.name == row.stage
-    text = row.stage_of_ladder.line if is_stage else row.change
-    if is_stage and row.stage_of_ladder.for_the_loss:
-        text = f"for the loss: {text}"
-    return text if in_markdown else text.replace("`", "")
-
-
-def short_rows_of_variants(results, note_of_mode):
-    """Return the short table of variants of one stage, which are all compared with the first."""
-    rows = []
-    for row in results.table_rows:
-        speed, memory = speed_and_memory(row)
-        ratio = ratio_alone(results, row, results.reference)
-        cells = {"what": row.name, "tok/sec": speed, f"x {results.reference.short}": ratio, "GB each": memory}
-        rows.append(cells | {"note": note_of_mode(results, row)})
-    return rows
-
-
-# The full table
-
-
-def full_rows(results, note_of_mode, vs_previous):
-    """Return the full table.
-
-    note_of_mode(results, row): words of the mode for the column "note". vs_previous: whether a row is compared with the
-    one above, as in the ladder, beside the reference.
+    Where it skips stages, they stand before it, since the ratio to the row above is of all of them.
     """
-    rows = []
-    reference = results.reference
-    step = results.last_common_step()
-    for row in results.table_rows:
-        cells = {"stage": linked(row, STAGES, row.name), "change": row.change, **speed_cells(row)}
-        if results.rates:
-            cells["predicted"] = prediction(results, row)
-        if vs_previous:
-            cells["vs previous"] = comparison(results, row, row.base, 3)  # neighbors differ by little
-        cells[f"vs {reference.short}"] = comparison(results, row, reference, 2)
-        if results.rates:
-            share = results.peak_share(row)
-            cells["% of peak"] = f"{100 * share:.1f}" if share else NOTHING
-        if step is not None:
-            loss = results.loss_at(row, step)
-            cells[f"loss, step {step}"] = f"{loss:.2f}" if loss else NOTHING
-        cells["note"] = note(results, row, note_of_mode)
-        rows.append(cells)
-    return rows
+    skipped = ()
+    if row.stage and above and above.stage:
+        skipped = ladder.between(above.stage, row.stage)
+    if row.launcher or row.flags:
+        text = f"`{shlex.join([*row.launcher, *row.flags])}`"
+    elif row.stage:
+        text = row.stage.line
+        skipped = skipped[:-1]
+    else:
+        text = f"`{row.script}`"
+    if len(skipped) > 1:
+        return f"{skipped[0].short} to {skipped[-1].short}, {text}"
+    return f"{skipped[0].short}, {text}" if skipped else text
 
 
-def speed_cells(row):
-    """Return {column: cell} of a row's speed and memory; dashes where it left no counted step."""
-    figures = row.figures
+def bar(speed, fastest):
+    """Return a bar of blocks, as long as a speed is beside the fastest."""
+    return "█" * round(BAR * speed / fastest) if speed else ""
+
+
+def step_time(results, row):
+    """Return the cell of the median time of a step and its quartiles, in milliseconds."""
+    figures = results.figures(row)
     if figures is None:
-        return {"tok/sec": NOTHING, "dt ms [IQR]": NOTHING, "memory GB": NOTHING}
-    quartiles = f"{milliseconds(figures['dt_q1_ms'])}–{milliseconds(figures['dt_q3_ms'])}"
-    memory = gigabytes(figures["memory"])
-    if figures["reserved"]:
-        memory += f" ({gigabytes(figures['reserved'])} reserved)"
-    return {
-        "tok/sec": f"{figures['tok_per_sec']:,.0f}",
-        "dt ms [IQR]": f"{milliseconds(figures['dt_ms'])} [{quartiles}]",
-        "memory GB": memory,
-    }
+        return NOTHING
+    return f"{figures['dt_ms']:.1f} [{figures['dt_q1_ms']:.1f}–{figures['dt_q3_ms']:.1f}]"
 
 
-def prediction(results, row):
-    """Return the cell of the column "predicted": "unknown" for a stage whose worth FLOPs and bytes do not tell."""
-    ratio = results.predicted(row)
-    if ratio is not None:
-        return f"{ratio:.3f}"
-    if row.stage_of_ladder and row.base and not results.is_predictable(row):
-        return "unknown"
-    return NOTHING
-
-
-def note(results, row, note_of_mode):
-    """Return what this machine makes of a row, whether a difference was seen, and what is wrong with it."""
+def note(results, row):
+    """Return what this machine makes of a row, and why it failed or is not complete."""
     parts = []
-    error = results.error(row)
+    error, ended, rounds = results.error(row), results.rounds_ended(row), results.bench["rounds"]
     if error:
-        parts.append(f"failed: {error}")
-    elif not results.is_finished(row):
-        parts.append(how_far(results, row))
-    same_steps, words = results.effect(row)
-    parts.append(words)
-    if same_steps:
+        parts.append("out of memory" if error["out_of_memory"] else f"failed: {error['message']}")
+    elif ended < rounds:
+        parts.append(f"{ended} of {rounds} rounds")
+    effect = results.effect(row)
+    if effect:
+        parts.append(effect.words)
+    if results.takes_the_same_steps(row):
         parts.append("same computation as the row above")
-    if row in results.suspicious:
-        parts.append("and yet differs by more than noise: look into it")
-    parts.append(note_of_mode(results, row))
-    parts.append(results.verdict(row, row.base))
-    if row.figures and row.figures["warmup_s"] > LONG_WARMUP:
-        parts.append(f"{row.figures['warmup_s']:.0f} s of warm-up")
-    parts.append(staleness(row))
+    warmup = results.figure(row, "warmup_s")
+    if warmup and warmup > LONG_WARMUP:
+        parts.append(f"{warmup:.0f} s of warm-up")
+    reserved = results.figure(row, "reserved")
+    if reserved:
+        parts.append(f"{reserved / 1e9:.2f} GB reserved")
     return "; ".join(part for part in parts if part)
 
 
-def how_far(results, row):
-    """Return words on a row that is not finished."""
-    if results.pairs_turns:
-        return "not finished"
-    ended = [run for run in row.runs if run.has_ended]
-    return f"{len(ended)} of {results.bench['rounds']} rounds"
+# The page
 
 
-def staleness(row):
-    """Return which code of the ladder has changed since a row was measured, or ""."""
-    if row.stage_of_ladder is None or row.facts is None:
-        return ""
-    if row.facts["code"] != code_hash(ladder.path_of(row.stage)):
-        return "stale: the stage has changed since"
-    model_code = row.facts["model_code"]
-    if model_code and model_code != code_hash(ladder.FOLDER.parent / "model.py"):
-        return "stale: model.py has changed since"
-    return ""
+def page(results):
+    """Return the whole of results/NAME.md."""
+    rows = results.table_rows
+    parts = [
+        f"# A bench on {results.bench['environment']['device_name']}",
+        markdown(columns_of_page(results), rows),
+        markdown(full_columns(results), rows),
+        "\n".join(f"- {line}" for line in conditions(results)),
+        "[How to read this page](README.md)",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-# The lines under a table
-
-
-def conditions(results, method):
-    """Return what stands under a table, as a markdown list. method: a sentence on how the runs were led."""
-    facts = results.any_facts()
-    if facts is None:
-        return "- No stage got as far as its first step."
-    env, settings = facts["environment"], facts["settings"]
-    versions = [f"torch {env['torch']}", f"Python {env['python']}"]
-    if env["cuda"]:
-        versions.append(f"CUDA {env['cuda']}, driver {env['driver']}")
+def conditions(results):
+    """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
+    bench, env = results.bench, results.bench["environment"]
     machine = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
-    lines = [f"{', '.join([*machine, *versions])}, {facts['started'][:10]}."]
-    lines.append(f"{what_ran(facts)}, seed {settings['seed']}. {method}")
-    lines += [noise_line(results), peak_line(results, facts), paging_line(results)]
-    lines.append(f"Again: `{results.bench['command']}` at commit {facts['commit'] or 'unknown'}.")
-    return "\n".join(f"- {line}" for line in lines if line)
+    machine += [f"torch {env['torch']}", f"Python {env['python']}"]
+    if env["cuda"]:
+        machine.append(f"CUDA {env['cuda']}, driver {env['driver']}")
+    machine = f"{', '.join(machine)}."
+    again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
+    facts = results.facts(results.reference)
+    if facts is None:
+        return [machine, f"{results.reference.name} did not get as far as its first step.", again]
+    return [machine, what_ran(facts), how(bench), noise_line(results), rates_line(results, facts), again]
 
 
 def what_ran(facts):
-    """Return the shape of the model and of a batch, and the text, of a run."""
-    settings, shape = facts["settings"], facts["shape"]
-    parts = []
-    if shape:
-        parts += [shape_name(shape), f"B {settings['batch_size']}", f"T {shape['block_size']}"]
-    if settings["corpus"]:
-        parts.append(f"{settings['corpus']} in tokens of {settings['tokenizer']}")
-    return ", ".join(parts) or "no GPT and no corpus"
+    """Return the model, the batch, the text, the seed and the date of a run."""
+    settings = facts["settings"]
+    model = shape_name(facts["shape"]) if facts["shape"] else "No GPT"
+    batch = f"B {settings['batch_size']}, T {settings['seq_len']}"
+    return f"{model}, {batch}, {settings['corpus']}, seed {settings['seed']}, {facts['started'][:10]}."
+
+
+def how(bench):
+    """Return how the rows were led."""
+    steps = f"{bench['steps']} steps, of which {bench['warmup']} are warm-up"
+    rounds = "1 round" if bench["rounds"] == 1 else f"{bench['rounds']} rounds, there and back"
+    if bench["in_turn"]:
+        return f"All processes were alive at once and took one step each in turn: {steps}. {rounds}."
+    return f"One after the other, each in a fresh process: at most {steps}. {rounds}."
 
 
 def noise_line(results):
-    """Return how far runs of one computation came out apart, and what is called a difference."""
-    if not results.control_rows:
-        return ""
+    """Return how far runs of one computation came out apart, and what is no difference."""
     pairs = []
-    for row in results.control_rows:
-        if results.error(row):
-            pairs.append(f"{row.name} failed: {results.error(row)}")
-    for control in results.controls:
-        pairs.append(f"{control.row.short} / {control.base.short} {control.ratio.value:.3f}")
-    told = ", ".join(pairs) or "none has ended"
-    if results.noise is None:
+    for row, base, compared in results.controls():
+        pairs.append(f"{row.name} / {base.name} {compared.value:.3f}")
+    told = ", ".join(pairs) or "none"
+    noise = results.noise()
+    if noise is None:
         return f"Runs of one computation: {told}. That is too little to call anything faster or slower."
-    noise = f"{100 * results.noise:.1f} %"
-    rule = f'A difference of up to {noise}, or of up to its own ±, is called "no difference".'
-    return f"Noise, from runs of one computation: {told}. {rule}"
+    return (
+        f"Runs of one computation: {told}. Up to {100 * noise:.1f} %, or up to its own ±, a ratio is no difference, "
+        "and stands in brackets."
+    )
 
 
-def undecided_line(results):
-    """Return which rows can't be told from those they are compared with; "" where all can, or no noise is known."""
-    if results.noise is None:
-        return ""
-    pairs = []
-    for row in results.table_rows:
-        if results.verdict(row, row.base) == NO_DIFFERENCE:
-            pairs.append(f"{row.short} from {row.base.short}")
-    return f"can't be told apart: {', '.join(pairs)}" if pairs else ""
-
-
-def peak_line(results, facts):
+def rates_line(results, facts):
     """Return what the columns "% of peak" and "predicted" divide by."""
-    if results.rates is None:
-        if results.probe and results.error(results.probe):
-            return f"No peak and no predictions, since the probe failed: {results.error(results.probe)}."
-        return ""
-    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(results.rates.matmul.items())]
-    line = f"Peak: {', '.join(peaks)}, sustained by large matmuls."
-    line += f" A large copy moves {results.rates.copy / 1e9:,.1f} GB/s."
+    rates = results.rates()
+    if rates is None:
+        return "No peak and no predictions, since the probe left no rates."
+    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates.matmul.items())]
+    line = f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {rates.copy / 1e9:,.1f} GB/s."
     if facts["shape"]:
         line += f" A token takes {flops_per_token(facts['shape']) / 1e6:.0f} MFLOP."
     return line
-
-
-def paging_line(results):
-    """Return a warning where a GPU took so long for s01 that its batch may not fit into the card's memory, or ""."""
-    for row in results.table_rows:
-        if row.stage != ladder.NAMES[0] or row.figures is None or results.rates is None:
-            continue
-        work = ladder.work_of(row.stage, row.facts)
-        predicted = 1e3 * row.counted_steps[0]["tokens"] * seconds_per_token(work, results.rates)
-        times = row.figures["dt_ms"] / predicted
-        is_on_card = row.facts["environment"]["device"] == "cuda"
-        if is_on_card and times > NOT_ENOUGH_MEMORY and predicted > STARTS_OF_KERNELS_MS:
-            return (
-                f"{row.short} took {times:.1f} times the sum of its parts. A batch that does not fit the card's memory "
-                "does that under Windows, also in WSL: it pages to system memory, and every ratio is then of paging. "
-                "Try half the --batch-size."
-            )
-    return ""
-
-
-# The chart and the page
-
-
-def chart(results):
-    """Return a bar of tokens per second for each row as a mermaid chart, which GitHub draws; "" without any."""
-    names, speeds = [], []
-    for row in results.table_rows:
-        if row.figures:
-            names.append(f'"{row.short}"')
-            speeds.append(row.figures["tok_per_sec"] / 1e3)
-    if not speeds:
-        return ""
-    bars = ", ".join(f"{speed:.2f}" for speed in speeds)
-    lines = [
-        "```mermaid",
-        CHART_COLORS,
-        "xychart-beta",
-        '    title "thousands of tokens per second"',
-        f"    x-axis [{', '.join(names)}]",
-        f"    y-axis 0 --> {1.1 * max(speeds):.2f}",
-        f"    bar [{bars}]",
-        "```",
-    ]
-    return "\n".join(lines)
-
-
-def page(results, title, tables, method):
-    """Return the whole of results/NAME.md. tables: texts. method: a sentence on how the runs were led."""
-    heading = f"# {title} on {results.bench['environment']['device_name']}"
-    parts = [heading, *tables, conditions(results, method), "[How to read this page](README.md)"]
-    return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,13 +1,8 @@
-"""What was measured: the lines of a bench, kept as they come, and the ratios, noise and verdicts that follow from them.
-
-record.py describes the lines. A Results lives as long as its bench: the schedule asks it what is missing, and the page
-draws it.
-"""
+"""What was measured, kept as it comes, and the ratios, noise and predictions that follow from it."""
 
 import json
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from data import refuse
@@ -16,215 +11,98 @@ from . import ladder
 from .arithmetic import Rates, flops_per_token, seconds_per_token
 from .intervals import distance, median_and_spread
 from .record import figures_of
-
-NO_DIFFERENCE = "no difference"  # a verdict
-# Two rows of one computation that differ by more than this, and by more than so many times the A/A control, are
-# reported and left out of the noise.
-SUSPICIOUS_DIFFERENCE = 0.05
-SUSPICIOUS_MULTIPLE = 3
+from .rows import Row
 
 
 @dataclass
 class Run:
-    """What one process left in a record; None for what it did not get to."""
+    """What one process left; None for what it did not get to. warmup: how many of its steps are not counted."""
 
-    session: int
-    batch_size: int | None = None
+    warmup: int
     header: dict | None = None
     steps: list = field(default_factory=list)
     summary: dict | None = None
-    error: str | None = None
-    out_of_memory: bool = False
+    error: dict | None = None
 
     @property
-    def has_ended(self):
-        """Whether it came to its summary, without an error."""
-        return self.summary is not None and self.error is None
+    def counted(self):
+        """The steps after the warm-up."""
+        return self.steps[self.warmup :]
+
+    @property
+    def memory(self):
+        """The bytes that it held at its last step, all ranks together; 0 without a meter."""
+        if not self.steps or not self.header:
+            return 0
+        return (self.steps[-1]["memory"] or 0) * self.header["settings"]["world_size"]
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one row is as another.
-
-    value: the median of the ratios of samples that pair up. spread: half the width of its interval, None for a single
-    sample.
-    """
+    """How many times as fast one row is as another, and half the width of its interval, None for one sample."""
 
     value: float
     spread: float | None
-
-    @property
-    def is_within_spread(self):
-        """Whether it is no further from 1 than its spread."""
-        return self.spread is not None and abs(self.value - 1) <= self.spread
-
-
-@dataclass(eq=False)
-class Measured:
-    """A row of a bench, and what was measured of it.
-
-    warmup: how many steps of each run are not counted. runs: in the order in which they began. The other fields are
-    those of "rows" in the bench's own line, with the rows themselves in place of their names.
-    """
-
-    name: str
-    stage: str
-    change: str
-    base: "Measured | None"
-    control_of: "Measured | None"
-    is_probe: bool
-    ranks: int
-    warmup: int
-    runs: list = field(default_factory=list)
-
-    def add(self, line):
-        """Take in a line of this row."""
-        kind = line["kind"]
-        if kind == "start":
-            same_process = (line["session"], line["batch_size"])  # started again, it replaces the run that was there
-            self.runs = [run for run in self.runs if (run.session, run.batch_size) != same_process]
-            self.runs.append(Run(*same_process))
-        elif kind == "step":
-            self.runs[-1].steps.append(line)
-        elif kind == "error":
-            self.runs[-1].error = line["error"]
-            self.runs[-1].out_of_memory = line["out_of_memory"]
-        elif kind == "header":
-            self.runs[-1].header = line
-        elif kind == "summary":
-            self.runs[-1].summary = line
-
-    def run(self, session, batch_size=None):
-        """Return the Run in a session of the bench, or None."""
-        for run in self.runs:
-            if (run.session, run.batch_size) == (session, batch_size):
-                return run
-        return None
-
-    @property
-    def largest_batch(self):
-        """The largest batch size that fitted, for the mode `limit`, or None."""
-        return max((run.batch_size for run in self.runs if run.has_ended), default=None)
-
-    @property
-    def smallest_too_large(self):
-        """The smallest batch size for which memory was short, for the mode `limit`, or None."""
-        return min((run.batch_size for run in self.runs if run.out_of_memory), default=None)
-
-    @property
-    def limit_is_found(self):
-        """Whether the smallest batch size that does not fit comes right after the largest that does, if any does."""
-        return self.smallest_too_large is not None and self.smallest_too_large == (self.largest_batch or 0) + 1
-
-    @property
-    def stage_of_ladder(self):
-        """The ladder.Stage that it is a run of, or None."""
-        return ladder.find(self.stage)
-
-    @property
-    def short(self):
-        """s05 for the row s05_flash. The names of other rows stay."""
-        if self.stage_of_ladder and self.name == self.stage:
-            return self.stage_of_ladder.short
-        return self.name
-
-    @property
-    def facts(self):
-        """The first header, with "sdpa" of a summary; None where no run got that far."""
-        headers = [run.header for run in self.runs if run.header]
-        if not headers:
-            return None
-        kernels = [run.summary["sdpa"] for run in self.runs if run.summary and run.summary["sdpa"]]
-        return headers[0] | {"sdpa": kernels[0] if kernels else None}
-
-    @property
-    def counted_steps(self):
-        """Every step after the warm-up, of all runs."""
-        counted = []
-        for run in self.runs:
-            counted += run.steps[self.warmup :]
-        return counted
-
-    @property
-    def figures(self):
-        """figures_of() the counted steps, with the most bytes "reserved", 0 on a CPU; None without any."""
-        if not self.counted_steps:
-            return None
-        figures = figures_of(self.counted_steps, warmup=0)
-        warm = [run for run in self.runs if len(run.steps) > self.warmup]
-        figures["warmup_s"] = sum(step["dt"] for step in warm[0].steps[: self.warmup])
-        figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in self.runs)
-        return figures
-
-
-@dataclass(frozen=True)
-class Control:
-    """Two rows of one computation, and how far apart they came out."""
-
-    row: Measured
-    base: Measured
-    ratio: Ratio
-
-    @property
-    def is_second_run(self):
-        """Whether it is a second run of one row, and not of a row that takes the same steps."""
-        return self.row.control_of is not None
 
 
 class Results:
     """All that is known of one bench.
 
-    bench: its own line. rows: {name: Measured} of all that it starts. file: where add() also writes each line.
+    bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
+    where add() also writes each line.
     """
 
     def __init__(self, bench, file=None):
         self.bench = bench
         self.file = file
-        self.rows = {}
-        for about in bench["rows"]:  # a row stands below the one that it is compared with
-            base, control_of = self.rows.get(about["base"]), self.rows.get(about["control_of"])
-            about = about | {"base": base, "control_of": control_of, "warmup": bench["warmup"]}
-            self.rows[about["name"]] = Measured(**about)
+        self.rows = {about["name"]: Row(**about) for about in bench["rows"]}
+        self.runs = {}
+        self.write(bench)
 
     @classmethod
     def load(cls, path):
-        """Return the Results in results/NAME.jsonl. Exits with one line where it is no record of a bench.
+        """Return the Results of a record. A last line that a kill cut off is left out.
 
-        A last line that a kill cut off is left out.
+        Exits with one line where it is no record of a bench.
         """
         try:
-            complete_lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+            complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             bench, *lines = [json.loads(line) for line in complete_lines]
             results = cls(bench)
             for line in lines:
-                results.rows[line["name"]].add(line)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+                results.add(line)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             refuse(f"{path} is no record of a bench of this version ({error!r}): pass the NAME of one that ran")
         return results
 
-    def add(self, session, name, entry):
-        """Keep a line that a row of a session left, and write it to the file."""
-        line = entry | {"session": session, "name": name}
-        print(json.dumps(line), file=self.file, flush=True)
-        self.rows[name].add(line)
+    def write(self, line):
+        """Write a line to the file, where there is one."""
+        if self.file:
+            print(json.dumps(line), file=self.file, flush=True)
 
-    @property
-    def pairs_turns(self):
-        """Whether a ratio is of samples of one turn, and not of one round."""
-        return self.bench["pair_by"] == "turn"
+    def add(self, line):
+        """Keep a line of a row, and write it."""
+        self.write(line)
+        key = line["name"], line["round"]
+        match line["kind"]:
+            case "start":
+                self.runs[key] = Run(self.bench["warmup"])
+            case "header":
+                self.runs[key].header = line
+            case "step":
+                self.runs[key].steps.append(line)
+            case "summary":
+                self.runs[key].summary = line
+            case "error":
+                self.runs[key].error = line
 
     @property
     def table_rows(self):
-        """The Measured rows of the table, in its order."""
-        return [row for row in self.rows.values() if not row.is_probe and row.control_of is None]
-
-    @property
-    def control_rows(self):
-        """The Measured second runs of a row."""
-        return [row for row in self.rows.values() if row.control_of]
+        """The Rows of the table, in its order."""
+        return [row for row in self.rows.values() if not row.is_probe and not row.control_of]
 
     @property
     def probe(self):
-        """The Measured probe, or None where the bench has none."""
+        """The Row of the probe, or None where the bench has none."""
         for row in self.rows.values():
             if row.is_probe:
                 return row
@@ -232,153 +110,162 @@ class Results:
 
     @property
     def reference(self):
-        """The Measured row that all others are compared with."""
+        """The Row that all others are compared with."""
         return self.rows[self.bench["reference"]]
 
-    def any_facts(self):
-        """Return the facts of the first row that has any, or None."""
-        for row in self.table_rows:
-            if row.facts:
-                return row.facts
-        return None
+    # a row
 
-    # what is missing
+    def runs_of(self, row):
+        """Return the Runs of a row, the first round first."""
+        return [run for (name, _), run in self.runs.items() if name == row.name]
+
+    def above(self, row):
+        """Return the Row above a row, or None."""
+        return self.rows.get(row.base)
 
     def error(self, row):
-        """Return why a run of a row failed, or None.
-
-        Where rows take turns only the last run counts, and none where another has ended and no step is missing.
-        """
-        runs = row.runs
-        if self.pairs_turns:
-            runs = row.runs[-1:]
-            if self.steps_missing(row) == 0 and any(run.has_ended for run in row.runs):
-                return None
-        for run in runs:
+        """Return the line of the first run of a row that failed, or None."""
+        for run in self.runs_of(row):
             if run.error:
                 return run.error
         return None
 
-    def steps_missing(self, row):
-        """Return how many counted steps a row lacks that takes them in turn with others."""
-        wanted = (self.bench["steps"] - self.bench["warmup"]) * self.bench["rounds"]
-        return max(0, wanted - len(row.counted_steps))
+    def rounds_ended(self, row):
+        """Return in how many rounds a row came to its end."""
+        return len([run for run in self.runs_of(row) if run.summary])
 
-    def is_finished(self, row):
-        """Tell whether a row has all its runs or counted steps, and the last run did not fail."""
-        if self.error(row):
-            return False
-        if self.pairs_turns:
-            return self.steps_missing(row) == 0
-        return all(self.has_ended(session, row) for session in range(self.bench["rounds"]))
+    def counted(self, row):
+        """Return the counted steps of all runs of a row."""
+        counted = []
+        for run in self.runs_of(row):
+            counted += run.counted
+        return counted
 
-    def has_ended(self, session, row):
-        """Tell whether a row's run in a session came to its summary, without an error."""
-        run = row.run(session)
-        return run is not None and run.has_ended
+    def figures(self, row):
+        """Return figures_of() the counted steps of a row, or None without any.
+
+        "warmup_s" is that of its first run, which may compile. "reserved" is the most of its runs, 0 on a CPU.
+        """
+        counted = self.counted(row)
+        if not counted:
+            return None
+        runs = self.runs_of(row)
+        warm = [run for run in runs if run.counted]
+        figures = figures_of(counted, warmup=0)
+        figures["warmup_s"] = sum(step["dt"] for step in warm[0].steps[: warm[0].warmup])
+        figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in runs)
+        return figures
+
+    def figure(self, row, name):
+        """Return one of the figures of a row; None without any, and for a meter that is not there."""
+        figures = self.figures(row)
+        return figures[name] or None if figures else None
+
+    def facts(self, row):
+        """Return the first header of a row, with "sdpa" of a summary; None where no run got that far."""
+        headers = [run.header for run in self.runs_of(row) if run.header]
+        if not headers:
+            return None
+        kernels = [run.summary["sdpa"] for run in self.runs_of(row) if run.summary]
+        return headers[0] | {"sdpa": kernels[0] if kernels else None}
+
+    def ranks(self, row):
+        """Return how many processes torchrun started for a row; 1 without torchrun, and where no run got that far."""
+        facts = self.facts(row)
+        return facts["settings"]["world_size"] if facts else 1
+
+    def effect(self, row):
+        """Return the ladder.Effect of the stage that a row runs, or None, also for a model that is no GPT."""
+        facts = self.facts(row)
+        if row.stage is None or facts is None or facts["shape"] is None:
+            return None
+        return ladder.effect_of(row.stage, facts)
 
     # ratios
 
     def samples(self, row):
         """Return {what pairs it: seconds per token} of a row, or per FLOP of the probe, at its highest rate.
 
-        A turn pairs the steps of one number in one session, a round the medians of its whole runs.
+        Where rows take turns, steps of one turn pair up, and where they run one after the other, medians of a round.
         """
         samples = {}
-        for run in row.runs:
-            steps = run.steps[row.warmup :]
+        for (name, number), run in self.runs.items():
+            if name != row.name:
+                continue
             if row.is_probe:
-                times = [1 / max(step["peak"].values()) for step in steps]
+                times = [1 / max(step["peak"].values()) for step in run.counted]
             else:
-                times = [step["dt"] / step["tokens"] for step in steps]
-            if self.pairs_turns:
-                for number, time in enumerate(times):
-                    samples[run.session, number] = time
-            elif times and run.has_ended:  # a round that was cut off says little
-                samples[run.session] = statistics.median(times)
+                times = [step["dt"] / step["tokens"] for step in run.counted]
+            if self.bench["in_turn"]:
+                for turn, time in enumerate(times):
+                    samples[number, turn] = time
+            elif times and run.summary:  # a round that was cut off says little
+                samples[number] = statistics.median(times)
         return samples
 
     def compare(self, row, base):
-        """Return the Ratio of the speeds of a row and another, or None where no samples pair up."""
-        if base is None or row is base:
+        """Return the Ratio of the speeds of a row and another, or None where no samples pair up.
+
+        A GPT's tokens are not compared with what another model counts as tokens.
+        """
+        if base is None or base is row:
             return None
-        ours, theirs = self.samples(row), self.samples(base)
-        ratios = [theirs[key] / ours[key] for key in sorted(ours.keys() & theirs.keys())]
+        ours, theirs = self.facts(row), self.facts(base)
+        if ours and theirs and (ours["shape"] is None) != (theirs["shape"] is None):
+            return None
+        ratios = paired_ratios(self.samples(row), self.samples(base))
         return Ratio(*median_and_spread(ratios)) if ratios else None
 
-    # noise and verdicts
+    # noise and differences
 
-    def effect(self, row):
-        """Return (same_steps, words) of what the machine makes of a row's technique: see ladder.effect().
+    def takes_the_same_steps(self, row):
+        """Tell whether a row runs the stage after that of the row above, and takes the very same steps on this machine.
 
-        Where the row above is not the stage before, its steps are others.
+        With flags or a launcher of its own it does not.
         """
-        base, stage = row.base, row.stage_of_ladder
-        if base is None or stage is None or row.facts is None or row.stage == base.stage:
-            return False, ""
-        same_steps, words = ladder.effect(row.stage, row.facts)
-        if base.stage_of_ladder is None or ladder.between(base.stage, row.stage) != (stage,):
-            same_steps = False
-        return same_steps, words
+        above, effect = self.above(row), self.effect(row)
+        if above is None or above.stage is None or effect is None:
+            return False
+        same_command = (row.flags, row.launcher) == (above.flags, above.launcher)
+        return effect.same_steps and same_command and ladder.between(above.stage, row.stage) == (row.stage,)
 
-    @property
     def controls(self):
-        """The Controls whose rows ended well: second runs, and rows that take the same steps as the one above."""
-        pairs = [(row, row.control_of) for row in self.control_rows]
-        pairs += [(row, row.base) for row in self.table_rows if self.effect(row)[0]]
+        """Return [(row, row of the same computation, Ratio)], without rows that failed.
+
+        They are the second runs of a row, and rows that take the same steps as the row above.
+        """
+        pairs = [(row, self.rows[row.control_of]) for row in self.rows.values() if row.control_of]
+        pairs += [(row, self.above(row)) for row in self.table_rows if self.takes_the_same_steps(row)]
         controls = []
         for row, base in pairs:
-            compared = self.compare(row, base)
-            if compared and not self.error(row) and not self.error(base):
-                controls.append(Control(row, base, compared))
+            ratio = self.compare(row, base)
+            if ratio and not self.error(row) and not self.error(base):
+                controls.append((row, base, ratio))
         return controls
 
-    @property
-    def suspicious(self):
-        """The rows that should take the same steps as the row above, and differ by far more than noise."""
-        controls = self.controls
-        of_second_runs = [distance(control.ratio.value) for control in controls if control.is_second_run]
-        if not of_second_runs:
-            return []
-        least = max(SUSPICIOUS_DIFFERENCE, SUSPICIOUS_MULTIPLE * max(of_second_runs))
-        rows = []
-        for control in controls:
-            is_far = distance(control.ratio.value) > least and not control.ratio.is_within_spread
-            if is_far and not control.is_second_run:
-                rows.append(control.row)
-        return rows
-
-    @property
     def noise(self):
-        """How far from 1 a ratio may be by chance, as a distance(): how far the worst pair of one computation came out.
+        """Return how far from 1 a ratio may be by chance, as a distance(): that of the worst of the controls.
 
-        None without such a pair, and where each row ran in a single round: too few to tell.
+        None without a control, and where each row ran in a single round: too few to tell.
         """
-        suspicious = self.suspicious
-        distances = []
-        for control in self.controls:
-            if control.ratio.spread is not None and control.row not in suspicious:
-                distances.append(distance(control.ratio.value))
+        distances = [distance(ratio.value) for _, _, ratio in self.controls() if ratio.spread is not None]
         return max(distances, default=None)
 
-    def verdict(self, row, base):
-        """Return a row against another in a word or two, "" where nothing can be said.
+    def is_difference(self, row, base):
+        """Tell whether a row is faster or slower than another, by more than its spread and the noise.
 
-        It is "no difference" where the ratio is within its spread or within the noise, else "faster" or "slower".
+        None where nothing can be said.
         """
-        compared = self.compare(row, base)
-        if compared is None or self.noise is None:
-            return ""
-        if compared.is_within_spread or distance(compared.value) <= self.noise:
-            return NO_DIFFERENCE
-        return "faster" if compared.value > 1 else "slower"
+        ratio, noise = self.compare(row, base), self.noise()
+        if ratio is None or ratio.spread is None or noise is None:
+            return None
+        return distance(ratio.value) > noise and abs(ratio.value - 1) > ratio.spread
 
     # predictions
 
-    @property
     def rates(self):
-        """The Rates that the probe measured, medians over its counted steps; None where it left none."""
-        steps = self.probe.counted_steps if self.probe else []
+        """Return the Rates that the probe measured, medians over its counted steps; None where it left none."""
+        steps = self.counted(self.probe) if self.probe else []
         if not steps:
             return None
         peak = {}
@@ -386,53 +273,55 @@ class Results:
             peak[dtype] = statistics.median(step["peak"][dtype] for step in steps)
         return Rates(peak, statistics.median(step["copy"] for step in steps))
 
-    def is_predictable(self, row):
-        """Tell whether FLOPs and bytes say what a row is worth against the row above."""
-        base = row.base
-        if base is None or row.stage_of_ladder is None or base.stage_of_ladder is None:
-            return False
-        return all(stage.predictable for stage in ladder.between(base.stage, row.stage))
-
     def predicted(self, row):
         """Return how many times as fast as the row above a row should be, or None where nothing can be said.
 
         It is the time of all parts of the row above, divided by that of all parts of this one: FLOPs and bytes over the
         rates of the probe.
         """
-        base = row.base
-        if self.rates is None or not self.is_predictable(row) or row.facts is None or base.facts is None:
+        above, rates = self.above(row), self.rates()
+        if above is None or rates is None or row.stage is None or above.stage is None:
             return None
-        before, after = ladder.work_of(base.stage, base.facts), ladder.work_of(row.stage, row.facts)
-        if before is None or after is None or (row.stage == base.stage and before == after):
-            return None  # no GPT; or what differs is no FLOP and no byte, as between s01 and `plain`
-        seconds_before, seconds_after = seconds_per_token(before, self.rates), seconds_per_token(after, self.rates)
-        if seconds_before is None or seconds_after is None:
+        ours, theirs = self.effect(row), self.effect(above)
+        if ours is None or theirs is None or self.ranks(row) != self.ranks(above):
             return None
-        return seconds_before / seconds_after
+        if row.stage is above.stage and ours.work == theirs.work:
+            return None  # what differs is no FLOP and no byte, as between s01 and `plain`
+        crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
+        if any(stage.unpredictable for stage in crossed):
+            return None
+        before, after = seconds_per_token(theirs.work, rates), seconds_per_token(ours.work, rates)
+        return before / after if before and after else None
 
     def peak_share(self, row):
         """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-        A model that is no GPT has none, which is None.
+        A model that is no GPT has none, which is None, nor have several ranks: the probe is a single process.
         """
-        if self.probe is None or row.facts is None or row.facts["shape"] is None:
+        facts = self.facts(row)
+        if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:
             return None
-        compared = self.compare(row, self.probe)
-        return compared.value * flops_per_token(row.facts["shape"]) if compared else None
+        ratio = self.compare(row, self.probe)
+        return ratio.value * flops_per_token(facts["shape"]) if ratio else None
 
     # losses
 
     def last_common_step(self):
-        """Return the number of the last step that every row with counted steps got to; None without such rows."""
+        """Return the number of the last step to which all rows with counted steps got; None without such rows."""
         reached = []
         for row in self.table_rows:
-            if row.counted_steps:
-                reached.append(max(len(run.steps) for run in row.runs))
+            if self.counted(row):
+                reached.append(max(len(run.steps) for run in self.runs_of(row)))
         return min(reached) - 1 if reached else None
 
     def loss_at(self, row, step):
-        """Return the training loss of a row at a step, or None where no run got there."""
-        for run in row.runs:
-            if len(run.steps) > step:
+        """Return the training loss of a row at a step, or None where no run got there. step: a number, or None."""
+        for run in self.runs_of(row):
+            if step is not None and step < len(run.steps):
                 return run.steps[step]["loss"]
         return None
+
+
+def paired_ratios(ours, theirs):
+    """Return the ratios of two rows' samples that share a key, of theirs to ours: how many times as fast we are."""
+    return [theirs[key] / ours[key] for key in ours if key in theirs]

@@ -4,10 +4,7 @@ record.py describes the lines of a record.
 """
 
 import datetime
-import errno
 import math
-import os
-import re
 import sys
 import time
 
@@ -15,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import model as ladder_model
-from data import Corpus, load_tokens, refuse
-from model import GPT, evaluate, save
+from data import TokenLoader, load_tokens, refuse
+from model import GPT
 
 from . import ladder, machine, rates
 from .arithmetic import flops_per_token, shape_name, shape_of
-from .record import WARMUP, Record, code_hash, figures_of
+from .record import WARMUP, figures_of
 from .stepprofile import StepProfile
+from .weights import held_out_loss, save
 
 PROFILE_LINES = 20  # how many operations --profile shows
 
@@ -37,35 +34,32 @@ class StepLog:
     def __init__(self, args, model, loader=None, tokens_per_step=None):
         """Begin the record and the clock of the first step.
 
-        args: what parse_args() returned. model: any nn.Module; what is told of a GPT is left out for another. loader:
-        the TokenLoader, for the names of its corpus and tokenizer, another one, or None. tokens_per_step: of all ranks
-        and micro-batches; by default those of a batch of the TokenLoader, or 1 without one. Exits with one line where
-        the script has a StepLog already, or --eval and --save have no GPT of the ladder.
+        args: what parse_args() returned. model: any nn.Module; a GPT has a config, by which its FLOPs are counted.
+        loader: the TokenLoader, another one, or None. tokens_per_step: of all ranks and micro-batches; by default
+        those of a batch of the TokenLoader, or 1 without one. Exits with one line where the script has a StepLog
+        already, or --eval and --save have no GPT of the ladder.
         """
-        if tokens_per_step is None:
-            tokens_per_step = getattr(loader, "tokens_per_batch", 1)
-        if args.has_log:
+        if args.log:
             refuse("the script has two StepLogs: let one log take all steps")
-        args.has_log = True
+        args.log = self
         self.args = args
         self.device = args.device
-        self.tokens_per_step = tokens_per_step
-        corpus = getattr(loader, "corpus", None)
-        self.corpus = corpus if isinstance(corpus, Corpus) else None  # another loader's may be anything
+        self.record = args.record
         self.model = unwrapped(model)
-        self.shape = shape_of(self.model)
+        self.shape = shape_of(self.model, args.seq_len)
+        self.corpus = loader.corpus if isinstance(loader, TokenLoader) else None
+        if tokens_per_step is None:
+            tokens_per_step = loader.tokens_per_batch if self.corpus else 1
+        self.tokens_per_step = tokens_per_step
         self.prints = machine.is_rank_0() and not args.worker
         self.steps = []
         self.profiler = None
         self.profile = None
         self.held_out = None
-        has_gpt = self.corpus is not None and isinstance(self.model, GPT)
-        if (args.eval or args.save) and not has_gpt and machine.is_rank_0():
+        if (args.eval or args.save) and not (self.corpus and isinstance(self.model, GPT)):
             refuse("--eval and --save need the ladder's GPT and its loader, and this script has none")
-        if machine.is_rank_0() and args.eval:
+        if args.eval and machine.is_rank_0():
             self.held_out = load_tokens(args.data, split="val").ids
-        self.record = Record(args)
-        sys.excepthook = self.explain
         self.say_what_runs()
         self.header = self.make_header()
         self.record.write("header", **self.header)
@@ -79,14 +73,14 @@ class StepLog:
         if self.shape:
             what = [
                 f"{shape_name(self.shape)}, {parameters:,} parameters",
-                f"B {args.batch_size}, T {self.shape['block_size']}, {self.tokens_per_step:,} tokens per step",
+                f"B {args.batch_size}, T {args.seq_len}, {self.tokens_per_step:,} tokens per step",
             ]
         device = machine.device_name(self.device)
         if self.device.type == "cpu":
             device += f", threads {torch.get_num_threads()}"
         where = [device]
         if self.corpus:
-            where.append(f"{self.corpus.name} in tokens of {self.corpus.tokenizer}")
+            where.append(self.corpus.name)
         self.say(args.title)
         self.say(" | ".join(what))
         self.say(" | ".join(where))
@@ -100,12 +94,9 @@ class StepLog:
         settings["world_size"] = machine.world_size()
         settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
         settings["corpus"] = self.corpus.name if self.corpus else None
-        settings["tokenizer"] = self.corpus.tokenizer if self.corpus else None
         return {
             "stage": args.script.stem,
             "commit": machine.commit(ladder.FOLDER.parent),
-            "code": code_hash(args.script),
-            "model_code": code_hash(ladder_model.__file__),
             "settings": settings,
             "shape": self.shape,
             "environment": machine.environment(self.device),
@@ -138,8 +129,8 @@ class StepLog:
     def step(self, loss, **figures):
         """End a step. Exits with one line where its loss is not finite, or --steps asked for no more.
 
-        loss: a scalar tensor, in nats per token. figures: what to show beside it, such as lr, as numbers or scalar
-        tensors.
+        loss: a scalar tensor or a number, in nats per token. figures: what to show beside it, such as lr, as numbers or
+        scalar tensors.
         """
         step = len(self.steps)
         if step == self.args.steps:
@@ -150,13 +141,13 @@ class StepLog:
             self.profiler.stop()
             self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
             self.profiler = None
-        loss = loss.item()
-        figures = {name: float(value) for name, value in figures.items()}
+        loss = number(loss)
+        figures = {name: number(value) for name, value in figures.items()}
         memory, meter = machine.peak_memory(self.device)
         entry = {
-            **{name: number_or_none(value) for name, value in figures.items()},
+            **{name: finite_or_none(value) for name, value in figures.items()},
             "step": step,
-            "loss": number_or_none(loss),
+            "loss": finite_or_none(loss),
             "dt": dt,
             "tokens": self.tokens_per_step,
             "memory": memory,
@@ -174,25 +165,31 @@ class StepLog:
 
     def say_step(self, step, loss, figures, dt):
         """Print the line of a step."""
+        tokens_per_second = self.tokens_per_step / dt
         words = [f"step {step:4d}", f"loss {loss:.4f}"]
         for name, value in figures.items():
             words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
         words.append(f"{1e3 * dt:.2f}ms")
-        words.append(f"{self.tokens_per_step / dt:,.0f} tok/sec")
-        self.say(" | ".join(words))
+        words.append(f"{tokens_per_second:,.0f} tok/sec")
+        self.say(" | ".join(words + self.flops_at(tokens_per_second)))
 
-    def finish(self, model):
+    def flops_at(self, tokens_per_second):
+        """Return a list of words that tell the FLOP/s of a speed, empty for a model that is no GPT."""
+        if self.shape is None:
+            return []
+        return [f"{flops_per_token(self.shape) * tokens_per_second / 1e12:.3g} TFLOP/s"]
+
+    def finish(self):
         """End the run: the weights where --save asks for them, and the summary, with what --eval and --profile ask for.
 
-        model: the one that the log has from its start, named here so that a stage shows what is saved. Exits with one
-        line where the bench leads the run and is owed more steps.
+        Exits with one line where the bench leads the run and is owed more steps.
         """
         taken, asked = len(self.steps), self.args.steps
         if self.args.worker and taken < asked:
             refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
         self.record.wait_for_ask()  # for the end: leaving takes time, and others may be on the clock
         if self.args.save and self.prints:
-            save(self.model, self.corpus.tokenizer, self.args.save)
+            save(self.model, self.args.save)
             self.say(f"saved to {self.args.save}")
         self.write_summary()
         settle()
@@ -209,12 +206,12 @@ class StepLog:
         summary = {"sdpa": None}
         if (self.record.file or self.profile) and self.shape:
             head_dim = self.shape["n_embd"] // self.shape["n_head"]
-            q = (self.args.batch_size, self.shape["n_head"], self.shape["block_size"], head_dim)
+            q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(q, self.args.amp_dtype, self.device)
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
         if self.held_out is not None:
-            summary["eval"] = evaluate(self.model, self.held_out)
+            summary["eval"] = held_out_loss(self.model, self.held_out)
         if self.profile:
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()  # the copy needs room
@@ -228,33 +225,18 @@ class StepLog:
         steps = f"{figures['counted']} steps after {WARMUP} of warm-up"
         if figures["counted"] == 0:
             steps = "the last step alone, warm-up included"
-        quartiles = f"[{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}]"
-        words = [f"{figures['tok_per_sec']:,.0f} tok/sec"]
-        if self.shape:
-            words.append(f"{flops_per_token(self.shape) * figures['tok_per_sec'] / 1e12:.2f} TFLOP/s")
-        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({self.steps[-1]['meter']})")
-        words.append(f"warm-up {figures['warmup_s']:.1f}s")
-        self.say(f"median {figures['dt_ms']:.2f}ms {quartiles} over {steps}")
+        self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {steps}")
+        meter = self.steps[-1]["meter"]
+        if figures["memory"]:
+            meter = f"memory {figures['memory'] / 1e9:.2f} GB ({meter})"
+        speed = figures["tok_per_sec"]
+        words = [f"{speed:,.0f} tok/sec", *self.flops_at(speed), meter, f"warm-up {figures['warmup_s']:.1f}s"]
         self.say(" | ".join(words))
         if "eval" in summary:
             self.say(f"held-out loss {summary['eval']:.4f}")
         if self.profile:
-            for line in self.profile.lines(self.header | summary, PROFILE_LINES):
+            for line in self.profile.lines(self.args.stage, self.header | summary, PROFILE_LINES):
                 self.say(line)
-
-    def explain(self, kind, error, trace):
-        """Say in one line how to mend a batch that is too large, or a full disk. Python reports any other error."""
-        batch_size = self.args.batch_size
-        if re.search(machine.OUT_OF_MEMORY, f"{kind.__name__}: {error}"):
-            remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
-            print(f"error: out of memory at batch size {batch_size}: try {remedy}", file=sys.stderr, flush=True)
-        elif isinstance(error, BrokenPipeError):  # whoever read what is printed has gone, as in `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it at its end
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"error: {error}: make room, and start again", file=sys.stderr, flush=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        else:
-            sys.__excepthook__(kind, error, trace)
 
     def say(self, line):
         """Print a line of progress."""
@@ -283,6 +265,11 @@ def settle():
         time.sleep(0.5)
 
 
-def number_or_none(value):
+def number(value):
+    """Return a scalar tensor or a number as a float."""
+    return value.item() if torch.is_tensor(value) else float(value)
+
+
+def finite_or_none(value):
     """Return a figure as JSON takes it, which has no infinity; a norm is infinite where float16 overflows."""
     return value if math.isfinite(value) else None

@@ -3,66 +3,26 @@
 import contextlib
 import json
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from . import machine
-from .ladder import FOLDER, NAMES
-from .record import WARMUP
+from .ladder import FOLDER
+from .record import COUNTED_STEPS, WARMUP
 
 PATIENCE = 600  # seconds that a step may take, with its compilation
 PATIENCE_AT_THE_END = 40  # seconds in which a process ends that was told to: torchrun gives its ranks 30
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
+MOST_COUNTED_STEPS = 160  # of a row that runs alone, whose steps may be too short to fill the next constant
+ENOUGH_SECONDS = 6.0  # that the counted steps of a row fill which runs alone: a card's clock needs seconds to settle
+LAST_LINES = 20  # of what a process said that left no error in its record
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is started for a row of the table, for a second run of one, or for the probe.
-
-    name: in the records and the table. script: what Python runs. change: the words of the table. base: the name of the
-    row that it is compared with. control_of: the name of the row that it is a second run of. flags: what it gets beyond
-    the flags that all rows share. ranks: processes under torchrun; 0 runs the script without it. env: variables beside
-    those of the bench. batch_size: what the mode `limit` tries. memory_budget: bytes that it may hold.
-    """
-
-    name: str
-    script: Path
-    change: str = ""
-    base: str | None = None
-    control_of: str | None = None
-    is_probe: bool = False
-    flags: tuple[str, ...] = ()
-    ranks: int = 0
-    env: dict[str, str] = field(default_factory=dict)
-    batch_size: int | None = None
-    memory_budget: int | None = None
-
-    def about(self):
-        """Return what the record tells of it, a dict."""
-        return {
-            "name": self.name,
-            "stage": self.script.stem,
-            "change": self.change,
-            "base": self.base,
-            "control_of": self.control_of,
-            "is_probe": self.is_probe,
-            "ranks": self.ranks,
-        }
-
-
-@dataclass(frozen=True)
-class Enough:
-    """When a row has been measured long enough: after so many counted steps, which also took so many seconds."""
-
-    steps: int
-    seconds: float
+class NotEnoughMemory(Exception):
+    """The rows can't all be alive at once."""
 
 
 def say(line):
@@ -70,60 +30,56 @@ def say(line):
     print(line, file=sys.stderr, flush=True)
 
 
-class Worker:
-    """A row at work, in a process of its own. It takes a step for each ask(), and ends by itself when the bench dies.
+def about(seconds):
+    """Return a time for people, as "about 4 min"."""
+    return f"about {seconds / 60:.0f} min" if seconds > 90 else f"about {seconds:.0f} s"
 
-    run: the results.Run that it fills. Its figures are looked up there.
+
+class Worker:
+    """A row at work in a process of its own. It takes a step for each that it is asked for, and ends with the bench.
+
+    run: the results.Run that it fills.
     """
 
-    def __init__(self, row, flags, results, session):
-        """Start the process. flags: what all rows share. results: the Results that keep each line of its record."""
+    def __init__(self, row, results, number):
+        """Start the process. results: the Results that keep each line of its record. number: of the round."""
         self.row = row
         self.results = results
-        self.session = session
-        self.keep({"kind": "start", "batch_size": row.batch_size})
-        self.run = results.rows[row.name].run(session, row.batch_size)
-        self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        command = [sys.executable]
-        if row.ranks:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"]
+        self.number = number
+        self.keep({"kind": "start"})
+        self.run = results.runs[row.name, number]
+        self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         python_path = str(FOLDER)  # where the harness is
         if os.environ.get("PYTHONPATH"):
             python_path += os.pathsep + os.environ["PYTHONPATH"]
         self.process = subprocess.Popen(
-            [*command, str(row.script), *flags, *row.flags, "--worker"],
+            row.command([*results.bench["flags"], "--worker"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.stderr,
             text=True,
+            encoding="utf-8",
             errors="replace",
-            env=os.environ | {"PYTHONPATH": python_path} | row.env,
+            env=os.environ | {"PYTHONPATH": python_path} | results.bench["variables"],
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then stops its workers
         )
-        if row.memory_budget:  # beyond it PyTorch's allocation fails
-            resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (row.memory_budget, row.memory_budget))
 
     @property
     def is_live(self):
         """Whether it can be asked for another step, or for its summary."""
         return self.run.summary is None and self.run.error is None
 
-    @property
-    def memory(self):
-        """The most bytes that it held, of all ranks; 0 before its first step and without a meter."""
-        if not self.run.steps:
-            return 0
-        return (self.run.steps[-1].get("memory") or 0) * max(1, self.row.ranks)
-
-    def keep(self, entry):
+    def keep(self, line):
         """Keep a line of its record."""
-        self.results.add(self.session, self.row.name, entry)
+        self.results.add(line | {"name": self.row.name, "round": self.number})
 
-    def ask(self):
-        """Ask for one step, and do not wait for it."""
-        with contextlib.suppress(OSError):  # the process is gone: wait() finds out why
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
+    def step(self):
+        """Ask for a step, and wait until it is taken."""
+        if self.is_live:
+            with contextlib.suppress(OSError):  # the process is gone: wait() finds out why
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+            self.wait()
 
     def close(self):
         """Ask for the summary, and do not wait for it."""
@@ -135,48 +91,47 @@ class Worker:
         signal.signal(signal.SIGALRM, give_up)
         signal.alarm(PATIENCE)
         try:
-            for line in self.process.stdout:
-                entry = entry_of(line)
-                if entry is None:
+            for text in self.process.stdout:
+                line = line_of_record(text)
+                if line is None:
                     continue
-                self.keep(entry)
-                if entry["kind"] == "header" and self.has_other_corpus(entry):
-                    self.fail("trains on another text than the bench, as after a failed download: start it again")
+                self.keep(line)
+                if line["kind"] == "error":
+                    say(f"{self.row.name} failed:\n{line['traceback']}")
+                if line["kind"] in ("step", "summary", "error"):
                     return
-                if entry["kind"] == "summary" and not self.process.stdin.closed:  # nobody asked for it
-                    self.fail("ended before its last step")
-                if entry["kind"] in ("step", "summary"):
-                    return
-            status = self.process.wait()
-            self.stderr.seek(0)
-            message = error_message(self.stderr.read(), status)
-            is_short = status == -signal.SIGKILL or re.search(machine.OUT_OF_MEMORY, message) is not None
-            self.fail(message[:200], out_of_memory=is_short)
+            self.fail(*self.last_words())
         except TimeoutError:
-            self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
         finally:
             signal.alarm(0)
 
-    def has_other_corpus(self, header):
-        """Tell whether the run of a stage trains on another text than the bench, or in other tokens."""
-        corpus = [header["settings"]["corpus"], header["settings"]["tokenizer"]]
-        return header["stage"] in NAMES and corpus != self.results.bench["corpus"]
+    def last_words(self):
+        """Return (message, all that it said at last, whether memory was short) of a process that left no error line."""
+        status = self.process.wait()
+        self.stderr.seek(0)
+        lines = self.stderr.read().strip().splitlines()
+        said = "\n".join(lines[-LAST_LINES:])
+        if status == -signal.SIGKILL:
+            return "killed by the system, most likely out of memory", said, True
+        if status == 0:
+            return "ended without log.finish(), or before its last step", said, False
+        refusals = [line for line in lines if line.startswith("error: ")]  # as refuse() says it, in any rank
+        if refusals:
+            return refusals[-1], said, False
+        return (lines[-1] if lines else f"exit status {status}"), said, False
 
-    def has_enough(self, enough):
-        """Tell whether it has taken Enough counted steps."""
-        counted = self.run.steps[WARMUP:]
-        return len(counted) >= enough.steps and sum(step["dt"] for step in counted) >= enough.seconds
-
-    def fail(self, message, out_of_memory=False):
+    def fail(self, message, said="", out_of_memory=False):
         """Note in the record, and on stderr, why the process can't go on."""
-        self.keep({"kind": "error", "error": message, "out_of_memory": out_of_memory})
+        self.keep({"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory})
         say(f"{self.row.name} failed: {message}")
+        if said not in ("", message):
+            say(said)
 
     def stop(self):
         """End the process and all that it started, at once where it does not end by itself."""
         self.close()
-        if self.run.has_ended:
+        if self.run.summary:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_AT_THE_END)
         self.send(signal.SIGTERM)
@@ -197,82 +152,71 @@ def give_up(signal_number, frame):
     raise TimeoutError
 
 
-def entry_of(line):
+def line_of_record(text):
     """Return a line of a record as a dict, or None for what a script printed before parse_args() took its stdout."""
     try:
-        entry = json.loads(line)
+        line = json.loads(text)
     except ValueError:
         return None
-    is_of_record = isinstance(entry, dict) and entry.get("kind") in ("header", "step", "summary")
-    return entry if is_of_record else None
+    is_of_record = isinstance(line, dict) and line.get("kind") in ("header", "step", "summary", "error")
+    return line if is_of_record else None
 
 
-def error_message(stderr, status):
-    """Return what a process said of its end, in one line: its last error, or its exit status."""
-    if status == -signal.SIGKILL:
-        return "killed by the system, most likely out of memory: try a smaller --batch-size"
-    for line in reversed(stderr.splitlines()):
-        line = re.sub(r"^\[rank\d+\]: ", "", line.strip())  # torchrun's mark
-        of_ours = re.match(r"(?:\S+\.py: )?error: (.+)", line)  # argparse names the script before it
-        if of_ours:
-            return of_ours[1]
-        is_of_python = re.fullmatch(r"[\w.]*(Error|Exception)(: \S.*)?", line)  # the last line of its report
-        if is_of_python or re.search(machine.OUT_OF_MEMORY, line):
-            return line
-    if status == 0:
-        return "ended without log.finish(), or before its last step"
-    return f"exit status {status}"
+def has_enough(run):
+    """Tell whether a run that is alone on its device has counted enough steps, for long enough."""
+    return len(run.counted) >= COUNTED_STEPS and sum(step["dt"] for step in run.counted) >= ENOUGH_SECONDS
 
 
-def lead(rows, flags, results, session, steps, enough=None, tell=None):
-    """Take fresh workers of some rows through the warm-up and so many counted steps, one step each in turn.
+def lead(rows, results, number, tell_turn=None):
+    """Take fresh workers of some rows through the warm-up and the counted steps, one step each in turn.
 
-    flags: what all rows share. results: the Results that keep all lines, under this session. enough: an Enough after
-    which a row takes no more steps. tell: called after each turn with its number and the seconds of all turns so far.
-    Returns how many rows started, from the first on: those for which no memory is left do not.
+    results: the Results that keep all lines, under this number of a round. tell_turn: called after each turn with its
+    number and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
     """
     workers = []
     try:
+        began = time.monotonic()
         for row in rows:
             # a process may need half as much again before it reports its own memory
-            if workers and machine.free_memory() < 1.5 * max(worker.memory for worker in workers):
-                say(f"{row.name} and those below it have to wait: there is no memory for another process")
-                break
+            if workers and machine.free_memory() < 1.5 * max(worker.run.memory for worker in workers):
+                raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
             say(f"{row.name}: start and warm-up")
-            worker = Worker(row, flags, results, session)
-            workers.append(worker)
+            workers.append(Worker(row, results, number))
             for _ in range(WARMUP):
-                take_step(worker)
-        take_turns(workers, steps, enough, tell)
+                workers[-1].step()
+            if len(workers) < len(rows):
+                left = seconds_left(workers, rows, results, time.monotonic() - began)
+                say(f"{len(workers)} of {len(rows)} are warm, {about(left)} left")
+        take_turns(workers, results.bench["steps"] - WARMUP, results.bench["in_turn"], tell_turn)
         for worker in workers:
             worker.close()
         for worker in workers:
             if worker.is_live:
                 worker.wait()
-        return len(workers)
     finally:
         for worker in workers:
             worker.stop()
 
 
-def take_turns(workers, steps, enough, tell):
-    """Take so many steps with each worker that lives, in turn."""
+def seconds_left(workers, rows, results, seconds):
+    """Estimate the seconds that starts and turns will take, from those of the workers that are warm."""
+    dts = [worker.run.steps[-1]["dt"] for worker in workers if worker.run.steps]
+    turn = sum(dts) / len(workers) * len(rows)
+    start = seconds / len(workers)
+    return start * (len(rows) - len(workers)) + turn * (results.bench["steps"] - WARMUP)
+
+
+def take_turns(workers, steps, in_turn, tell_turn):
+    """Take so many steps with each worker that lives, in turn; a worker that is alone stops once it has_enough()."""
     began = time.monotonic()
     for turn in range(1, steps + 1):
-        waiting = [worker for worker in workers if worker.is_live and not (enough and worker.has_enough(enough))]
+        waiting = [worker for worker in workers if worker.is_live and (in_turn or not has_enough(worker.run))]
         if not waiting:
             return
         for worker in waiting:
             if len(waiting) > 1:
                 time.sleep(PAUSE)
-            take_step(worker)
+            worker.step()
         workers.reverse()  # there and back, so that a drift of the machine's speed hits all alike
-        if tell:
-            tell(turn, time.monotonic() - began)
-
-
-def take_step(worker):
-    """Ask a worker for a step, and wait until it has taken it."""
-    if worker.is_live:
-        worker.ask()
-        worker.wait()
+        if tell_turn:
+            tell_turn(turn, time.monotonic() - began)

@@ -3,6 +3,7 @@
 from harness import machine, rates
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -66,7 +67,7 @@ class Machine(TorchFunctionMode):
 def fake(monkeypatch):
     """A Machine, whose card has TF32 and 80 GB."""
     fake = Machine()
-    monkeypatch.setattr(rates, "time", fake)
+    monkeypatch.setattr(time, "perf_counter", fake.perf_counter)
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
     monkeypatch.setattr(machine, "has_tf32", lambda device: device.type == "cuda")
     monkeypatch.setattr(machine, "total_memory", lambda device: 80 * 10**9)

@@ -1,0 +1,73 @@
+"""Weights of a GPT: to a file and back, those that OpenAI published, and their loss on held-out text."""
+
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from data import refuse, whole_file
+from model import GPT, GPTConfig
+
+# OpenAI wrote these layers as convolutions of width 1, with weights (inputs, outputs): nn.Linear's transposed
+CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
+
+
+def save(model, path):
+    """Write a GPT's weights to a file, with its shape. Raises OSError or RuntimeError where the disk is full."""
+    with whole_file(path) as unfinished:
+        torch.save({"config": asdict(model.config), "weights": model.state_dict()}, unfinished)
+
+
+def load(path, attention):
+    """Return the GPT of a file that save() wrote, on the CPU. Exits with one line where it is no such file."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        model = GPT(GPTConfig(**checkpoint["config"]), attention)
+        model.load_state_dict(checkpoint["weights"])
+    except Exception as error:  # of another kind of file torch reads what its bytes happen to mean, and raises anything
+        reason = " ".join(str(error).split())[:200]
+        refuse(f"{path} is no file that --save wrote: {reason or type(error).__name__}")
+    return model
+
+
+def from_pretrained(name, attention):
+    """Return a GPT with OpenAI's weights, in float32 on the CPU, as the package transformers reads them.
+
+    name: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", or a folder that transformers wrote. Raises what
+    transformers raises.
+    """
+    from transformers import GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel.from_pretrained(name)
+    c = theirs.config
+    model = GPT(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd), attention)
+    weights = theirs.state_dict()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            weight = weights[key]
+            if key.endswith(CONV1D):
+                weight = weight.t()
+            p.copy_(weight)
+    return model
+
+
+@torch.no_grad()
+def held_out_loss(model, ids):
+    """Return the mean loss in nats per token over a held-out text, a float, of its first million tokens.
+
+    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once, in windows of
+    block_size that lie end to end, so that an id sees from 1 to block_size ids before it. The model computes in the
+    dtype of its weights, without autocast. Exits with one line below 2 ids.
+    """
+    ids = ids[:HELD_OUT_AT_MOST]
+    if len(ids) < 2:
+        refuse(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
+    device, T = model.transformer.wte.weight.device, model.config.block_size
+    targets = len(ids) - 1
+    total = 0.0
+    for start in range(0, targets, T):
+        window = torch.from_numpy(ids[start : start + T + 1].astype(np.int64)).to(device)
+        x, y = window[None, :-1], window[None, 1:]
+        total += model(x, y).item() * y.numel()
+    return total / targets
