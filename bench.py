@@ -109,21 +109,20 @@ def measure(args, argv, path):
     in_turn = args.stage.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
-        results = Results(new_bench(args, argv, in_turn), file)
-        try:
+        while True:
+            results = Results(new_bench(args, argv, in_turn), file)
             try:
                 run(results, path)
+                return results
             except NotEnoughMemory as error:
                 say(f"{error}, so they run one after the other, in {args.rounds or ROUNDS} rounds")
-                file.truncate(0)
+                in_turn = False
+                file.truncate(0)  # and begin again
                 file.seek(0)
-                results = Results(new_bench(args, argv, in_turn=False), file)
-                run(results, path)
-        except KeyboardInterrupt:
-            say("interrupted; what was measured:")
-            show(results, path)
-            raise
-    return results
+            except KeyboardInterrupt:
+                say("interrupted; what was measured:")
+                show(results, path)
+                raise
 
 
 def run(results, path):

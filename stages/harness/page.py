@@ -100,13 +100,18 @@ def aligned(columns, rows):
 
 
 def terminal(results):
-    """Return what the terminal shows: the short table, and below it what is no difference."""
+    """Return what the terminal shows: the short table, and below it which rows failed and what is no difference."""
+    lines = [aligned(short_columns(results), results.table_rows)]
+    for row in results.table_rows:
+        error = results.error(row)
+        if error:
+            lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL))
     noise = results.noise()
     if noise is None:
         words = "Nothing can be called faster or slower: that takes more rounds or, on a CPU, more steps."
     else:
         words = f"In brackets: no difference, which is up to {100 * noise:.1f} %, or up to its own ±."
-    return aligned(short_columns(results), results.table_rows) + "\n" + textwrap.fill(words, TERMINAL)
+    return "\n".join([*lines, textwrap.fill(words, TERMINAL)])
 
 
 # Cells
@@ -177,7 +182,7 @@ def note(results, row):
     parts = []
     error, ended, rounds = results.error(row), results.rounds_ended(row), results.bench["rounds"]
     if error:
-        parts.append("out of memory" if error["out_of_memory"] else f"failed: {error['message']}")
+        parts.append(failure(error))
     elif ended < rounds:
         parts.append(f"{ended} of {rounds} rounds")
     effect = results.effect(row)
@@ -192,6 +197,11 @@ def note(results, row):
     if reserved:
         parts.append(f"{reserved / 1e9:.2f} GB reserved")
     return "; ".join(part for part in parts if part)
+
+
+def failure(error):
+    """Return why a row failed, by the error line of its record."""
+    return "out of memory" if error["out_of_memory"] else f"failed: {error['message']}"
 
 
 # The page

@@ -97,7 +97,7 @@ class Worker:
                     continue
                 self.keep(line)
                 if line["kind"] == "error":
-                    say(f"{self.row.name} failed:\n{line['traceback']}")
+                    say(f"{self.row.name} failed: {line['message'] if line['out_of_memory'] else line['traceback']}")
                 if line["kind"] in ("step", "summary", "error"):
                     return
             self.fail(*self.last_words())
