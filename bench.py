@@ -33,15 +33,15 @@ from harness.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, sa
 
 from data import TokenLoader, load_tokens, refuse, whole_file
 
-ROUNDS = 3  # where rows run one after the other: one round would have no ±
+ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
 TELL_EVERY = 5  # turns
 
 
 def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
-    It gains rows and reference, which rows_of() returns, flags, those of all rows as a list, and stage, the same flags
-    as a stage parses them.
+    It gains rows and reference, which rows_of() returns; flags, a list of those that all rows share; and shared, the
+    same flags as a stage parses them.
     """
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
@@ -51,15 +51,15 @@ def parse_command(argv):
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    args, args.flags = parser.parse_known_args(argv[len(words) :])
+    commands = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    args, args.flags = parser.parse_known_args(argv[len(commands) :])
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
     _, strays = new_parser(__doc__).parse_known_args(args.flags)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
-    args.stage = parse_flags(args.flags)
-    args.rows, args.reference = rows_of(words, args.stage.device)
+    args.shared = parse_flags(args.flags)
+    args.rows, args.reference = rows_of(commands, args.shared.device)
     for row in args.rows:
         parse_flags([*args.flags, *row.flags])
     return args
@@ -67,21 +67,21 @@ def parse_command(argv):
 
 def parse_flags(flags):
     """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
-    stage = parse(__doc__, flags)
-    for name in ("record", "save", "eval", "profile", "worker"):
-        if getattr(stage, name):
+    args = parse(__doc__, flags)
+    for name in ("record", "save", "eval", "profile"):
+        if getattr(args, name):
             refuse(f"--{name} is for a single stage: python stages/s05_flash.py --{name}")
-    return stage
+    return args
 
 
-def make_sure_of_the_text(args):
-    """Download and tokenize the text once, before the first process, and let all rows train on what there is.
+def prepare_text(args):
+    """Download and tokenize the text once, before the first process. Where that fails, tell all rows to go without.
 
     Exits with one line where it is too short for a sequence.
     """
-    corpus = load_tokens(args.stage.data)
-    TokenLoader(corpus, args.stage.batch_size, args.stage.seq_len)  # refuses a text that is too short
-    if args.stage.data is None and corpus.name != "Tiny Shakespeare":
+    corpus = load_tokens(args.shared.data)
+    TokenLoader(corpus, args.shared.batch_size, args.shared.seq_len)  # refuses a text that is too short
+    if args.shared.data is None and corpus.name != "Tiny Shakespeare":
         args.flags += ["--data", "docs"]  # else each process would wait for the download
 
 
@@ -97,8 +97,8 @@ def new_bench(args, argv, in_turn):
         "rounds": args.rounds or (1 if in_turn else ROUNDS),
         "rows": [asdict(row) for row in args.rows],
         "flags": ["--steps", str(steps), *args.flags],
-        "variables": CPU_MEMORY if args.stage.device.type == "cpu" else {},
-        "environment": machine.environment(args.stage.device),
+        "variables": CPU_MEMORY if args.shared.device.type == "cpu" else {},
+        "environment": machine.environment(args.shared.device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
@@ -106,7 +106,7 @@ def new_bench(args, argv, in_turn):
 
 def measure(args, argv, path):
     """Return the Results of a new bench. What was measured before Ctrl-C is shown."""
-    in_turn = args.stage.device.type == "cpu"
+    in_turn = args.shared.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
         while True:
@@ -132,7 +132,7 @@ def run(results, path):
     """
     bench = results.bench
     probe, *rows = results.rows.values()
-    seconds = {}  # that each row took in its last round
+    seconds = {}  # {name: seconds of its last round}
     for number in range(bench["rounds"]):
         order = [probe, *(reversed(rows) if number % 2 else rows)]
         if bench["in_turn"]:
@@ -144,7 +144,7 @@ def run(results, path):
                 seconds[row.name] = time.monotonic() - began
                 waiting = order[place:] + (bench["rounds"] - number - 1) * order
                 where = f"round {number + 1} of {bench['rounds']}, row {place} of {len(order)}"
-                say(f"{speed_of(results, row)}; {where}, {left(waiting, seconds)}")
+                say(f"{speed_of(results, row)}; {where}, {time_left(waiting, seconds)}")
         show(results, path)
 
 
@@ -160,8 +160,8 @@ def teller_of_turns(results):
     return tell
 
 
-def left(rows, seconds):
-    """Return words on how long some rows will take. seconds: {name: of the last round}; others take their mean."""
+def time_left(rows, seconds):
+    """Return words on how long some rows will take. seconds: {name: of its last round}; others take their mean."""
     mean = sum(seconds.values()) / len(seconds)
     return f"{about(sum(seconds.get(row.name, mean) for row in rows))} left"
 
@@ -199,10 +199,10 @@ def main(argv):
     if args.render:
         results = Results.load(path)
         show(results, path)
-        return exit_status(results)
+        return 0
     if path.exists() or path.with_suffix(".md").exists():
-        refuse(f"results/ has a {path.stem} already: pass another --out")
-    make_sure_of_the_text(args)
+        refuse(f"results/{path.stem} is there already: pass another --out")
+    prepare_text(args)
     return exit_status(measure(args, argv, path))
 
 

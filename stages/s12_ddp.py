@@ -4,9 +4,9 @@
 
 Every rank has its own device, holds the whole model and reads its own slices of the data. DistributedDataParallel
 averages the gradients over the ranks, bucket by bucket while the backward still runs, so that all ranks take the step
-that one process would take with every micro-batch. Once per step is enough, with the last micro-batch. A flag says so,
-and it is set before the forward, which reads it. Under plain python the world is one process, which takes the steps of
-the stage before and copies its gradients into the buckets all the same. On an H100 it was 8 % slower there, most likely
+that one process would take with every micro-batch. Only the last micro-batch of a step needs that, and a flag turns it
+on, which must be set before the forward. Under plain python the world is one process, which takes the steps of the
+stage before and copies its gradients into the buckets all the same. On an H100 that made it 8 % slower, most likely
 because DDP splits the compiled graph where a bucket ends.
 On a CPU the ranks share its cores and gain only what one process had left idle: little.
 """

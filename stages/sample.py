@@ -40,9 +40,9 @@ if not 0 <= args.temperature < math.inf:
 if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
-read = from_pretrained if args.weights in PUBLISHED else load
+load_model = from_pretrained if args.weights in PUBLISHED else load
 device = machine.find_device(args.device)
-model = read(args.weights, attention).to(device)
+model = load_model(args.weights, attention).to(device)
 torch.manual_seed(args.seed)
 
 if args.eval:
@@ -54,5 +54,5 @@ else:
     encoding = gpt2_encoding()
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-    # without GPT-2's vocabulary the encoding knows its single bytes alone
+    # without GPT-2's vocabulary the encoding has its single bytes alone
     print(encoding.decode([token for token in ids if token < encoding.n_vocab]))

@@ -143,10 +143,11 @@ def gpu(monkeypatch):
         (["s01", "--steps=9", "s05"], "rows come before flags: put 's05' first"),
         (["s01", "--profile"], "--profile is for a single stage"),
         (["s01", "s05 --save w.pt"], "--save is for a single stage"),
+        (["s01", "s05 --steps 9"], "put --steps outside of the quotes"),
         (["s01", "s05 --batch-size 0"], "'0' is not a whole number of 1 or more"),
         (["s01", "--data", "short.bin"], "90 tokens"),
-        (["s01", "--out", "old"], "results/ has a old already"),
-        (["s01", "--out", "page"], "results/ has a page already"),
+        (["s01", "--out", "old"], "results/old is there already"),
+        (["s01", "--out", "page"], "results/page is there already"),
         (["--render", "old"], "old.jsonl is no record of a bench of this version"),
         (["--render", "gone"], "gone.jsonl is no record of a bench of this version"),
     ],
@@ -255,8 +256,8 @@ def test_the_time_left_is_that_of_the_rows_that_wait():
         return ladder.Stage(name, "")  # anything with a name
 
     seconds = {"probe": 60, "s01": 120}
-    assert bench.left([], seconds) == "about 0 s left"
-    assert bench.left([row("probe"), row("s01"), row("s02")], seconds) == "about 4 min left"  # s02 takes the mean
+    assert bench.time_left([], seconds) == "about 0 s left"
+    assert bench.time_left([row("probe"), row("s01"), row("s02")], seconds) == "about 4 min left"  # s02 takes the mean
 
 
 def test_on_a_card_a_row_takes_at_most_164_steps(repo, gpu):
@@ -282,7 +283,7 @@ def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, gpu):
 def test_ctrl_c_before_the_first_step_leaves_a_page_all_the_same(repo):
     repo.plan(probe={"do": "interrupt the bench", "at": 0})
     assert repo.run().status == 130
-    assert "s01 did not get as far as its first step." in repo.page.read_text()
+    assert "No row got as far as its first step." in repo.page.read_text()
 
 
 def test_a_killed_bench_leaves_no_process_and_a_record_that_can_be_drawn(repo):
@@ -333,7 +334,7 @@ def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_p
     scripts = {
         "few": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps - 1)"),
         "many": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps + 1)"),
-        "two_logs": OWN_SCRIPT.replace("log = ", "first_log = StepLog(args, net)\nlog = "),
+        "two_logs": OWN_SCRIPT.replace("log = ", "first_log = StepLog(args, net, tokens_per_step=1)\nlog = "),
         "no_finish": OWN_SCRIPT.replace("log.finish()", ""),
         "third_step": OWN_SCRIPT.replace("    loss = ", "    loss = 1 / (2 - step) * "),
         "no_memory": OWN_SCRIPT.replace("net = ", "raise torch.OutOfMemoryError('CUDA out of memory')\nnet = "),

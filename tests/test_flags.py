@@ -132,7 +132,7 @@ def test_a_fallback_is_one_line_where_the_stage_heeds_the_flag(parse, monkeypatc
 
 def test_a_flag_that_a_stage_does_not_heed_is_one_line_and_the_run_goes_on(parse, capsys):
     assert parse("--accum", "8", "--no-compile").accum == 8
-    assert capsys.readouterr().err == "accum: of no use in s05_flash, since s11_accum brings it\n"
+    assert capsys.readouterr().err == "accum has no effect in s05_flash: s11_accum brings it\n"
 
 
 def test_tf32_stays_off_where_nvidias_containers_allow_it():

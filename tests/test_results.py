@@ -244,7 +244,7 @@ def test_a_row_is_no_control_where_the_one_above_is_not_the_stage_before(names):
 
 
 def test_a_row_with_flags_of_its_own_is_no_control_of_the_stage_before():
-    rows = [row("s07"), row("s08", base="s07", flags=("--batch-size", "8"))]
+    rows = [row("s07"), row("s08", above="s07", flags=("--batch-size", "8"))]
     assert results_of(run("s07", [1.0]), run("s08", [1.0]), rows=rows).controls() == []
 
 
@@ -312,8 +312,8 @@ def test_rows_of_one_stage_are_predicted_by_their_own_flags():
     in 2 passes over the gradient. With two tokens in a sequence attention takes twice as many FLOP and scores for each,
     and two micro-batches share an update."""
     runs = [run_of_one("s03 a"), run_of_one("s03 b", amp_dtype="float16"), run_of_one("s03 c", amp_dtype="bfloat16")]
-    rows = [row(name, script="s03_bf16", base=base) for name, base in (("s03 a", None), ("s03 b", "s03 a"))]
-    rows += [row("s03 c", script="s03_bf16", base="s03 a"), row("probe", is_probe=True)]
+    rows = [row(name, script="s03_bf16", above=above) for name, above in (("s03 a", None), ("s03 b", "s03 a"))]
+    rows += [row("s03 c", script="s03_bf16", above="s03 a"), row("probe")]
     results = results_of(*runs, probed(**RATES), rows=rows)
     assert predicted(results, "s03 b") == pytest.approx(244 / (90 / 4 + 50.4 + 22 * 5.6))
     assert predicted(results, "s03 c") == pytest.approx(244 / (90 / 2 + 50.4 + 20 * 5.6))
@@ -327,7 +327,7 @@ def test_what_flops_and_bytes_do_not_tell_is_not_predicted(names):
 
 def test_without_a_rate_and_between_one_process_and_several_nothing_is_predicted():
     assert predicted(results_of(run_of_one("s09"), run_of_one("s10"), probed(bfloat16=1)), "s10") is None
-    rows = [*rows_of_names(["s12", "probe"]), row("two s12", script="s12_ddp", base="s12")]
+    rows = [*rows_of_names(["s12", "probe"]), row("two s12", script="s12_ddp", above="s12")]
     runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2), probed(**RATES)]
     assert predicted(results_of(*runs, rows=rows), "two s12") is None
 

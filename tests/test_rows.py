@@ -36,8 +36,7 @@ def names(rows):
         ("mine.py", "mine.py", "mine", "mine.py", "", ""),
         ("my/s12_ddp.py --accum 8", "my/s12_ddp.py --accum 8", "s12_ddp", "my/s12_ddp.py", "", "--accum 8"),
         ("torchrun --x 2 s12", "torchrun --x 2 s12", "s12", "s12_ddp", "torchrun --x 2", ""),
-        ("python s05 --lr 1", "python s05 --lr 1", "s05", "s05_flash", "", "--lr 1"),
-        ("env A=b python3 mine.py", "env A=b python3 mine.py", "mine", "mine.py", "env A=b", ""),
+        ("env A=b mine.py", "env A=b mine.py", "mine", "mine.py", "env A=b", ""),
     ],
 )
 def test_a_word_is_a_launcher_a_script_and_flags(word, name, title, script, launcher, flags):
@@ -57,6 +56,7 @@ def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_pat
     command = row_of("env A=b torchrun --nproc_per_node=2 mine.py").command([])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, str(tmp_path / "mine.py")]
+    assert row_of("python3 -u mine.py").command([]) == [sys.executable, "-u", str(tmp_path / "mine.py")]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_pat
     [
         ("s99", "'s99' names no stage and no script: pass s01 to s12, a .py file"),
         ("--x", "'--x' names no stage"),
-        ("gone.py --lr 1", "gone.py is no file"),
-        ("nothing-of-this-name -n 2 s12", "there is no program nothing-of-this-name"),
+        ("gone.py --lr 1", "there is no gone.py"),
+        ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
     ],
 )
 def test_a_word_that_can_not_run_is_one_line(capsys, word, reason):
@@ -84,7 +84,7 @@ def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_
     all_rows, reference = rows_of(["s11", "mine.py", "s05"], CPU)
     assert reference == "s11"
     assert names(all_rows) == ["probe", "s11", "mine.py", "s05", "s05 again"]
-    assert [row.base for row in all_rows] == [None, None, "s11", "mine.py", None]
+    assert [row.above for row in all_rows] == [None, None, "s11", "mine.py", None]
     assert all_rows[-1].control_of == "s05"
     assert all_rows[0].path == ROOT / "stages" / "harness" / "probe.py"
 
@@ -103,7 +103,7 @@ def test_without_words_the_ladder_runs_on_a_cpu_with_plain_above_it():
     all_rows, reference = rows_of([], CPU)
     table = [row for row in all_rows if not row.is_probe and not row.control_of]
     assert names(table) == ["plain", *SHORTS]
-    assert reference == table[1].name == table[2].base
+    assert reference == table[1].name == table[2].above
     unset = ["-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE"]
     assert table[0].command([]) == ["env", *unset, sys.executable, str(STAGES["s01"])]
     assert table[1].command([]) == [sys.executable, str(STAGES["s01"])]

@@ -1,12 +1,14 @@
 """What a stage imports: its flags and its clock.
 
-The rooms of the harness, from the bottom up. A module imports only what stands before it.
+The modules of the harness. Each imports only from the lines above its own.
 
-arithmetic, ladder, intervals    what is known without a run: FLOPs and bytes, the twelve stages, 95 % intervals
-machine, record, probe           what a device can do; the lines that a run leaves; the rates of a machine, measured
-stepprofile, weights             what --profile shows; weights on disk and their held-out loss
-flags, steplog                   what a stage uses: parse_args and StepLog
-rows, results, workers, page     what the bench uses: commands, what was measured, processes, tables
+arithmetic, intervals           what is known without a run: FLOPs and bytes; 95 % intervals
+ladder, machine                 the twelve stages, a line each; what a device is and can do
+record, rates, weights          the lines that a run leaves; the rates of a machine, measured; weights on disk
+flags, stepprofile              parse_args; what --profile shows
+steplog                         the clock of a stage
+rows, results, workers, page    what the bench uses: commands, what was measured, processes, tables
+probe                           a script, the row of the bench that measures the rates
 """
 
 import os
@@ -14,14 +16,14 @@ import sys
 from pathlib import Path
 
 for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
-    os.environ.pop(name, None)  # NVIDIA's containers set them, and TF32 would be on in s01
+    os.environ.pop(name, None)  # the first is set in NVIDIA's containers, and with either TF32 would be on in s01
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints of its own starts
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are
 
 
 def refuse_namesakes(folder):
-    """Exit with one line where a folder, that of a script, has a data or model of its own: the ladder's is meant."""
+    """Exit with one line where the folder of a script has a data or model of its own: these names are the ladder's."""
     for name in ("data", "model"):
         for path in (folder / f"{name}.py", folder / name / "__init__.py"):
             if path.exists() and folder != ROOT:
@@ -30,7 +32,7 @@ def refuse_namesakes(folder):
 
 
 refuse_namesakes(Path(sys.argv[0]).resolve().parent)
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from .flags import parse_args
 from .steplog import StepLog

@@ -38,15 +38,16 @@ def positive(text):
 def parse_args(doc):
     """Return the flags of a stage as a namespace, every default resolved for the device, and open its record.
 
-    doc: the stage's docstring, whose first line is its title. device is a torch.device, amp_dtype a torch.dtype. From
-    here on an exception is kept in the record. Exits with one line and status 2 for a wrong flag.
+    doc: the docstring of the stage, whose first line is its title, or None. device is a torch.device, amp_dtype a
+    torch.dtype. From here on an exception is kept in the record. Exits with one line and status 2 for a wrong flag.
+    Raises OSError where --record names no new file.
     """
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
     args = parse(doc, sys.argv[1:])
     check(args, stage)
     args.script, args.stage = script, stage
-    args.title = (doc or script.stem).strip().splitlines()[0]  # python -OO has no docstrings
+    args.title = (doc or script.stem).strip().splitlines()[0]
     args.log = None  # the StepLog, once there is one
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
@@ -57,10 +58,8 @@ def parse_args(doc):
             if flag in args.fallbacks and ladder.heeds(stage, flag):
                 print(f"{flag}: {args.fallbacks[flag]}", file=sys.stderr)
             if flag in args.given and not ladder.heeds(stage, flag):
-                print(
-                    f"{flag}: of no use in {stage.name}, since {ladder.brought_by(flag).name} brings it",
-                    file=sys.stderr,
-                )
+                bringer = ladder.brought_by(flag).name
+                print(f"{flag} has no effect in {stage.name}: {bringer} brings it", file=sys.stderr)
     return args
 
 
@@ -68,7 +67,7 @@ def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
     doc: what --help begins with. The namespace gains `given`, those of BROUGHT that argv has, and `fallbacks`, {flag:
-    why this machine can't do what its default would be}. Exits with one line and status 2 for a wrong flag.
+    why its usual default is not to be had here}. Exits with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.device = machine.find_device(args.device)

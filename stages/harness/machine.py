@@ -78,7 +78,9 @@ def native_amp_dtype(device):
 def cpu_has_bfloat16():
     """Tell whether this CPU multiplies bfloat16 in hardware."""
     if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
-        return torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have it, too; torch 2.11 has no public question
+        return (
+            torch.cpu._is_avx512_bf16_supported()
+        )  # CPUs with AMX have it, too; torch 2.11 has no public function for it
     if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
         return True
     return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
@@ -117,7 +119,7 @@ def compile_problem(device):
 
 
 def environment(device):
-    """Return what two records must share to be compared, hardware and versions, as a flat dict for JSON."""
+    """Return the hardware and the versions, a flat dict for JSON."""
     cuda = device.type == "cuda"
     return {
         "device": device.type,
@@ -125,7 +127,6 @@ def environment(device):
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "tf32": has_tf32(device),
-        "native_dtype": dtype_name(native_amp_dtype(device)),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

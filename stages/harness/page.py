@@ -13,8 +13,8 @@ from . import ladder
 from .arithmetic import flops_per_token, shape_name
 
 NOTHING = "–"  # a cell without a figure
-STAGES = "../stages/"  # the way from a page in results/
-TERMINAL = 80  # columns
+STAGES = "../stages/"  # from a page in results/
+TERMINAL_WIDTH = 80  # columns
 BAR = 20  # blocks of the fastest row
 LONG_WARMUP = 10  # seconds that are worth a note
 
@@ -35,21 +35,21 @@ def short_columns(results):
     reference = results.reference
     return [
         Column("row", lambda row: row.title, is_text=True),
-        Column("what you type", lambda row: typed(row, results.above(row)), is_text=True),
-        Column("tok/sec", lambda row: number(results.figure(row, "tok_per_sec"), "{:,.0f}")),
-        Column("x above", lambda row: ratio(results, row, results.above(row), 2)),
-        Column(f"x {reference.title}", lambda row: times_as_fast(results, row, reference)),
-        Column("GB", lambda row: number(results.figure(row, "memory"), "{:.2f}", scale=1e-9)),
+        Column("what you type", lambda row: typed_cell(row, results.above(row)), is_text=True),
+        Column("tok/sec", lambda row: number_cell(results.figure(row, "tok_per_sec"), "{:,.0f}")),
+        Column("x above", lambda row: ratio_cell(results, row, results.above(row), 2)),
+        Column(f"x {reference.title}", lambda row: ratio_alone_cell(results, row, reference)),
+        Column("GB", lambda row: number_cell(results.figure(row, "memory"), "{:.2f}", scale=1e-9)),
     ]
 
 
 def columns_of_page(results, folder=STAGES):
-    """Return the columns of the short table on a page. folder: the way from the page to the stages."""
+    """Return the columns of the short table on a page. folder: of the stages, from the page."""
     fastest = max((results.figure(row, "tok_per_sec") or 0 for row in results.table_rows), default=0)
     return [
-        Column("row", lambda row: linked(row, folder), is_text=True),
+        Column("row", lambda row: linked_cell(row, folder), is_text=True),
         *short_columns(results)[1:],
-        Column("", lambda row: bar(results.figure(row, "tok_per_sec"), fastest), is_text=True),
+        Column("", lambda row: bar_cell(results.figure(row, "tok_per_sec"), fastest), is_text=True),
     ]
 
 
@@ -58,13 +58,15 @@ def full_columns(results):
     last = results.last_common_step()
     return [
         Column("row", lambda row: row.name, is_text=True),
-        Column("predicted", lambda row: number(results.predicted(row), "{:.3f}")),
-        Column("x above", lambda row: ratio(results, row, results.above(row), 3)),  # neighbors differ by little
-        Column(f"x {results.reference.title}", lambda row: ratio(results, row, results.reference, 2)),
-        Column("dt ms [IQR]", lambda row: step_time(results, row)),
-        Column("% of peak", lambda row: number(results.peak_share(row), "{:.1f}", scale=100)),
-        Column(f"loss, step {last}", lambda row: number(results.loss_at(row, last), "{:.2f}")),
-        Column("note", lambda row: note(results, row), is_text=True),
+        Column("predicted", lambda row: number_cell(results.predicted(row), "{:.3f}")),
+        Column("x above", lambda row: ratio_cell(results, row, results.above(row), 3)),  # neighbors differ by little
+        Column("dt ms [IQR]", lambda row: step_time_cell(results, row)),
+        Column("% of peak", lambda row: number_cell(results.peak_share(row), "{:.1f}", scale=100)),
+        Column(
+            "loss" if last is None else f"loss, step {last}",
+            lambda row: number_cell(results.loss_at(row, last), "{:.2f}"),
+        ),
+        Column("note", lambda row: note_cell(results, row), is_text=True),
     ]
 
 
@@ -78,14 +80,14 @@ def markdown(columns, rows):
 
 
 def aligned(columns, rows):
-    """Return a table as lines for a terminal, none too long: the second column goes on in further lines."""
+    """Return a table as lines for a terminal. The second column wraps, so that no line is too long."""
     table = [[column.title for column in columns]]
     for row in rows:
         table.append([column.cell(row).replace("`", "") for column in columns])
     widths = [max(len(cells[i]) for cells in table) for i in range(len(columns))]
     gaps = 2 * (len(columns) - 1)
     others = sum(widths) - widths[1] + gaps
-    widths[1] = min(widths[1], TERMINAL - others)
+    widths[1] = min(widths[1], TERMINAL_WIDTH - others)
     lines = []
     for cells in table:
         first, *rest = textwrap.wrap(cells[1], widths[1], break_on_hyphens=False)
@@ -105,30 +107,31 @@ def terminal(results):
     for row in results.table_rows:
         error = results.error(row)
         if error:
-            lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL))
+            lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL_WIDTH))
     noise = results.noise()
     if noise is None:
-        words = "Nothing can be called faster or slower: that takes more rounds or, on a CPU, more steps."
+        words = "Nothing is called faster or slower without the noise. It takes a row that runs twice without failing, "
+        words += "and more than one round or, on a CPU, turn."
     else:
-        words = f"In brackets: no difference, which is up to {100 * noise:.1f} %, or up to its own ±."
-    return "\n".join([*lines, textwrap.fill(words, TERMINAL)])
+        words = f"In brackets: no difference, within the noise of {100 * noise:.1f} % or within its own ±."
+    return "\n".join([*lines, textwrap.fill(words, TERMINAL_WIDTH)])
 
 
 # Cells
 
 
-def number(value, form, scale=1):
+def number_cell(value, form, scale=1):
     """Return the cell of a number, which may be None."""
     return NOTHING if value is None else form.format(scale * value)
 
 
-def times_as_fast(results, row, base):
+def ratio_alone_cell(results, row, base):
     """Return the cell that compares a row with another, without a ±."""
     compared = results.compare(row, base)
-    return number(compared and compared.value, "{:.2f}")
+    return number_cell(compared and compared.value, "{:.2f}")
 
 
-def ratio(results, row, base, digits):
+def ratio_cell(results, row, base, digits):
     """Return the cell that compares a row with another, to so many digits; in brackets where it is no difference."""
     compared = results.compare(row, base)
     if compared is None:
@@ -139,15 +142,15 @@ def ratio(results, row, base, digits):
     return f"({cell})" if results.is_difference(row, base) is False else cell
 
 
-def linked(row, folder):
+def linked_cell(row, folder):
     """Return a row's title, with a link to its stage."""
     return f"[{row.title}]({folder}{row.stage.name}.py)" if row.stage else row.title
 
 
-def typed(row, above):
+def typed_cell(row, above):
     """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
-    Where it skips stages, they stand before it, since the ratio to the row above is of all of them.
+    Names of skipped stages come first, because the ratio to the row above is of them, too.
     """
     skipped = ()
     if row.stage and above and above.stage:
@@ -164,12 +167,12 @@ def typed(row, above):
     return f"{skipped[0].short}, {text}" if skipped else text
 
 
-def bar(speed, fastest):
+def bar_cell(speed, fastest):
     """Return a bar of blocks, as long as a speed is beside the fastest."""
     return "█" * round(BAR * speed / fastest) if speed else ""
 
 
-def step_time(results, row):
+def step_time_cell(results, row):
     """Return the cell of the median time of a step and its quartiles, in milliseconds."""
     figures = results.figures(row)
     if figures is None:
@@ -177,7 +180,7 @@ def step_time(results, row):
     return f"{figures['dt_ms']:.1f} [{figures['dt_q1_ms']:.1f}–{figures['dt_q3_ms']:.1f}]"
 
 
-def note(results, row):
+def note_cell(results, row):
     """Return what this machine makes of a row, and why it failed or is not complete."""
     parts = []
     error, ended, rounds = results.error(row), results.rounds_ended(row), results.bench["rounds"]
@@ -200,8 +203,8 @@ def note(results, row):
 
 
 def failure(error):
-    """Return why a row failed, by the error line of its record."""
-    return "out of memory" if error["out_of_memory"] else f"failed: {error['message']}"
+    """Return why a row failed, by the error line of its record, in one line."""
+    return "out of memory" if error["out_of_memory"] else f"failed: {' '.join(error['message'].split())}"
 
 
 # The page
@@ -229,9 +232,9 @@ def conditions(results):
         machine.append(f"CUDA {env['cuda']}, driver {env['driver']}")
     machine = f"{', '.join(machine)}."
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
-    facts = results.facts(results.reference)
+    facts = results.any_facts()
     if facts is None:
-        return [machine, f"{results.reference.name} did not get as far as its first step.", again]
+        return [machine, "No row got as far as its first step.", again]
     return [machine, what_ran(facts), how(bench), noise_line(results), rates_line(results, facts), again]
 
 
@@ -257,14 +260,11 @@ def noise_line(results):
     pairs = []
     for row, base, compared in results.controls():
         pairs.append(f"{row.name} / {base.name} {compared.value:.3f}")
-    told = ", ".join(pairs) or "none"
+    line = f"Runs of one computation: {', '.join(pairs) or 'none'}."
     noise = results.noise()
     if noise is None:
-        return f"Runs of one computation: {told}. That is too little to call anything faster or slower."
-    return (
-        f"Runs of one computation: {told}. Up to {100 * noise:.1f} %, or up to its own ±, a ratio is no difference, "
-        "and stands in brackets."
-    )
+        return f"{line} That is too little to call anything faster or slower."
+    return f"{line} A ratio within this noise of {100 * noise:.1f} %, or within its own ±, stands in brackets."
 
 
 def rates_line(results, facts):

@@ -12,7 +12,7 @@ header, a line for each step, and a summary. An example of each, the header wrap
                   "corpus": "Tiny Shakespeare"},
      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
-                     "native_dtype": "bfloat16", "system": "Linux x86_64", "python": "3.11.7",
+                     "system": "Linux x86_64", "python": "3.11.7",
                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
      "fallbacks": {"compile": "left out, no C++ compiler found"}, "started": "2026-11-21T02:13:12+00:00"}
     {"kind": "step", "norm": 7.12, "lr": 3e-05, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
@@ -27,20 +27,20 @@ summary: "eval", the held-out loss, with --eval; "reserved", bytes, on CUDA; "ra
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
-     "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "base": null,
-               "control_of": null, "is_probe": true},
-              {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "base": null,
-               "control_of": null, "is_probe": false}],
+     "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "above": null,
+               "control_of": null},
+              {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "above": null,
+               "control_of": null}],
      "flags": ["--steps", "24", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
-"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. "in_turn"
-says which samples of two rows make a ratio: steps of one turn, where all processes are alive at once, or medians of one
-round of fresh processes. "warmup" steps are not counted. "flags", and "variables" of the environment, are those of all
-rows.
+"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
+"in_turn" all processes were alive at once, and a ratio is of two steps of one turn; without it, of the medians of one
+round. "warmup" steps are not counted. "flags", and "variables" of the environment, are those of all rows.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
-of its own. The steps of the probe have FLOP/s by dtype and bytes per second. A run that fails leaves its reason:
+of its own. The steps of the probe have FLOP/s by dtype and bytes per second. A run of a bench that fails, and any run
+that ends by an exception, leaves its reason:
 
     {"kind": "start", "round": 0, "name": "probe"}
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
@@ -62,8 +62,8 @@ from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. oneDNN mostly means
-# that with the last one. Where it speaks of a primitive descriptor, it has no kernel for a type or a shape.
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
+# oneDNN's. Where that speaks of a primitive descriptor, it lacks a kernel and no memory.
 OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
     r"|could not create a primitive(?! descriptor)"
@@ -133,8 +133,8 @@ class Record:
 def take_stdout():
     """Return the process's stdout as a file for its record, and let what the script prints go to stderr.
 
-    The file begins with a line feed, since the script may have printed half a line before. The descriptors have
-    numbers here, because the script may have put an object of its own into sys.stdout.
+    The file begins with a line feed, since the script may have printed half a line before. These are descriptors 1 and
+    2, and not sys.stdout, which the script may have replaced.
     """
     file = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

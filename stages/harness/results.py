@@ -31,7 +31,7 @@ class Run:
 
     @property
     def memory(self):
-        """The bytes that it held at its last step, all ranks together; 0 without a meter."""
+        """The bytes that it held at its last step, all ranks together; 0 without a meter, and for the probe."""
         if not self.steps or not self.header:
             return 0
         return (self.steps[-1]["memory"] or 0) * self.header["settings"]["world_size"]
@@ -102,7 +102,7 @@ class Results:
 
     @property
     def probe(self):
-        """The Row of the probe, or None where the bench has none."""
+        """The Row of the probe, or None in a record that was made without one."""
         for row in self.rows.values():
             if row.is_probe:
                 return row
@@ -121,7 +121,7 @@ class Results:
 
     def above(self, row):
         """Return the Row above a row, or None."""
-        return self.rows.get(row.base)
+        return self.rows.get(row.above)
 
     def error(self, row):
         """Return the line of the first run of a row that failed, or None."""
@@ -161,6 +161,13 @@ class Results:
         figures = self.figures(row)
         return figures[name] or None if figures else None
 
+    def any_facts(self):
+        """Return the facts of the first row of the table that has some, or None."""
+        for row in self.table_rows:
+            if self.facts(row):
+                return self.facts(row)
+        return None
+
     def facts(self, row):
         """Return the first header of a row, with "sdpa" of a summary; None where no run got that far."""
         headers = [run.header for run in self.runs_of(row) if run.header]
@@ -184,9 +191,10 @@ class Results:
     # ratios
 
     def samples(self, row):
-        """Return {what pairs it: seconds per token} of a row, or per FLOP of the probe, at its highest rate.
+        """Return {key: seconds per token} of a row; the probe has seconds per FLOP, of its fastest dtype.
 
-        Where rows take turns, steps of one turn pair up, and where they run one after the other, medians of a round.
+        Samples of two rows with the same key make a ratio. Where rows take turns, the key is (round, turn) and the
+        sample a step. Else the key is the round, and the sample its median.
         """
         samples = {}
         for (name, number), run in self.runs.items():
@@ -219,9 +227,9 @@ class Results:
     # noise and differences
 
     def takes_the_same_steps(self, row):
-        """Tell whether a row runs the stage after that of the row above, and takes the very same steps on this machine.
+        """Tell whether a row is the next stage and computes on this machine just what the row above computes.
 
-        With flags or a launcher of its own it does not.
+        With another launcher or other flags than the row above it does not.
         """
         above, effect = self.above(row), self.effect(row)
         if above is None or above.stage is None or effect is None:
@@ -232,7 +240,7 @@ class Results:
     def controls(self):
         """Return [(row, row of the same computation, Ratio)], without rows that failed.
 
-        They are the second runs of a row, and rows that take the same steps as the row above.
+        A row of the same computation is the one that a row is a second run of, or the row above with the same steps.
         """
         pairs = [(row, self.rows[row.control_of]) for row in self.rows.values() if row.control_of]
         pairs += [(row, self.above(row)) for row in self.table_rows if self.takes_the_same_steps(row)]
@@ -254,11 +262,13 @@ class Results:
     def is_difference(self, row, base):
         """Tell whether a row is faster or slower than another, by more than its spread and the noise.
 
-        None where nothing can be said.
+        None where the noise is not known, or there is no ratio.
         """
         ratio, noise = self.compare(row, base), self.noise()
-        if ratio is None or ratio.spread is None or noise is None:
+        if ratio is None or noise is None:
             return None
+        if ratio.spread is None:  # a single sample shows no difference
+            return False
         return distance(ratio.value) > noise and abs(ratio.value - 1) > ratio.spread
 
     # predictions

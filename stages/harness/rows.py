@@ -10,19 +10,20 @@ from data import refuse
 
 from . import ladder, refuse_namesakes
 
-# On a CPU, glibc returns the pages of a freed tensor, and Linux clears those of the next one. With these variables,
-# glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md. `plain` is s01 without.
+PROBE = "probe"
+LONGEST_TITLE = 16  # letters
+# On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
+# variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is started for a row of the table, for a second run of one, or for the probe.
+    """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, which no two rows share. title: the row's in the short table. script: the name of
-    a stage, "probe", or the path of another script. launcher, flags: what stands before and behind it in the command.
-    base: the name of the row above, with which it is compared. control_of: the name of the row that it is a second run
-    of.
+    name: the command as it was typed, which no two rows share. title: in the first column of the short table. script:
+    the name of a stage, "probe", or the path of another script. launcher, flags: what stands before and behind it in
+    the command. above: the name of the row above. control_of: the name of the row that it is a second run of.
     """
 
     name: str
@@ -30,9 +31,8 @@ class Row:
     script: str
     launcher: tuple = ()
     flags: tuple = ()
-    base: str | None = None
+    above: str | None = None
     control_of: str | None = None
-    is_probe: bool = False
 
     @property
     def stage(self):
@@ -43,6 +43,11 @@ class Row:
         return None
 
     @property
+    def is_probe(self):
+        """Whether it measures the machine."""
+        return self.script == PROBE
+
+    @property
     def path(self):
         """The path of its script."""
         if self.is_probe:
@@ -51,63 +56,67 @@ class Row:
 
     def command(self, flags):
         """Return the command line as a list. flags: those of all rows, which stand before its own."""
-        launcher = list(self.launcher)
-        if "torchrun" in launcher:  # which starts Python by itself
-            place = launcher.index("torchrun")
-            launcher[place : place + 1] = [sys.executable, "-m", "torch.distributed.run"]
-        else:
-            launcher.append(sys.executable)
-        return [*launcher, str(self.path), *flags, *self.flags]
+        words = []
+        for word in self.launcher:
+            if word == "torchrun":
+                words += [sys.executable, "-m", "torch.distributed.run"]
+            elif word.startswith("python"):
+                words.append(sys.executable)
+            else:
+                words.append(word)
+        if sys.executable not in words:
+            words.append(sys.executable)
+        return [*words, str(self.path), *flags, *self.flags]
 
 
-def row_of(word):
+def row_of(command):
     """Return the Row of a word of the command line: s05, my/train.py, or a command in quotes.
 
-    Exits with one line where it has no script, or the script can't run.
+    Exits with one line where it has no script, or can't run.
     """
-    parts = shlex.split(word)
+    parts = shlex.split(command)
     scripts = [part for part in parts if ladder.stage_of(part) or part.endswith(".py")]
     if not scripts:
         last = ladder.STAGES[-1].short
-        refuse(f"{word!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")
+        refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")
     script = scripts[0]
-    stage = ladder.stage_of(script)
     place = parts.index(script)
-    launcher, flags = parts[:place], parts[place + 1 :]
-    if launcher and launcher[-1] in ("python", "python3"):  # it is the bench that says which Python
-        launcher.pop()
-    if launcher and launcher[0] != "torchrun" and shutil.which(launcher[0]) is None:
-        refuse(f"{word!r}: there is no program {launcher[0]}, which is to launch it")
+    launcher, flags = tuple(parts[:place]), tuple(parts[place + 1 :])
+    stage = ladder.stage_of(script)
     if stage:
-        name = stage.short if len(parts) == 1 else word
-        return Row(name, stage.short, stage.name, tuple(launcher), tuple(flags))
-    path = Path(script)
-    if not path.is_file():
-        refuse(f"{word!r}: {script} is no file")
-    refuse_namesakes(path.resolve().parent)
-    return Row(word, path.stem, script, tuple(launcher), tuple(flags))
+        name = stage.short if len(parts) == 1 else command
+        row = Row(name, stage.short, stage.name, launcher, flags)
+    else:
+        row = Row(command, Path(script).stem[:LONGEST_TITLE], script, launcher, flags)
+        refuse_namesakes(row.path.parent)
+    for word in flags:
+        if word.startswith(("--steps", "--device")):
+            refuse(f"{command!r}: put {word} outside of the quotes, since it is the same for all rows")
+    program = row.command([])[0]
+    if not row.path.is_file() or shutil.which(program) is None:
+        refuse(f"{command!r}: there is no {script if shutil.which(program) else program}")
+    return row
 
 
-def rows_of(words, device):
+def rows_of(commands, device):
     """Return all that is started, the probe first, and the name of the row that all others are compared with.
 
-    words: a row each; without any the ladder runs, on a CPU with `plain` above it.
+    commands: one for each row; without any the ladder runs, on a CPU with `plain` above it.
     """
-    if words:
-        rows = [row_of(word) for word in words]
+    if commands:
+        rows = [row_of(command) for command in commands]
     else:
         stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
         rows = [row_of(stage.short) for stage in stages]
     reference = rows[0].name
-    if not words and device.type == "cpu":
+    if not commands and device.type == "cpu":
         rows.insert(0, plain(rows[0]))
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    above = [None, *names[:-1]]
-    rows = [replace(row, base=base) for row, base in zip(rows, above, strict=True)]
-    return [Row("probe", "probe", "probe", is_probe=True), *with_control(rows)], reference
+    rows = [replace(row, above=above) for row, above in zip(rows, [None, *names[:-1]], strict=True)]
+    return [Row(PROBE, PROBE, PROBE), *with_control(rows)], reference
 
 
 def plain(row):
@@ -125,7 +134,6 @@ def with_control(rows):
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[len(candidates) // 2]
-    control = replace(row, name=f"{row.name} again", base=None, control_of=row.name)
     together = list(rows)
-    together.insert(rows.index(row) + 1, control)
+    together.insert(rows.index(row) + 1, replace(row, name=f"{row.name} again", above=None, control_of=row.name))
     return together

@@ -27,17 +27,17 @@ PROFILE_LINES = 20  # how many operations --profile shows
 class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
-    A step lasts from the end of the one before to its own end, with the device synchronized at both, so that nothing
-    in the loop escapes the clock; the log's own work in between is not counted.
+    A step lasts from the end of the one before to its own end, with the device synchronized at both. So all of the loop
+    is on the clock, and only the log's own work is not.
     """
 
-    def __init__(self, args, model, loader=None, tokens_per_step=None):
+    def __init__(self, args, model, loader=None, *, tokens_per_step):
         """Begin the record and the clock of the first step.
 
         args: what parse_args() returned. model: any nn.Module; a GPT has a config, by which its FLOPs are counted.
-        loader: the TokenLoader, another one, or None. tokens_per_step: of all ranks and micro-batches; by default
-        those of a batch of the TokenLoader, or 1 without one. Exits with one line where the script has a StepLog
-        already, or --eval and --save have no GPT of the ladder.
+        loader: the TokenLoader, for the name of its text, another one, or None. tokens_per_step: of all ranks and
+        micro-batches. Exits with one line where the script has a StepLog already, or --eval and --save have no GPT of
+        the ladder.
         """
         if args.log:
             refuse("the script has two StepLogs: let one log take all steps")
@@ -48,18 +48,13 @@ class StepLog:
         self.model = unwrapped(model)
         self.shape = shape_of(self.model, args.seq_len)
         self.corpus = loader.corpus if isinstance(loader, TokenLoader) else None
-        if tokens_per_step is None:
-            tokens_per_step = loader.tokens_per_batch if self.corpus else 1
         self.tokens_per_step = tokens_per_step
         self.prints = machine.is_rank_0() and not args.worker
         self.steps = []
         self.profiler = None
         self.profile = None
-        self.held_out = None
         if (args.eval or args.save) and not (self.corpus and isinstance(self.model, GPT)):
             refuse("--eval and --save need the ladder's GPT and its loader, and this script has none")
-        if args.eval and machine.is_rank_0():
-            self.held_out = load_tokens(args.data, split="val").ids
         self.say_what_runs()
         self.header = self.make_header()
         self.record.write("header", **self.header)
@@ -174,7 +169,7 @@ class StepLog:
         self.say(" | ".join(words + self.flops_at(tokens_per_second)))
 
     def flops_at(self, tokens_per_second):
-        """Return a list of words that tell the FLOP/s of a speed, empty for a model that is no GPT."""
+        """Return the FLOP/s of a speed in words, in a list, which is empty for a model that is no GPT."""
         if self.shape is None:
             return []
         return [f"{flops_per_token(self.shape) * tokens_per_second / 1e12:.3g} TFLOP/s"]
@@ -187,7 +182,7 @@ class StepLog:
         taken, asked = len(self.steps), self.args.steps
         if self.args.worker and taken < asked:
             refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
-        self.record.wait_for_ask()  # for the end: leaving takes time, and others may be on the clock
+        self.record.wait_for_ask()  # for the end: leaving would disturb a step of another worker
         if self.args.save and self.prints:
             save(self.model, self.args.save)
             self.say(f"saved to {self.args.save}")
@@ -210,8 +205,8 @@ class StepLog:
             summary["sdpa"] = machine.sdpa_kernel(q, self.args.amp_dtype, self.device)
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        if self.held_out is not None:
-            summary["eval"] = held_out_loss(self.model, self.held_out)
+        if self.args.eval and machine.is_rank_0():
+            summary["eval"] = held_out_loss(self.model, load_tokens(self.args.data, split="val").ids)
         if self.profile:
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()  # the copy needs room
@@ -256,7 +251,7 @@ def unwrapped(model):
 
 
 def settle():
-    """Before a run leaves torch.distributed's group: give the group's threads time to drop the last tensors they hold.
+    """Give the threads of torch.distributed's group time to drop the last tensors they hold, before the run leaves it.
 
     To drop one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
     (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.

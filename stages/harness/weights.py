@@ -25,7 +25,7 @@ def load(path, attention):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         model = GPT(GPTConfig(**checkpoint["config"]), attention)
         model.load_state_dict(checkpoint["weights"])
-    except Exception as error:  # of another kind of file torch reads what its bytes happen to mean, and raises anything
+    except Exception as error:  # torch.load raises many kinds for a file that is no checkpoint
         reason = " ".join(str(error).split())[:200]
         refuse(f"{path} is no file that --save wrote: {reason or type(error).__name__}")
     return model
@@ -54,7 +54,7 @@ def from_pretrained(name, attention):
 
 @torch.no_grad()
 def held_out_loss(model, ids):
-    """Return the mean loss in nats per token over a held-out text, a float, of its first million tokens.
+    """Return the mean loss, in nats per token, over the first million tokens of a held-out text, a float.
 
     ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once, in windows of
     block_size that lie end to end, so that an id sees from 1 to block_size ids before it. The model computes in the

@@ -16,9 +16,11 @@ from .record import COUNTED_STEPS, WARMUP
 PATIENCE = 600  # seconds that a step may take, with its compilation
 PATIENCE_AT_THE_END = 40  # seconds in which a process ends that was told to: torchrun gives its ranks 30
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
-MOST_COUNTED_STEPS = 160  # of a row that runs alone, whose steps may be too short to fill the next constant
-ENOUGH_SECONDS = 6.0  # that the counted steps of a row fill which runs alone: a card's clock needs seconds to settle
-LAST_LINES = 20  # of what a process said that left no error in its record
+# A row that runs alone has enough with COUNTED_STEPS that take these seconds, in which a card's clock settles. It takes
+# no more than the next number of steps, however short they are.
+ENOUGH_SECONDS = 6.0
+MOST_COUNTED_STEPS = 160
+LAST_LINES = 20  # of stderr, shown where a process left no error line
 
 
 class NotEnoughMemory(Exception):
@@ -36,7 +38,7 @@ def about(seconds):
 
 
 class Worker:
-    """A row at work in a process of its own. It takes a step for each that it is asked for, and ends with the bench.
+    """A row at work in a process of its own. It takes one step for each request, and ends with the bench.
 
     run: the results.Run that it fills.
     """
@@ -102,6 +104,7 @@ class Worker:
                     return
             self.fail(*self.last_words())
         except TimeoutError:
+            self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
         finally:
             signal.alarm(0)
@@ -129,7 +132,7 @@ class Worker:
             say(said)
 
     def stop(self):
-        """End the process and all that it started, at once where it does not end by itself."""
+        """End the process and its group. A finished one has time to leave, any other gets SIGTERM, and then SIGKILL."""
         self.close()
         if self.run.summary:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -207,7 +210,7 @@ def seconds_left(workers, rows, results, seconds):
 
 
 def take_turns(workers, steps, in_turn, tell_turn):
-    """Take so many steps with each worker that lives, in turn; a worker that is alone stops once it has_enough()."""
+    """Take so many steps with each live worker, in turn. One that runs alone stops once it has_enough()."""
     began = time.monotonic()
     for turn in range(1, steps + 1):
         waiting = [worker for worker in workers if worker.is_live and (in_turn or not has_enough(worker.run))]
