@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, definitions
 from fixtures.records import A100 as RECORD_OF_A100
-from fixtures.records import CPU, GPT2, header
+from fixtures.records import GPT2, header
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,14 +54,6 @@ def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
         model(x, x).backward()
     shape = {"vocab_size": VOCAB, "seq_len": seq_len, **SIZES[size]}
     assert counter.get_total_flops() == seq_len * arithmetic.flops_per_token(shape)
-
-
-@pytest.mark.parametrize("size", ["gpt2", "gpt2-xl", "micro"])
-def test_weight_bytes_are_those_of_the_parameters(monkeypatch, size):
-    monkeypatch.setattr(GPT, "to_empty", lambda self, device: self)  # stays on meta, which has shapes alone
-    parameters = sum(p.numel() for p in GPT(GPTConfig(block_size=512, **SIZES[size]), None).parameters())
-    shape = {"vocab_size": VOCAB, "seq_len": 512, **SIZES[size]}
-    assert arithmetic.weight_bytes(shape) == pytest.approx(4 * parameters, rel=0.002)
 
 
 def test_flash_attention_has_seven_matmuls_of_half_the_scores():
@@ -269,14 +261,6 @@ def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown()
     assert arithmetic.seconds_per_token(replace(work, matmul_dtype="float16"), A100) is None
 
 
-def test_a_cpu_without_16_bits_and_without_a_compiler_has_no_use_for_three_stages():
-    run = changed(RUN_ON_A100, amp_dtype="float32", compile=False)
-    run["environment"] = CPU
-    s01 = work_of("s01", run)
-    for stage in ("s02", "s03", "s04"):
-        assert work_of(stage, run) == s01
-
-
 def test_float16_has_two_bytes_and_unscales_its_gradients():
     run = changed(RUN_ON_A100, amp_dtype="float16")
     bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
@@ -285,12 +269,3 @@ def test_float16_has_two_bytes_and_unscales_its_gradients():
         assert arithmetic.bytes_moved(tensor, float16) == arithmetic.bytes_moved(tensor, bfloat16)
     rates = Rates({"float16": 312e12, "bfloat16": 312e12}, copy=2.039e12)
     assert arithmetic.attention_seconds(float16, rates) == arithmetic.attention_seconds(bfloat16, rates)
-
-
-def test_without_a_fused_kernel_attention_is_that_of_the_stage_before():
-    fallback = work_of("s05", RUN_ON_A100 | {"sdpa": "math"})
-    assert fallback == work_of("s04", RUN_ON_A100)
-
-
-def test_ranks_divide_the_micro_batches():
-    assert work_of("s12", changed(RUN_ON_A100, world_size=2)).accum == 2

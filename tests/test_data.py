@@ -7,7 +7,6 @@ import urllib.request
 
 import numpy as np
 import pytest
-import requests
 import tiktoken
 import torch
 from conftest import error_of
@@ -17,7 +16,6 @@ from data import VOCAB, Corpus, TokenLoader, load_tokens, single_bytes, whole_fi
 
 CPU = torch.device("cpu")
 TEXT = "First Citizen:\r\n\tBefore we proceed,   hear the na\u00efve \u2026 \U0001f642 <|endoftext|>\n" * 20
-GET_ENCODING = tiktoken.get_encoding  # which no test may call by itself
 
 
 @pytest.fixture
@@ -115,15 +113,6 @@ def test_the_last_tenth_is_held_out(tmp_path):
     assert load_tokens(tmp_path / "ids.bin", "val").ids.tolist() == list(range(904, 1005))
 
 
-def test_a_large_bin_stays_on_disk(tmp_path):
-    with (tmp_path / "ids.bin").open("wb") as file:
-        file.truncate(10**10)  # sparse: no disk holds as much
-    corpus = load_tokens(str(tmp_path / "ids.bin"))
-    assert corpus.name == "ids.bin"
-    assert isinstance(corpus.ids, np.memmap)
-    assert len(corpus.ids) == 4_500_000_000
-
-
 def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
     loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16)), 1, 4)
     loader.next_batch(CPU)
@@ -164,17 +153,6 @@ def test_the_single_bytes_are_gpt2s_first_256_tokens():
     transformers = pytest.importorskip("transformers.convert_slow_tokenizer")
     order = [bytes([byte]) for byte in transformers.bytes_to_unicode()]  # the order in which GPT-2 numbers them
     assert [single_bytes().decode_single_token_bytes(token) for token in range(256)] == order
-
-
-def test_the_single_bytes_are_those_of_tiktoken_where_it_has_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(requests, "get", urllib.request.urlopen)  # which fails in a test
-    try:
-        gpt2 = GET_ENCODING("gpt2")
-    except data.DOWNLOAD_ERRORS:
-        pytest.skip("GPT-2's vocabulary is not here")
-    for token in range(256):
-        assert single_bytes().decode_single_token_bytes(token) == gpt2.decode_single_token_bytes(token)
-    assert single_bytes().n_vocab == 256
 
 
 def test_without_the_vocabulary_each_byte_of_a_text_is_a_token_and_a_line_says_so(text_file, capsys):
@@ -254,11 +232,3 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
     assert path.read_text() == "two"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_of_a_link_the_file_that_it_points_to_is_replaced(tmp_path):
-    (tmp_path / "link").symlink_to("file")
-    with whole_file(tmp_path / "link") as unfinished:
-        unfinished.write_text("one")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "one"

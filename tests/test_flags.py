@@ -40,13 +40,6 @@ def parse(monkeypatch, tmp_path):
     return parse
 
 
-@pytest.mark.parametrize("words", ["--steps 0", "--accum 1.5", "--step 3"])  # the last one: no flag may be shortened
-def test_a_wrong_flag_is_one_line_that_names_it(parse, capsys, words):
-    line = error_of(capsys, parse, *words.split())
-    assert words.split()[0] in line
-    assert line.endswith("; --help lists the flags")
-
-
 def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, capsys, monkeypatch, tmp_path):
     (tmp_path / "weights.pt").write_text("of an earlier run")
     assert parse("--save", "weights.pt").save == "weights.pt"

@@ -99,7 +99,6 @@ NO_16_BITS = "this cpu has no 16-bit arithmetic, so float32 stays"
 LEFT_OUT = {"amp_dtype": NO_16_BITS, "compile": "left out, no C++ compiler found"}
 MACHINES = {
     "H100": run_of(True, "bfloat16", True, "cudnn"),
-    "two H100s": run_of(True, "bfloat16", True, "cudnn", world_size=2),
     "T4": run_of(False, "float16", True, "efficient"),
     "old card": run_of(False, "float32", False, "math"),
     "laptop": run_of(False, "float32", False, "flash", accum=1, fallbacks=LEFT_OUT, device="cpu"),
@@ -112,15 +111,11 @@ MACHINES = {
     "machine, short, same_steps, words",
     [
         ("H100", "s03", False, "active: bfloat16"),
-        ("H100", "s04", False, "active"),
         ("H100", "s05", False, "active: the cudnn kernel"),
-        ("H100", "s07", False, "for the loss"),
         ("H100", "s08", True, "for the loss"),
         ("H100", "s09", True, "for the loss"),
-        ("H100", "s10", False, ""),
         ("H100", "s11", False, "4 micro-batches per step"),
         ("H100", "s12", False, "one process: what DDP itself costs"),
-        ("two H100s", "s12", False, ""),
         ("T4", "s02", True, "this device has no TF32 units"),
         ("T4", "s03", False, "active: float16, loss scaled"),
         ("old card", "s03", True, "float32 was asked for"),
@@ -144,31 +139,3 @@ def test_each_stage_changes_the_work_or_takes_the_same_steps_or_is_called_unpred
         effect = ladder.effect_of(each, run)
         is_told = effect.same_steps or effect.work != ladder.effect_of(before, run).work
         assert is_told != each.unpredictable, f"add() in ladder.py has no case for {each.name}: give it one, or say so"
-
-
-# Finding a stage
-
-
-@pytest.mark.parametrize("word", ["s05", "s05_flash", "s05_flash.py", "stages/s05_flash.py"])
-def test_a_stage_is_found_by_what_a_reader_may_call_it(monkeypatch, word):
-    monkeypatch.chdir(ROOT)
-    assert ladder.stage_of(word).name == "s05_flash"
-
-
-@pytest.mark.parametrize("word", ["s5", "5", "s99", "flash", "mine.py", "s05.txt", ""])
-def test_any_other_word_is_no_stage(word):
-    assert ladder.stage_of(word) is None
-
-
-def test_a_file_that_is_there_beats_the_name_of_a_stage(monkeypatch, tmp_path):
-    (tmp_path / "s05_flash.py").touch()
-    monkeypatch.chdir(tmp_path)
-    assert ladder.stage_of("s05_flash.py") is None
-    assert ladder.stage_of("s05_flash").name == "s05_flash"
-
-
-def test_a_flag_is_heeded_from_the_stage_on_that_brings_it_and_by_any_other_script():
-    assert not ladder.heeds(stage("s03"), "compile")
-    assert ladder.heeds(stage("s04"), "compile")
-    assert ladder.heeds(stage("s12"), "compile")
-    assert ladder.heeds(None, "compile")

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -139,13 +138,8 @@ def test_torch_compile_needs_a_compiler_which_may_be_named(programs, monkeypatch
     assert machine.compile_problem(MPS) is None  # Metal's own is used
     monkeypatch.setenv("CXX", "icpx")
     assert machine.compile_problem(CPU) is None
-
-
-def test_torch_compile_needs_pythons_headers(programs, monkeypatch):
     (programs / "Python.h").unlink()
     assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
-    monkeypatch.setattr(sys, "platform", "darwin")  # macOS's own Python keeps it somewhere else
-    assert machine.compile_problem(CPU) is None
 
 
 def test_torch_compile_needs_triton_on_a_card_and_triton_needs_capability_7(programs, cuda, monkeypatch):
@@ -185,12 +179,6 @@ def test_the_memory_of_a_card_is_all_of_it_whatever_else_runs(monkeypatch):
     properties = SimpleNamespace(total_memory=24e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {CUDA_1: properties}.get)
     assert machine.total_memory(CUDA_1) == 24e9
-
-
-@pytest.mark.parametrize("backend, name", [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
-def test_the_kernel_of_attention_is_the_one_that_pytorch_takes(backend, name):
-    with sdpa_kernel(backend):
-        assert machine.sdpa_kernel((1, 2, 8, 16), torch.float32, CPU) == name
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

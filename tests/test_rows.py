@@ -1,6 +1,6 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
-from harness import ladder, rows
+from harness import ladder
 from harness.rows import row_of, rows_of
 
 import sys
@@ -114,8 +114,3 @@ def test_without_words_the_ladder_runs_on_a_card_and_on_apples_chip_without_seve
     assert table == SHORTS
     table = [name for name in names(rows_of([], MPS)[0]) if name in SHORTS]
     assert table == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
-
-
-def test_the_variables_of_a_cpu_are_those_of_the_page_on_memory():
-    page = (ROOT / "stages" / "memory.md").read_text("utf-8")
-    assert " ".join(f"{name}={value}" for name, value in rows.CPU_MEMORY.items()) in page

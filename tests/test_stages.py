@@ -127,7 +127,7 @@ def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(wat
         assert torch.equal(y, ids[(positions + 1) % 36])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["s01", "s12"])
 def test_a_stage_trains_at_a_length_that_gpt_2_never_had(stage, tmp_path):
     run = run_stage(stage, *SHORT, "--seq-len", "1500", "--batch-size", "1", "--steps", "1", folder=tmp_path)
     assert run.status == 0, run.err

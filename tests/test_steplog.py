@@ -1,9 +1,8 @@
 """The log of a stage: its clock, its lines, its record, what it tells the bench, and how a run fails."""
 
 from harness import machine, parse_args, rates
-from harness.steplog import StepLog, unwrapped
+from harness.steplog import StepLog
 
-import datetime
 import errno
 import io
 import json
@@ -11,15 +10,12 @@ import math
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import FLOAT32, STAGES, error_of, python
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from data import VOCAB, Corpus, TokenLoader
 from model import GPT, GPTConfig
@@ -150,23 +146,6 @@ def test_the_lines_of_a_run(new_log, card, capsys):
     assert speed == "2,000,000 tok/sec | 79.6 TFLOP/s | memory 1.00 GB (peak allocated) | warm-up 30.0s"
 
 
-@pytest.mark.parametrize("loader, name", [(LOADER, "ids.bin"), (None, None), (SimpleNamespace(corpus="mine"), None)])
-def test_the_text_is_that_of_the_ladders_loader_and_another_may_call_anything_its_corpus(new_log, loader, name):
-    assert new_log(loader=loader).header["settings"]["corpus"] == name
-
-
-def test_the_header_of_a_record_says_what_ran_where(new_log, tmp_path):
-    new_log("--record", tmp_path / "r.jsonl", "--lr", 2e-3, "--seed", 5, model=small_gpt())
-    (header,) = lines_of(tmp_path / "r.jsonl")
-    flags = "steps batch_size seq_len size seed lr data compile accum world_size amp_dtype corpus"
-    settings = [7, 2, 24, "tiny", 5, 2e-3, "docs", False, 4, 1, "float32", "ids.bin"]
-    assert header["stage"] == "s11_accum"
-    assert header["settings"] == dict(zip(flags.split(), settings, strict=True))
-    assert header["shape"] == {"vocab_size": VOCAB, "n_layer": 1, "n_head": 2, "n_embd": 128, "seq_len": 24}
-    assert header["environment"] == {"device": "cuda"}
-    assert datetime.datetime.fromisoformat(header["started"]).utcoffset() == datetime.timedelta(0)
-
-
 def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy(new_log, card, monkeypatch, capsys):
     asked = []
 
@@ -226,18 +205,6 @@ def test_the_other_ranks_print_record_and_save_nothing(new_log, monkeypatch, car
     log.finish()
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_model_inside_of_compile_and_ddp_is_found_in_either_order(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    model.module = torch.nn.Linear(2, 2)  # a part of this name makes no DDP of it
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert unwrapped(model) is model
-        assert unwrapped(torch.compile(DistributedDataParallel(model))) is model
-        assert unwrapped(DistributedDataParallel(torch.compile(model))) is model
-    finally:
-        dist.destroy_process_group()
 
 
 # How a run fails

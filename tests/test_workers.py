@@ -15,7 +15,6 @@ from fixtures.fake_stage import LONG, MEMORY, all_have_ended
 from fixtures.records import row
 
 FAKE_STAGE = ROOT / "tests" / "fixtures" / "fake_stage.py"
-PAUSE = workers.PAUSE  # the real one: without it these tests are faster
 ALL_STEPS = [*range(WARMUP + 2)]
 
 
@@ -62,13 +61,11 @@ def test_rows_step_in_turn_there_and_back(monkeypatch):
 
 
 def test_a_pause_is_between_the_steps_of_two_workers_not_of_one(monkeypatch):
-    monkeypatch.setattr(workers, "PAUSE", PAUSE)
-    ends = []
-    rows = [fake_row("a"), fake_row("b", do="crash", at=WARMUP + 5)]
-    led(*rows, steps=WARMUP + 10, tell_turn=lambda turn, seconds: ends.append(seconds))
-    turns = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-    assert min(turns[:4]) > 2 * 0.01  # two pauses in each
-    assert min(turns[5:]) < 0.01
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(workers, "PAUSE", 0.0123)
+    led(fake_row("a"), fake_row("b", do="crash", at=WARMUP + 3), steps=WARMUP + 10)
+    assert pauses.count(0.0123) == 8  # two in each turn until b crashes in the fourth
 
 
 def test_a_row_alone_counts_20_steps_and_six_seconds_of_them_and_rows_in_turn_count_all():
@@ -78,13 +75,6 @@ def test_a_row_alone_counts_20_steps_and_six_seconds_of_them_and_rows_in_turn_co
         assert len(run.counted) == counted
         assert run.summary
     assert len(led(fake_row("a", dt=1), steps=WARMUP + 30)["a"].counted) == 30
-
-
-def test_the_flags_of_a_row_stand_behind_the_shared_ones_and_its_launcher_in_front():
-    header = led(fake_row("a", flags=("--batch-size", "8")))["a"].header
-    assert header["argv"] == ["--batch-size", "4", "--steps", "200", "--worker", "--batch-size", "8"]
-    assert header["variables"]["FAKE_WORD"] == "of all"
-    assert led(fake_row("b", launcher=("FAKE_WORD=its own",)))["b"].header["variables"]["FAKE_WORD"] == "its own"
 
 
 @pytest.mark.parametrize("moment", ["start", 0, WARMUP + 1, "end"])
