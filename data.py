@@ -20,7 +20,7 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# What a download may raise. A proxy that is no address and a vocabulary with another hash are a ValueError.
+# What a download may raise: ValueError for a proxy that is no address, and for a vocabulary with the wrong hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
@@ -59,7 +59,7 @@ def load_tokens(source=None, split="train"):
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
     of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
-    which no stage trains. Exits with one line for a file that is missing, empty or not UTF-8.
+    which no stage trains. Exits with one line for a file that can't be read as such.
     """
     if source is None:
         corpus = tiny_shakespeare()
@@ -83,9 +83,9 @@ def tiny_shakespeare():
         text = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
         ids = ids_of(text, tiktoken.get_encoding("gpt2"))
     except DOWNLOAD_ERRORS as error:
-        print(f"no download ({str(error)[:200]}): training on Python's documentation instead", file=sys.stderr)
+        print(f"no download ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
         return pythons_documentation()
-    with contextlib.suppress(OSError), whole_file(path) as unfinished:  # a cache that can't be written is done without
+    with contextlib.suppress(OSError), whole_file(path) as unfinished:  # without a cache that can be written, go on
         ids.tofile(unfinished)
     return Corpus("Tiny Shakespeare", ids)
 
@@ -170,7 +170,7 @@ class TokenLoader:
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        if ids.max() >= VOCAB:  # looked for here, since a look through the whole file would read it into memory
+        if ids.max() >= VOCAB:  # for each batch, since a look through the whole file would read it into memory
             refuse(f"{self.corpus.name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
         self.position += self.world_size * self.tokens_per_batch
         ids = torch.from_numpy(ids.astype(np.int64))

@@ -26,17 +26,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a GPT-2; the defaults are the 124M model. Raises ValueError where the numbers do not fit."""
+    """Shape of a GPT-2; the defaults are the 124M model. n_head divides n_embd."""
 
     vocab_size: int = VOCAB
     block_size: int = 1024
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-
-    def __post_init__(self):
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
 
 
 class Block(nn.Module):
@@ -87,7 +83,7 @@ class GPT(nn.Module):
 
     def _draw_weights(self):
         """Draw every weight with GPT-2's standard deviations; gains begin at 1 and biases at 0."""
-        # backwards, so that wte comes last: padding the vocabulary leaves a seed's other weights as they were
+        # in reverse, so that wte is drawn last: padding the vocabulary leaves a seed's other weights as they were
         for name, p in reversed(list(self.named_parameters())):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -116,7 +112,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         # Not (logits, loss): a compiled backward would read a zero gradient of the logits' size at every step
-        # (PyTorch issue 131794), and the caller's name for the logits would keep them until the next forward.
+        # (PyTorch issue 131794), and a caller who gives the logits a name keeps them until the next forward.
         # float32, because a sum over 50,257 exponentials is no place for 8 bits of mantissa
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
 
@@ -124,7 +120,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx, int64 (B, T), by max_new_tokens; returns (B, T + max_new_tokens).
 
-        Temperature 0 takes the likeliest id; top_k keeps the k likeliest. The model sees the last block_size tokens.
+        Temperature 0 takes the likeliest id; top_k keeps the ids that are at least as likely as the k-th. The model
+        sees the last block_size tokens.
         """
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size :])[:, -1, :VOCAB].float()  # s06's padding is never drawn

@@ -203,7 +203,7 @@ def test_a_cpu_takes_as_many_rounds_as_it_is_asked_for(repo):
 def test_rows_try_no_download_that_the_bench_could_not_do(repo):
     repo.flags = ["--device", "cpu"]  # and no test has a network
     ended = repo.run("s01")
-    assert "training on Python's documentation instead" in ended.err
+    assert "taking Python's documentation instead" in ended.err
     assert {line["settings"]["corpus"] for line in repo.lines("header")} == {"docs"}
 
 

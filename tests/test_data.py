@@ -204,7 +204,7 @@ def test_without_a_network_a_run_goes_on_with_pythons_documentation_and_says_so(
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     assert load_tokens().name.startswith("Python's documentation")
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line == f"no download ({error}): training on Python's documentation instead"
+    assert line == f"no download ({error}): taking Python's documentation instead"
 
 
 def test_without_the_vocabulary_a_run_goes_on_with_pythons_documentation_too(online, monkeypatch, capsys):

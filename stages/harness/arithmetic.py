@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
 FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so that the same
-functions speak of an A100 by its datasheet and of the reader's machine by the bench's probe. But what BYTES_ON_CUDA
-adds was counted after profiles of an H100 had shown that it was missing. stages/arithmetic.md derives each count.
+functions speak of an A100 by its datasheet and of the reader's machine by the bench's probe. But BYTES_ON_CUDA adds
+kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md derives each count.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Bytes(NamedTuple):
     fused: int
 
 
-# The row "16 bits" is that of autocast, which keeps the loss and the residual stream in float32. In each sum stands the
-# forward first, then the backward.
+# The row "16 bits" is that of autocast, which keeps the loss and the residual stream in float32. Each sum lists the
+# forward, then the backward: a term of 8 is 4 bytes read and 4 written.
 BYTES = {
     "float32": {
         # divide, mask, softmax; softmax, mask, divide
@@ -72,7 +72,7 @@ UNSCALING = 2  # float16 alone: reads each gradient, and writes it without the l
 ADDING_A_GRADIENT = 3  # reads the sum so far and the new gradient, writes the sum
 BUCKETS = 4  # reads and writes each gradient on its way into a bucket, and on its way back
 
-# Attention's matmuls take so many times L B T^2 C FLOPs. Explicit attention has two in the forward and four in the
+# FLOPs of attention's matmuls, in units of L B T^2 C. Explicit attention has two in the forward and four in the
 # backward, of 2 FLOPs each. Flash attention computes the scores again in the backward, which makes seven, and leaves
 # out the half of the scores that lies in the future.
 EXPLICIT_ATTENTION_FLOPS = 12
@@ -194,9 +194,7 @@ def numbers_in(tensor, work):
         return L * tokens * 4 * C
     if tensor == "projections":  # copies of q, k, v and y, the gradient of the three in one, sums for bias gradients
         return L * tokens * C
-    if tensor == "casts":
-        return matmul_weights(work.shape)
-    raise ValueError(f"{tensor} is not in BYTES")
+    return matmul_weights(work.shape)  # casts
 
 
 def bytes_moved(tensor, work):

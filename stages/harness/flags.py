@@ -155,5 +155,5 @@ def check(args, stage):
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     if args.save:  # looked at here, since at its end a training would be lost
         path = Path(args.save)
-        if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        if (path.exists() and not path.is_file()) or not os.access(path.resolve().parent, os.W_OK):
             refuse(f"--save {path} can't be written: name a file, in a folder that you may write to")

@@ -1,6 +1,6 @@
 """The twelve stages in one table, a line each: what the code knows about a stage beside its text.
 
-Below the table stands, a case for each stage, what its technique does on the machine of a run.
+Below the table, add() says what each technique does on the machine of a run, in a case for each stage.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ FOLDER = Path(__file__).resolve().parents[1]  # stages/
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether FLOPs and bytes
-    do not tell what it is worth. for_the_loss: whether it is to change the loss, which all others must leave as it was.
+    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether its gain does not
+    follow from FLOPs and bytes. for_the_loss: whether it is to change the loss, which all others must leave as it was.
     brings: the flag that this stage and all later ones heed. takes_ranks: whether torchrun may start several processes
     of it.
     """
@@ -71,7 +71,7 @@ class Effect:
 def effect_of(stage, run):
     """Return the Effect of a stage, whose work is that of all stages up to it.
 
-    run: the header of the run's record, with "sdpa" of its summary, None where the run did not get to that.
+    run: the header of the run's record, with "sdpa" of its summary, which is None where the run ended early.
     """
     on_cuda = run["environment"]["device"] == "cuda"
     effect = Effect(Work(run["shape"], run["settings"]["batch_size"], on_cuda=on_cuda))
@@ -126,13 +126,11 @@ def add(stage, work, run):
 
 def stage_of(word):
     """Return the Stage that a word names: s05, s05_flash or its file; None for another word, also another file."""
-    is_file = word.endswith(".py") and Path(word).is_file()
-    for stage in STAGES:
-        if is_file and Path(word).resolve() == stage.path:
-            return stage
-        if not is_file and word.removesuffix(".py") in (stage.name, stage.short):
-            return stage
-    return None
+    if word.endswith(".py") and Path(word).is_file():
+        found = [stage for stage in STAGES if stage.path == Path(word).resolve()]
+    else:
+        found = [stage for stage in STAGES if word.removesuffix(".py") in (stage.name, stage.short)]
+    return found[0] if found else None
 
 
 def between(above, stage):
@@ -141,11 +139,8 @@ def between(above, stage):
 
 
 def brought_by(flag):
-    """Return the Stage that brings a flag, which it and all later ones heed; None for a flag that all heed."""
-    for stage in STAGES:
-        if stage.brings == flag:
-            return stage
-    return None
+    """Return the Stage that brings a flag, which it and all later ones heed."""
+    return [stage for stage in STAGES if stage.brings == flag][0]
 
 
 def heeds(stage, flag):
