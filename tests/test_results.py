@@ -258,6 +258,15 @@ def test_a_difference_is_beyond_its_interval_and_beyond_the_noise_of_25_percent(
     assert is_difference(results, "b") is expected
 
 
+def test_a_single_round_of_a_row_is_no_difference_whatever_the_noise():
+    """Only rounds in which neither row failed give a ratio, and one ratio has no interval."""
+    both = [run(name, [1.0], number) for name in ("a", "a again") for number in range(3)]
+    once = [run("b", [0.1]), run("b", [0.1], 1, end=failure("boom")), run("b", [0.1], 2, end=failure("boom"))]
+    results = results_of(*both, *once, in_turn=False, rounds=3)
+    assert results.noise() == 0
+    assert is_difference(results, "b") is False
+
+
 # predictions
 
 # One layer, one head, one channel, one token, one word: 13 weights in matmuls, 14 in all, 56 bytes.

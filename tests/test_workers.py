@@ -6,6 +6,7 @@ from harness.results import Results
 from harness.workers import NotEnoughMemory, lead
 
 import json
+import signal
 import time
 from dataclasses import asdict
 
@@ -37,11 +38,16 @@ def fake_row(name, launcher=(), flags=(), **plan):
     return row(name, script=str(FAKE_STAGE), launcher=(*env, *launcher), flags=flags)
 
 
-def led(*rows, steps=WARMUP + 2, in_turn=True, tell_turn=None):
-    """{name: Run} of these rows, led for so many steps."""
+def results_to_fill(*rows, steps, in_turn=True):
+    """The Results of a bench of these rows, with no line so far."""
     bench = {"rows": [asdict(row) for row in rows], "warmup": WARMUP, "steps": steps, "in_turn": in_turn}
     bench |= {"flags": ["--batch-size", "4", "--steps", "200"], "variables": {"FAKE_WORD": "of all"}}
-    results = Results(bench)
+    return Results(bench)
+
+
+def led(*rows, steps=WARMUP + 2, in_turn=True, tell_turn=None):
+    """{name: Run} of these rows, led for so many steps."""
+    results = results_to_fill(*rows, steps=steps, in_turn=in_turn)
     lead(rows, results, 0, tell_turn)
     return {name: run for (name, _), run in results.runs.items()}
 
@@ -118,6 +124,15 @@ def test_a_worker_that_gives_no_answer_is_stopped_with_its_children(monkeypatch)
     assert time.time() - start < LONG / 2
     assert runs["a"].error["message"] == "no answer in 1 s: stopped"
     assert runs["b"].summary
+
+
+def test_a_worker_that_gives_no_answer_is_told_to_end_before_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(workers, "PATIENCE", 1)
+    results = results_to_fill(fake_row("a", do="dawdle", at=0), steps=WARMUP + 2)
+    worker = workers.Worker(results.rows["a"], results, 0)
+    worker.step()
+    assert worker.process.wait(LONG / 2) == -signal.SIGTERM
+    worker.stop()
 
 
 @pytest.mark.parametrize("end", ["crash", "hang"])
