@@ -40,15 +40,15 @@ class Stage:
 
 
 STAGES = (
-    Stage("s01_baseline", "float32, explicit attention"),
+    Stage("s01_baseline", "nothing yet: float32"),
     Stage("s02_tf32", '`set_float32_matmul_precision("high")`'),
     Stage("s03_bf16", "`with torch.autocast(...):`", brings="amp_dtype"),
     Stage("s04_compile", "`model = torch.compile(model)`", brings="compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`"),
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", unpredictable=True),
-    Stage("s07_clip", "for the loss: clipping", for_the_loss=True),
-    Stage("s08_cosine", "for the loss: warmup, cosine decay", for_the_loss=True),
-    Stage("s09_decay", "for the loss: decay of matrices only", for_the_loss=True),
+    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True),
+    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True),
+    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True),
     Stage("s10_fused", "`AdamW(..., fused=True)`"),
     Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),
