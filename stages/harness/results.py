@@ -159,7 +159,9 @@ class Results:
     def figure(self, row, name):
         """Return one of the figures of a row; None without any, and for a meter that is not there."""
         figures = self.figures(row)
-        return figures[name] or None if figures else None
+        if figures is None:
+            return None
+        return figures[name] or None
 
     def any_facts(self):
         """Return the facts of the first row of the table that has some, or None."""
