@@ -78,9 +78,8 @@ def native_amp_dtype(device):
 def cpu_has_bfloat16():
     """Tell whether this CPU multiplies bfloat16 in hardware."""
     if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
-        return (
-            torch.cpu._is_avx512_bf16_supported()
-        )  # CPUs with AMX have it, too; torch 2.11 has no public function for it
+        # CPUs with AMX have AVX512-BF16, too; torch 2.11 has no public function for it
+        return torch.cpu._is_avx512_bf16_supported()
     if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
         return True
     return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
