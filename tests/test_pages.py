@@ -66,7 +66,7 @@ def test_the_diff_in_a_lesson_is_that_of_the_stages(stage):
 
 
 def test_the_diff_in_readme_is_that_of_flash_attention():
-    assert diff_block(README, "brings flash attention into s05") == changed_lines("s04", "s05")
+    assert diff_block(README, "`make diff N=5`") == changed_lines("s04", "s05")
 
 
 def test_the_page_of_results_explains_every_column():
