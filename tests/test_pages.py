@@ -175,3 +175,10 @@ def test_make_diff_shows_what_a_stage_changes():
     lines = done.stdout.splitlines()
     assert {"--- a/stages/s04_compile.py", "+++ b/stages/s05_flash.py"} <= set(lines)
     assert set(changed_lines("s04", "s05")) <= set(lines)
+
+
+@pytest.mark.parametrize("stage", ["1", "13"])
+def test_make_diff_names_the_stages_that_it_knows(stage):
+    done = make("diff", f"N={stage}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == f"make diff N={stage}: N is a stage from 2 to 12"
