@@ -1,6 +1,7 @@
 """The page: from the figures of a bench to tables and sentences."""
 
 from harness import page
+from harness.rows import WITHOUT_CPU_MEMORY
 
 import os
 from pathlib import Path
@@ -108,6 +109,7 @@ def test_a_bench_of_which_nothing_ran_is_a_page_all_the_same():
         (row("s03"), row("x", script="s05_flash", flags=("--accum", "2")), "s04 to s05, `--accum 2`"),
         (row("s12"), row("y", script="s12_ddp", launcher=("torchrun", "-n", "2")), "`torchrun -n 2`"),
         (row("s01"), row("my/train.py"), "`my/train.py`"),
+        (None, row("plain", script="s01_baseline", launcher=WITHOUT_CPU_MEMORY), "without the memory variables"),
     ],
 )
 def test_what_you_type_is_a_stages_line_or_a_rows_own_command_and_names_what_it_skips(above, row_below, typed):

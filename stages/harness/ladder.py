@@ -48,7 +48,7 @@ STAGES = (
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True),
-    Stage("s09_decay", '`"weight_decay": 0.0` of biases, for the loss', for_the_loss=True),
+    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True),
     Stage("s10_fused", "`AdamW(..., fused=True)`"),
     Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),

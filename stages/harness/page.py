@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from . import ladder
 from .arithmetic import flops_per_token, shape_name
+from .rows import WITHOUT_CPU_MEMORY
 
 NOTHING = "–"  # a cell without a figure
 STAGES = "../stages/"  # from a page in results/
@@ -155,7 +156,9 @@ def typed_cell(row, above):
     skipped = ()
     if row.stage and above and above.stage:
         skipped = ladder.between(above.stage, row.stage)
-    if row.launcher or row.flags:
+    if tuple(row.launcher) == WITHOUT_CPU_MEMORY:
+        text = "without the memory variables"
+    elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
         text = row.stage.line

@@ -15,6 +15,8 @@ LONGEST_TITLE = 16  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
+# The launcher of a row that goes without them.
+WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
 
 
 @dataclass(frozen=True)
@@ -110,21 +112,13 @@ def rows_of(commands, device):
         rows = [row_of(stage.short) for stage in stages]
     reference = rows[0].name
     if not commands and device.type == "cpu":
-        rows.insert(0, plain(rows[0]))
+        rows.insert(0, replace(rows[0], name="plain", title="plain", launcher=WITHOUT_CPU_MEMORY))
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
     rows = [replace(row, above=above) for row, above in zip(rows, [None, *names[:-1]], strict=True)]
     return [Row(PROBE, PROBE, PROBE), *with_control(rows)], reference
-
-
-def plain(row):
-    """Return the Row that runs a row without CPU_MEMORY, which the bench sets for all rows of a CPU."""
-    launcher = ["env"]
-    for variable in CPU_MEMORY:
-        launcher += ["-u", variable]
-    return replace(row, name="plain", title="plain", launcher=tuple(launcher))
 
 
 def with_control(rows):
