@@ -44,6 +44,7 @@ def test_float32_is_measured_without_tf32_and_the_precision_is_afterwards_as_it_
     monkeypatch.setattr(rates, "matmul_peak", matmul_peak)
     monkeypatch.setattr(rates, "copy_bandwidth", lambda device, length, copies: length)
     monkeypatch.setattr(machine, "has_tf32", lambda device: has_tf32)
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(machine, "total_memory", lambda device: 4 * 10**9)
     torch.set_float32_matmul_precision(precision)
     try:
@@ -59,6 +60,19 @@ def test_float32_is_measured_without_tf32_and_the_precision_is_afterwards_as_it_
         assert found["copy"] == 125_000_000  # numbers of 4 bytes there twice, a quarter of the card
 
 
+@pytest.mark.parametrize(
+    "device, native, names", [(CPU, torch.float32, {"float32"}), (CARD, torch.bfloat16, {"float32", "float16"})]
+)
+def test_a_dtype_that_a_cpu_emulates_has_no_rate(monkeypatch, device, native, names):
+    """One large matmul would take a minute."""
+    monkeypatch.setattr(rates, "matmul_peak", lambda *args: 1.0)
+    monkeypatch.setattr(rates, "copy_bandwidth", lambda *args: 1.0)
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: native)
+    monkeypatch.setattr(machine, "has_tf32", lambda device: False)
+    monkeypatch.setattr(machine, "total_memory", lambda device: 4 * 10**9)
+    assert rates.measure(device, torch.float16)["peak"].keys() == names
+
+
 def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
     queued = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: queued.append("wait"))
@@ -67,8 +81,8 @@ def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
 
 
 def test_the_probe_measures_once_for_each_line_of_its_stdin():
-    flags = ("--device", "cpu", "--amp-dtype", "bfloat16", "--worker", "--steps", "3")
+    flags = ("--device", "cpu", "--worker", "--steps", "3")
     run = python(PROBE, *flags, stdin="\n\n", PYTHONPATH=str(ROOT / "stages"))
     first, second, summary = [json.loads(line) for line in run.out.splitlines()[1:]]
     assert [first["step"], second["step"], summary["kind"]] == [0, 1, "summary"]
-    assert min(second["peak"]["float32"], second["peak"]["bfloat16"], second["copy"], second["dt"]) > 0
+    assert min(*second["peak"].values(), second["copy"], second["dt"]) > 0
