@@ -10,10 +10,10 @@ to all rows: python stages/s01_baseline.py --help lists them. Each row is compar
 first. The table goes to results/NAME.md, each step to results/NAME.jsonl as it is measured.
 
 On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
-hold them, they run one after the other, until each has 20 counted steps and six seconds of them, in three rounds.
+hold them all, they run one after the other, in three rounds. A row then stops in each round when its counted steps are
+at least 20 and took six seconds together, and at the latest after 160.
 """
 
-import itertools
 import shlex
 import sys
 import time
@@ -40,49 +40,54 @@ TELL_EVERY = 5  # turns
 def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
-    It gains rows and reference, which rows_of() returns; flags, a list of those that all rows share; and shared, the
-    same flags as a stage parses them.
+    The namespace also has rows and reference, as rows_of() returns them; shared_flags, the list of flags that all rows
+    share; and shared, these flags as a stage parses them.
     """
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    add("--rounds", type=positive, metavar="N", help=f"times that every row starts afresh ({ROUNDS}; 1 in turn)")
+    rounds_help = f"how many times every row is started ({ROUNDS}; 1 where rows take turns)"
+    add("--rounds", type=positive, metavar="N", help=rounds_help)
     in_turn, alone = WARMUP + COUNTED_STEPS, WARMUP + MOST_COUNTED_STEPS
-    steps_help = f"of a row in a round, {WARMUP} of them warm-up ({in_turn} in turn; at most {alone} else)"
+    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up ({in_turn} in turn, {alone} alone)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
-    commands = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    args, args.flags = parser.parse_known_args(argv[len(commands) :])
+    commands = []
+    for word in argv:
+        if word.startswith("-"):
+            break
+        commands.append(word)
+    args, flags = parser.parse_known_args(argv[len(commands) :])
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-    _, strays = new_parser(__doc__).parse_known_args(args.flags)
+    _, strays = new_parser(None).parse_known_args(flags)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
-    args.shared = parse_flags(args.flags)
+    args.shared_flags = flags
+    args.shared = parse_flags(flags)
     args.rows, args.reference = rows_of(commands, args.shared.device)
     for row in args.rows:
-        parse_flags([*args.flags, *row.flags])
+        parse_flags([*flags, *row.flags])
     return args
 
 
 def parse_flags(flags):
     """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
-    args = parse(__doc__, flags)
-    for name in ("record", "save", "eval", "profile"):
-        if getattr(args, name):
-            refuse(f"--{name} is for a single stage: python stages/s05_flash.py --{name}")
+    args = parse(None, flags)
+    if args.record_path or args.save or args.eval or args.profile:
+        refuse("--record, --save, --eval and --profile are for a stage that you start by hand")
     return args
 
 
 def prepare_text(args):
-    """Download and tokenize the text once, before the first process. Where that fails, tell all rows to go without.
+    """Make sure of the text before the first process. Where a download fails, no row shall try it again.
 
-    Exits with one line where it is too short for a sequence.
+    Exits with one line where the text is too short for a sequence.
     """
     corpus = load_tokens(args.shared.data)
     TokenLoader(corpus, args.shared.batch_size, args.shared.seq_len)  # refuses a text that is too short
     if args.shared.data is None and corpus.name != "Tiny Shakespeare":
-        args.flags += ["--data", "docs"]  # else each process would wait for the download
+        args.shared_flags += ["--data", "docs"]
 
 
 def new_bench(args, argv, in_turn):
@@ -96,7 +101,7 @@ def new_bench(args, argv, in_turn):
         "steps": steps,
         "rounds": args.rounds or (1 if in_turn else ROUNDS),
         "rows": [asdict(row) for row in args.rows],
-        "flags": ["--steps", str(steps), *args.flags],
+        "flags": ["--steps", str(steps), *args.shared_flags],
         "variables": CPU_MEMORY if args.shared.device.type == "cpu" else {},
         "environment": machine.environment(args.shared.device),
         "commit": machine.commit(ROOT),
@@ -105,19 +110,19 @@ def new_bench(args, argv, in_turn):
 
 
 def measure(args, argv, path):
-    """Return the Results of a new bench. What was measured before Ctrl-C is shown."""
+    """Run a new bench, and return its Results. After Ctrl-C, show what was measured so far."""
     in_turn = args.shared.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
-        while True:
+        while True:  # a second time where memory does not hold all rows at once
             results = Results(new_bench(args, argv, in_turn), file)
             try:
-                run(results, path)
+                measure_rounds(results, path)
                 return results
             except NotEnoughMemory as error:
                 say(f"{error}, so they run one after the other, in {args.rounds or ROUNDS} rounds")
                 in_turn = False
-                file.truncate(0)  # and begin again
+                file.truncate(0)
                 file.seek(0)
             except KeyboardInterrupt:
                 say("interrupted; what was measured:")
@@ -125,27 +130,29 @@ def measure(args, argv, path):
                 raise
 
 
-def run(results, path):
-    """Measure all rounds, there and back, so that a drift hits all rows alike, and show the table after each.
+def measure_rounds(results, path):
+    """Measure all rounds, and show the table after each.
 
-    The probe comes first: it warms a card up.
+    Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
+    probe always comes first: it warms a card up.
     """
     bench = results.bench
     probe, *rows = results.rows.values()
-    seconds = {}  # {name: seconds of its last round}
+    total = bench["rounds"] * len(results.rows)
+    ended = 0
+    began = time.monotonic()
     for number in range(bench["rounds"]):
-        order = [probe, *(reversed(rows) if number % 2 else rows)]
+        order = [probe, *rows]
         if bench["in_turn"]:
             lead(order, results, number, teller_of_turns(results))
         else:
-            for place, row in enumerate(order, 1):
-                began = time.monotonic()
+            for row in order:
                 lead([row], results, number)
-                seconds[row.name] = time.monotonic() - began
-                waiting = order[place:] + (bench["rounds"] - number - 1) * order
-                where = f"round {number + 1} of {bench['rounds']}, row {place} of {len(order)}"
-                say(f"{speed_of(results, row)}; {where}, {time_left(waiting, seconds)}")
+                ended += 1
+                seconds_left = (time.monotonic() - began) / ended * (total - ended)
+                say(f"{speed_of(results, row)}; {ended} of {total} runs, {about(seconds_left)} left")
         show(results, path)
+        rows.reverse()
 
 
 def teller_of_turns(results):
@@ -158,12 +165,6 @@ def teller_of_turns(results):
             say(page.terminal(results))
 
     return tell
-
-
-def time_left(rows, seconds):
-    """Return words on how long some rows will take. seconds: {name: of its last round}; others take their mean."""
-    mean = sum(seconds.values()) / len(seconds)
-    return f"{about(sum(seconds.get(row.name, mean) for row in rows))} left"
 
 
 def speed_of(results, row):
@@ -184,7 +185,7 @@ def show(results, path):
 
 
 def exit_status(results):
-    """Return 1 where a row failed for another reason than memory, else 0."""
+    """Return 1 where a row of the table failed for another reason than memory, else 0."""
     for row in results.table_rows:
         error = results.error(row)
         if error and not error["out_of_memory"]:
@@ -193,7 +194,7 @@ def exit_status(results):
 
 
 def main(argv):
-    """Measure, or draw what was measured. Return the exit status."""
+    """Measure, or draw what was measured. Return the exit status, which is 130 after Ctrl-C."""
     args = parse_command(argv)
     path = ROOT / "results" / f"{args.render or args.out}.jsonl"
     if args.render:
@@ -202,12 +203,12 @@ def main(argv):
         return 0
     if path.exists() or path.with_suffix(".md").exists():
         refuse(f"results/{path.stem} is there already: pass another --out")
-    prepare_text(args)
-    return exit_status(measure(args, argv, path))
+    try:
+        prepare_text(args)
+        return exit_status(measure(args, argv, path))
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

@@ -20,23 +20,23 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# What a download may raise: ValueError for a proxy that is no address, and for a vocabulary with the wrong hash.
+# What a download may raise. ValueError stands for a proxy that is no address, and for a vocabulary with a wrong hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
 def refuse(message):
-    """End the program with one line on stderr and exit status 2, for a mistake that its user can mend."""
+    """End the program with one line on stderr and exit status 2, for a mistake that the user can correct."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Give a path to write to, and rename it to `path` at the end, so that a file is replaced as a whole or not at all.
+    """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
 
     Missing folders are made. Raises OSError, for example where the disk is full.
     """
-    path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
+    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
@@ -59,7 +59,7 @@ def load_tokens(source=None, split="train"):
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
     of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
-    which no stage trains. Exits with one line for a file that can't be read as such.
+    which no stage trains. Exits with one line for a file that is no such text and no such array.
     """
     if source is None:
         corpus = tiny_shakespeare()
@@ -73,7 +73,7 @@ def load_tokens(source=None, split="train"):
 
 
 def tiny_shakespeare():
-    """Return the Corpus of Tiny Shakespeare, from the cache or the network, or Python's documentation without both."""
+    """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(caches) / "gpt2-speed-ladder" / "tinyshakespeare.bin"
     if path.exists():
@@ -91,7 +91,7 @@ def tiny_shakespeare():
 
 
 def download(url, sha256):
-    """Return the text at an address. Raises one of DOWNLOAD_ERRORS, also where the text is another one."""
+    """Return the text at an address. Raises one of DOWNLOAD_ERRORS, also where the hash of the text is wrong."""
     with urllib.request.urlopen(url, timeout=10) as response:
         content = response.read()
     if hashlib.sha256(content).hexdigest() != sha256:
@@ -134,7 +134,7 @@ def gpt2_encoding():
 
 
 def single_bytes():
-    """Return an Encoding of GPT-2's first 256 ids, which are the single bytes: those that can be printed come first."""
+    """Return an Encoding of GPT-2's first 256 ids: the bytes that can be printed, and then the other bytes."""
     printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printed]
     ids = {bytes([byte]): place for place, byte in enumerate(printed + others)}
@@ -144,8 +144,8 @@ def single_bytes():
 class TokenLoader:
     """Batches in the order of the corpus, which is a ring: after its last token comes its first.
 
-    In every step each rank takes the next batch_size * seq_len tokens after those of the rank before it, so that
-    world_size ranks read in one step what a single process reads in world_size steps. Exits with one line where the
+    With every micro-batch each rank takes the batch_size * seq_len tokens after those of the rank before it, so that
+    world_size ranks read at once what a single process reads in world_size micro-batches. Exits with one line where the
     corpus is too short for one sequence on every rank.
     """
 

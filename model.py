@@ -36,7 +36,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to what comes in, (B, T, n_embd), after a LayerNorm of its own."""
+    """Attention, then an MLP. Each reads x, (B, T, n_embd), through a LayerNorm, and adds its output to x."""
 
     def __init__(self, config, attention):
         super().__init__()
@@ -69,11 +69,12 @@ class GPT(nn.Module):
     def __init__(self, config, attention):
         super().__init__()
         self.config = config
-        with torch.device("meta"):  # shapes alone, so that every weight is drawn once, below
+        with torch.device("meta"):  # no memory and no random numbers yet: _draw_weights() draws each weight once
             self.transformer = nn.ModuleDict()
             self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
-            self.transformer.h = nn.Sequential(*(Block(config, attention) for _ in range(config.n_layer)))
+            blocks = [Block(config, attention) for _ in range(config.n_layer)]
+            self.transformer.h = nn.Sequential(*blocks)
             self.transformer.ln_f = nn.LayerNorm(config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.to_empty(device="cpu")
@@ -82,8 +83,8 @@ class GPT(nn.Module):
         self._draw_weights()
 
     def _draw_weights(self):
-        """Draw every weight with GPT-2's standard deviations; gains begin at 1 and biases at 0."""
-        # in reverse, so that wte is drawn last: padding the vocabulary leaves a seed's other weights as they were
+        """Draw every weight with nanoGPT's standard deviations; gains begin at 1 and biases at 0."""
+        # in reverse, so that wte is drawn last: with a padded vocabulary a seed still gives the same other weights
         for name, p in reversed(list(self.named_parameters())):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -111,9 +112,9 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(self.transformer.h(x)))
         if targets is None:
             return logits
-        # Not (logits, loss): a compiled backward would read a zero gradient of the logits' size at every step
-        # (PyTorch issue 131794), and a caller who gives the logits a name keeps them until the next forward.
-        # float32, because a sum over 50,257 exponentials is no place for 8 bits of mantissa
+        # The loss alone: with (logits, loss) a compiled backward would read a zero gradient of the logits' size in each
+        # step (PyTorch issue 131794), and a caller who names the logits would keep them until the next forward.
+        # In float32: a sum over 50,257 exponentials needs more than 8 bits of mantissa.
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Text from a GPT-2, or its loss on held-out text.
 
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
-python stages/sample.py --weights mine.pt --eval              measure the loss on the corpus's last tenth
+python stages/sample.py --weights mine.pt --eval              measure the loss on held-out text
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
 """
 
@@ -26,14 +26,14 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
 parser = Parser(__doc__)
 add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"a file that --save wrote, or one of {', '.join(PUBLISHED)}")
-add("--prompt", metavar="TEXT", default="\n", help="what to continue (a new line)")
-add("--eval", action="store_true", help="print the loss on the corpus's last tenth instead")
+add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
+add("--eval", action="store_true", help="print the loss on held-out text instead: the corpus's last tenth")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-add("--data", metavar="FILE", help="for --eval: the text that was trained on, as for a stage (Tiny Shakespeare)")
+add("--data", metavar="FILE", help="for --eval: the text that the weights were trained on (Tiny Shakespeare)")
 args = parser.parse_args()
 if not 0 <= args.temperature < math.inf:
     refuse(f"--temperature {args.temperature}: pass 0 or more")
@@ -54,5 +54,5 @@ else:
     encoding = gpt2_encoding()
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-    # without GPT-2's vocabulary the encoding has its single bytes alone
+    # Where GPT-2's vocabulary can't be had, the encoding knows single bytes only: other ids are left out.
     print(encoding.decode([token for token in ids if token < encoding.n_vocab]))

@@ -205,8 +205,8 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
     columns = [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
     for (one_by_one, fused), (dtype, on_cuda) in zip(cells, columns, strict=True):
         work = Work(SHAPE, B, amp_dtype=dtype, on_cuda=on_cuda)
-        assert arithmetic.bytes_of(tensor, work) == int(one_by_one)
-        assert arithmetic.bytes_of(tensor, replace(work, compiled=True)) == int(fused)
+        assert arithmetic.bytes_per_number(tensor, work) == int(one_by_one)
+        assert arithmetic.bytes_per_number(tensor, replace(work, compiled=True)) == int(fused)
 
 
 def test_the_page_has_the_numbers_of_an_update():
@@ -214,11 +214,6 @@ def test_the_page_has_the_numbers_of_an_update():
     table = PAGE.split("## The update")[1].split("\n## ")[0]
     numbers = [int(figure) for figure in re.findall(r"^\| .+? \| (\d+) \|", table, re.MULTILINE)]
     assert numbers == [a.ADAMW, a.FUSED_ADAMW, a.CLIPPING, a.UNSCALING, a.ADDING_A_GRADIENT, a.BUCKETS]
-
-
-def test_the_fused_kernel_takes_q_k_and_v_as_they_lie_without_a_compiler_too():
-    assert arithmetic.bytes_of("projections", Work(SHAPE, B, flash=True)) == 60
-    assert arithmetic.bytes_of("projections", Work(SHAPE, B, amp_dtype="bfloat16", flash=True)) == 30
 
 
 # Sums made by hand, for an A100 at gpt2, B 16, T 1024

@@ -107,12 +107,6 @@ def test_a_batch_goes_to_the_device_by_way_of_pinned_memory_on_cuda_alone(monkey
 # A user's file
 
 
-def test_the_last_tenth_is_held_out(tmp_path):
-    np.arange(1005, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    assert load_tokens(tmp_path / "ids.bin").ids.tolist() == list(range(904))  # 904.5, rounded down
-    assert load_tokens(tmp_path / "ids.bin", "val").ids.tolist() == list(range(904, 1005))
-
-
 def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
     loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16)), 1, 4)
     loader.next_batch(CPU)
@@ -160,13 +154,6 @@ def test_without_the_vocabulary_each_byte_of_a_text_is_a_token_and_a_line_says_s
     assert len(ids) == len(TEXT.encode())
     assert single_bytes().decode(ids) == TEXT
     assert "no GPT-2 vocabulary (no network in a test): each byte is a token\n" in capsys.readouterr().err
-
-
-def test_docs_are_pythons_documentation_a_byte_a_token():
-    corpus = load_tokens("docs")
-    assert corpus.name == "Python's documentation, a token a byte"
-    assert "assert_stmt" in single_bytes().decode(corpus.ids[:5000])
-    assert corpus.ids.max() < 256
 
 
 # Downloads

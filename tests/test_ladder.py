@@ -32,25 +32,20 @@ BUDGETS = {
 # The table against the files and the lessons
 
 
-def test_every_stage_has_its_file_its_row_its_title_its_lesson_and_its_budget():
+@pytest.mark.parametrize("name", FILES)
+def test_every_stage_has_its_row_its_title_its_lesson_and_its_budget(name):
+    assert name in NAMES, f"STAGES of stages/harness/ladder.py has no row of {name}"
+    title = f'"""Stage {int(name[1:3])} · {name[4:]}: '
+    assert STAGES[name[:3]].read_text("utf-8").startswith(title), f"stages/{name}.py does not begin with {title}"
+    heading = "## " + name.replace("_", " · ")
     lessons = (ROOT / "stages" / "README.md").read_text("utf-8").splitlines()
-    missing = []
-    for name in sorted({*FILES, *NAMES}):
-        if name not in FILES:
-            missing.append(f"the file stages/{name}.py")
-        elif name not in NAMES:
-            missing.append(f"the row of {name} in STAGES of stages/harness/ladder.py")
-        else:
-            title = f'"""Stage {int(name[1:3])} · {name[4:]}: '
-            if not (ROOT / "stages" / f"{name}.py").read_text("utf-8").startswith(title):
-                missing.append(f"the title {title!r} of stages/{name}.py")
-        heading = "## " + name.replace("_", " · ")
-        if heading not in lessons:
-            missing.append(f"the lesson {heading!r} in stages/README.md")
-        if name[:3] not in BUDGETS and name != FILES[0]:
-            missing.append(f"the lines that {name} adds and removes, in BUDGETS of tests/test_ladder.py")
-    assert not missing
-    assert NAMES == FILES  # in this order
+    assert heading in lessons, f"stages/README.md has no lesson {heading!r}"
+    has_budget = name[:3] in BUDGETS or name == FILES[0]
+    assert has_budget, f"BUDGETS of tests/test_ladder.py does not say how many lines {name} adds and removes"
+
+
+def test_the_table_has_the_files_in_their_order():
+    assert NAMES == FILES
 
 
 def code_lines(stage):
@@ -108,7 +103,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize(
-    "machine, short, same_steps, words",
+    "machine, short, same_computation, words",
     [
         ("H100", "s03", False, "active: bfloat16"),
         ("H100", "s05", False, "active: the cudnn kernel"),
@@ -128,14 +123,15 @@ MACHINES = {
         ("stopped early", "s05", False, ""),
     ],
 )
-def test_what_a_machine_makes_of_a_technique(machine, short, same_steps, words):
+def test_what_a_machine_makes_of_a_technique(machine, short, same_computation, words):
     effect = ladder.effect_of(stage(short), MACHINES[machine])
-    assert (effect.same_steps, effect.words) == (same_steps, words)
+    assert (effect.same_computation, effect.words) == (same_computation, words)
 
 
-def test_each_stage_changes_the_work_or_takes_the_same_steps_or_is_called_unpredictable():
+def test_each_stage_changes_the_work_or_does_the_same_computation_or_is_called_unpredictable():
     run = MACHINES["H100"]
     for before, each in itertools.pairwise(ladder.STAGES):
         effect = ladder.effect_of(each, run)
-        is_told = effect.same_steps or effect.work != ladder.effect_of(before, run).work
-        assert is_told != each.unpredictable, f"add() in ladder.py has no case for {each.name}: give it one, or say so"
+        is_told = effect.same_computation or effect.work != ladder.effect_of(before, run).work
+        message = f"add_technique() in ladder.py has no case for {each.name}: give it one, or say unpredictable=True"
+        assert is_told != each.unpredictable, message

@@ -45,7 +45,7 @@ def ladder_cpu():
         cpu_run("s06", 2.4),
         cpu_run("s07", 2.42),  # 1.008 times as fast, and the A/A pair is 1.02 apart
         cpu_run("s07 again", 2.42 * 1.02),
-        cpu_run("s08", 2.4, (1, 1, 1), end=failure("RuntimeError: boom | with a bar")),
+        cpu_run("s08", 2.4, (1, 1, 1), end=failure("RuntimeError: boom |\nwith a bar")),
         cpu_run("s09", 1, (), end=None),
         cpu_run("s10", 3, (1, 1, 1, 1), end=None, memory=None),
         cpu_run("s11", 1.5, tokens=2000, warmup_dt=4),  # twice the tokens in 1 / 1.5 of the time
@@ -85,14 +85,9 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     figures = "1.018 | 2.000 ± 0.500 | 200.0 [200.0–225.0] | 7.5 | 4.60"
     assert f"| s03 | {figures} | active: bfloat16; 12 s of warm-up; 43.00 GB reserved |" in drawn
     assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
-    assert "a large copy moves 10,000.0 GB/s. A token takes 0 MFLOP." in drawn
+    assert "a large copy moves 10,000.0 GB/s." in drawn
     assert "s02 again / s02 1.000. A ratio within this noise of 0.0 %, or" in drawn
     assert "Again: `python bench.py` at commit 0123456789ab." in drawn
-
-
-def test_a_bench_of_which_nothing_ran_is_a_page_all_the_same():
-    drawn = page.page(results_of(rows=[row("s01"), row("s02", above="s01")]))
-    assert "No row got as far as its first step." in drawn
 
 
 # cells
@@ -125,7 +120,7 @@ def test_brackets_stand_around_what_is_no_difference():
     assert shown.endswith("no difference, within the noise of 1.0 % or within its own ±.")
     once = page.terminal(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
-    assert "Nothing is called faster or slower without the noise." in once
+    assert "Nothing is called faster or slower, because the noise is not known." in once
 
 
 def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out():
@@ -134,10 +129,3 @@ def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out(
     lines = page.terminal(results).splitlines()
     assert max(len(line) for line in lines) <= 80
     assert "a/long/path" * 9 in "".join(line[18:].split("  ")[0].strip() for line in lines[3:-2])
-
-
-@pytest.mark.parametrize("end, words", [(None, "2 of 3 rounds"), (failure("boom\n\nb"), "failed: boom b")])
-def test_a_note_tells_that_a_round_has_not_ended_or_failed(end, words):
-    rounds = [run("s01", [1.0]), run("s01", [1.0], number=1), run("s01", [1.0], number=2, end=end)]
-    results = results_of(*rounds, in_turn=False, rounds=3)
-    assert page.note_cell(results, results.reference) == words

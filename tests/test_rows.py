@@ -45,11 +45,6 @@ def test_a_word_is_a_launcher_a_script_and_flags(word, name, title, script, laun
     assert (row.launcher, row.flags) == (tuple(launcher.split()), tuple(flags.split()))
 
 
-def test_a_stage_is_known_as_one_and_a_copy_of_it_is_not():
-    assert row_of("s12").stage.takes_ranks
-    assert row_of("my/s12_ddp.py").stage is None
-
-
 def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_path):
     command = row_of("env A=b s11 --accum 8").command(["--steps", "9"])
     assert command == ["env", "A=b", sys.executable, str(STAGES["s11"]), "--steps", "9", "--accum", "8"]
@@ -57,12 +52,15 @@ def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_pat
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, str(tmp_path / "mine.py")]
     assert row_of("python3 -u mine.py").command([]) == [sys.executable, "-u", str(tmp_path / "mine.py")]
+    assert row_of("nice python_2 s01").command([])[:3] == ["nice", "python_2", sys.executable]
+    (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
+    named = row_of(f"{tmp_path}/python3.99 mine.py").command([])
+    assert named == [f"{tmp_path}/python3.99", str(tmp_path / "mine.py")]
 
 
 @pytest.mark.parametrize(
     "word, reason",
     [
-        ("s99", "'s99' names no stage and no script: pass s01 to s12, a .py file"),
         ("--x", "'--x' names no stage"),
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),

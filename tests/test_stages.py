@@ -96,13 +96,6 @@ def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     assert f"tiny, {parameters:,} parameters | B 2, T 24, 48 tokens per step" in run.out
     assert run.figures("tokens") == [48] * 5
     assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
-    figures = {"norm"} if stage >= "s07" else set()
-    if stage >= "s08":
-        figures.add("lr")
-    for step in run.of_kind("step"):
-        assert set(step) == {"kind", "step", "loss", "dt", "tokens", "memory", "meter"} | figures
-    last = run.of_kind("step")[-1]  # the one step after the warm-up
-    assert run.out.splitlines()[-2].startswith(f"median {1e3 * last['dt']:.2f}ms ")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -127,9 +120,8 @@ def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(wat
         assert torch.equal(y, ids[(positions + 1) % 36])
 
 
-@pytest.mark.parametrize("stage", ["s01", "s12"])
-def test_a_stage_trains_at_a_length_that_gpt_2_never_had(stage, tmp_path):
-    run = run_stage(stage, *SHORT, "--seq-len", "1500", "--batch-size", "1", "--steps", "1", folder=tmp_path)
+def test_a_stage_trains_at_a_length_that_gpt_2_never_had(tmp_path):
+    run = run_stage("s05", *SHORT, "--seq-len", "1500", "--batch-size", "1", "--steps", "1", folder=tmp_path)
     assert run.status == 0, run.err
     assert run.header["shape"]["seq_len"] == 1500
 
@@ -220,19 +212,6 @@ def test_the_compiled_model_trains_as_the_eager_one(stages, tmp_path):
     assert_same_training(compiled, stages("s05", *ONE_MICRO_BATCH))
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage < "s05"])
-def test_explicit_attention_is_the_softmax_of_scaled_scores_over_the_past(stage):
-    attention = definitions(stage, "attention", torch=torch, math=math, F=F)["attention"]
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 3, 6, 4)  # each (B, n_head, T, head_dim)
-    expected = torch.empty(2, 3, 6, 4)
-    for t in range(6):
-        keys, values = k[:, :, : t + 1], v[:, :, : t + 1]  # of the token itself and those before it
-        scores = (keys * q[:, :, t : t + 1]).sum(-1) / math.sqrt(4)
-        expected[:, :, t] = (F.softmax(scores, dim=-1)[..., None] * values).sum(-2)
-    torch.testing.assert_close(attention(q, k, v), expected)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, stage):
     for group in watched(stage).groups:
@@ -243,14 +222,8 @@ def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_decay_all_alike_and_from_s09_on_the_matrices_alone(watched, stage):
-    groups = watched(stage).groups
-    decays = [(group["weight_decay"], group["tensors"], group["parameters"]) for group in groups]
-    if stage < "s06":
-        assert decays == [(0.1, 28, 3_317_056)]
-    elif stage < "s09":
-        assert decays == [(0.1, 28, 3_320_064)]  # with the padding
-    else:
-        assert decays == [(0.1, 10, 3_318_272), (0.0, 18, 1_792)]
+    decays = [(group["weight_decay"], group["tensors"]) for group in watched(stage).groups]
+    assert decays == ([(0.1, 10), (0.0, 18)] if stage >= "s09" else [(0.1, 28)])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -196,17 +196,6 @@ def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_lo
     assert lines_of(tmp_path / "r.jsonl")[-1]["sdpa"] == "flash"
 
 
-def test_the_other_ranks_print_record_and_save_nothing(new_log, monkeypatch, card, tmp_path, capsys):
-    monkeypatch.setenv("RANK", "1")
-    log = new_log(
-        "--steps", "1", "--record", tmp_path / "r.jsonl", "--save", tmp_path / "w", "--eval", model=small_gpt()
-    )
-    take_steps(log, card, 1)
-    log.finish()
-    assert capsys.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
-
-
 # How a run fails
 
 

@@ -22,7 +22,7 @@ def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypat
     assert run.summary["rates"] == RATES
     assert parts.keys() >= {"matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"}
     assert sum(parts.values()) == pytest.approx(1e3 * run.figures("dt")[-1])
-    assert run.scope["log"].profile.operations["Optimizer.step#AdamW.step"][1] == 1  # of one step
+    assert run.scope["log"].profile.calls["Optimizer.step#AdamW.step"] == 1  # of one step
     # 2 x 24 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 0.955 GFLOP at 0.1 TFLOP/s
     assert f"{parts['matmuls']:9.2f}      9.55 matmuls\n" in run.out
     assert re.search(r"\d ms in +\d+ x aten::mm\n", run.out)
@@ -56,7 +56,8 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
     for event, device_type in ((add, DeviceType.CPU), (mm, DeviceType.CPU), (kernel, DeviceType.CUDA)):
         event.cpu_parent, event.device_type = None, device_type
     profile = StepProfile([add, kernel, mm, mm], torch.device("cuda"), step_ms=6.0)
-    assert profile.operations == {"aten::add": [1.0, 1], "aten::mm": [4.0, 2]}
+    assert profile.ms == {"aten::add": 1.0, "aten::mm": 4.0}
+    assert profile.calls == {"aten::add": 1, "aten::mm": 2}
     assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
 
 

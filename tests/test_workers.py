@@ -3,6 +3,7 @@
 from harness import machine, workers
 from harness.record import WARMUP
 from harness.results import Results
+from harness.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
 from harness.workers import NotEnoughMemory, lead
 
 import json
@@ -41,7 +42,7 @@ def fake_row(name, launcher=(), flags=(), **plan):
 def results_to_fill(*rows, steps, in_turn=True):
     """The Results of a bench of these rows, with no line so far."""
     bench = {"rows": [asdict(row) for row in rows], "warmup": WARMUP, "steps": steps, "in_turn": in_turn}
-    bench |= {"flags": ["--batch-size", "4", "--steps", "200"], "variables": {"FAKE_WORD": "of all"}}
+    bench |= {"flags": ["--batch-size", "4", "--steps", "200"], "variables": CPU_MEMORY}
     return Results(bench)
 
 
@@ -64,6 +65,16 @@ def test_rows_step_in_turn_there_and_back(monkeypatch):
     runs = led(fake_row("a"), fake_row("b"), fake_row("c"), steps=WARMUP + 3)
     assert "".join(order) == "aaaabbbbcccc" + "abccbaabc"
     assert all(run.summary for run in runs.values())
+
+
+def test_a_rows_own_flags_reach_it_and_no_other():
+    runs = led(fake_row("a", flags=("--batch-size", "8")), fake_row("b"))
+    assert [run.header["settings"]["batch_size"] for run in runs.values()] == [8, 4]
+
+
+def test_the_memory_variables_reach_all_rows_but_plain():
+    runs = led(fake_row("a"), fake_row("plain", WITHOUT_CPU_MEMORY))
+    assert [run.header["variables"]["MALLOC_MMAP_MAX_"] for run in runs.values()] == ["0", None]
 
 
 def test_a_pause_is_between_the_steps_of_two_workers_not_of_one(monkeypatch):
@@ -96,11 +107,8 @@ def test_a_failure_costs_its_own_row_alone(moment):
 @pytest.mark.parametrize(
     "do, message, out_of_memory",
     [
-        ("refuse", "error: no, thanks", False),
-        ("leave", "ended without log.finish(), or before its last step", False),
         ("leave with status 3", "exit status 3", False),
         ("be killed", "killed by the system, most likely out of memory", True),
-        ("leave an error line", "Boom: no", True),
     ],
 )
 def test_a_row_that_fails_says_why_in_its_record_and_on_stderr(capsys, do, message, out_of_memory):

@@ -21,7 +21,7 @@ from model import GPT
 
 
 class Compiled(torch.nn.Module):
-    """Stands for what torch.compile returns: a module that has the model under the same name, and compiles nothing."""
+    """What torch.compile returns keeps the model as `_orig_mod`. So does this, and it compiles nothing."""
 
     def __init__(self, model):
         super().__init__()
@@ -32,10 +32,9 @@ class Compiled(torch.nn.Module):
 
 
 def facts_of_group(group):
-    """The settings of one group of an optimizer, None where it has no such setting, and how much it holds."""
+    """The settings of one group of an optimizer, None where it has no such setting, and how many tensors it holds."""
     settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "fused")}
-    sizes = [parameter.numel() for parameter in group["params"]]
-    return settings | {"tensors": len(sizes), "parameters": sum(sizes)}
+    return settings | {"tensors": len(group["params"])}
 
 
 class Watch:

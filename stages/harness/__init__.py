@@ -1,34 +1,39 @@
 """What a stage imports: its flags and its clock.
 
-The modules of the harness. Each imports only from the lines above its own.
+These are the modules of the harness. A module imports only from lines above its own.
 
-arithmetic, intervals           what is known without a run: FLOPs and bytes; 95 % intervals
-ladder, machine                 the twelve stages, a line each; what a device is and can do
-record, rates, weights          the lines that a run leaves; the rates of a machine, measured; weights on disk
-flags, stepprofile              parse_args; what --profile shows
-steplog                         the clock of a stage
-rows, results, workers, page    what the bench uses: commands, what was measured, processes, tables
-probe                           a script, the row of the bench that measures the rates
+arithmetic, intervals     what is known without a run: FLOPs and bytes; 95 % intervals
+ladder, machine           the twelve stages, a line each; what a device is and can do
+record, rates, weights    the lines that a run leaves; how fast a machine is; weights on disk
+flags, stepprofile        parse_args; what --profile shows
+steplog                   the clock of a stage
+rows                      what the bench starts: each row is a command
+results                   what the bench measured, and what follows from it
+workers, page             the processes of the bench; its tables
+probe                     a script that the bench starts beside its rows: it measures how fast the machine is
 """
 
 import os
 import sys
 from pathlib import Path
 
+# NVIDIA's containers set the first, which turns TF32 on in s01. The second turns it on or off in all stages.
 for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
-    os.environ.pop(name, None)  # the first is set in NVIDIA's containers, and with either TF32 would be on in s01
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints of its own starts
+    os.environ.pop(name, None)
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are
 
 
 def refuse_namesakes(folder):
-    """Exit with one line where the folder of a script has a data or model of its own: these names are the ladder's."""
+    """Exit with one line where the folder of a script has a data or model of its own, which would hide the ladder's."""
+    if folder == ROOT:
+        return
     for name in ("data", "model"):
         for path in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if path.exists() and folder != ROOT:
+            if path.exists():
                 print(f"error: {path} has the name of the ladder's {name}.py: rename it, as my_{name}", file=sys.stderr)
-                sys.exit(2)
+                sys.exit(2)  # refuse() is in data, which can't be imported yet
 
 
 refuse_namesakes(Path(sys.argv[0]).resolve().parent)

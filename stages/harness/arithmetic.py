@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
-FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so that the same
-functions speak of an A100 by its datasheet and of the reader's machine by the bench's probe. But BYTES_ON_CUDA adds
-kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md derives each count.
+FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so the same
+functions work with the rates of a datasheet and with those that the bench's probe measured. But BYTES_ON_CUDA adds
+kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,19 @@ PADDED_VOCAB = 50304  # the rows of s06's logits, of which those past VOCAB are 
 
 
 class Bytes(NamedTuple):
-    """What a micro-batch reads and writes for each number of a large tensor, without its matmuls.
+    """The bytes that all operations but matmuls read and write for each number of a large tensor.
 
-    one_by_one: one operation after the other, as PyTorch runs them. fused: by a compiler.
+    one_by_one: by one operation after the other, as PyTorch runs them. fused: by a compiler's kernels.
     """
 
     one_by_one: int
     fused: int
 
 
-# The row "16 bits" is that of autocast, which keeps the loss and the residual stream in float32. Each sum lists the
-# forward, then the backward: a term of 8 is 4 bytes read and 4 written.
+# "16 bits" is autocast, which keeps the loss and the residual stream in float32. The comment above a sum names its
+# operations: those of the forward; those of the backward. Each has a term, in this order. Where a factor stands before
+# the brackets, it is the bytes of a number, and a term counts the numbers that the operation reads and writes. Without
+# a factor a term is the bytes themselves: 8 is 4 read and 4 written.
 BYTES = {
     "float32": {
         # divide, mask, softmax; softmax, mask, divide
@@ -34,7 +36,7 @@ BYTES = {
         "logits": Bytes(one_by_one=4 * (2 + 1 + 3), fused=4 * (1 + 2)),
         # add, LayerNorm; LayerNorm, add
         "residual": Bytes(one_by_one=4 * (3 + 2 + 3 + 3), fused=4 * (4 + 5)),
-        # nothing stands beside it to be fused with
+        # gelu; gelu. Nothing stands beside it to be fused with.
         "gelu": Bytes(one_by_one=4 * (2 + 3), fused=4 * (2 + 3)),
         # copies; copies, three gradients in one, bias gradients
         "projections": Bytes(one_by_one=4 * (8 + 6 + 6 + 9), fused=4 * (6 + 9)),
@@ -52,13 +54,16 @@ BYTES = {
         "casts": Bytes(one_by_one=6 + 6, fused=6 + 6),
     },
 }
-# On CUDA the backward of a softmax first multiplies the gradient by the output, three passes more. autocast computes it
-# in float32. A compiler leaves the cast of LayerNorm's gradient to 16 bits as a kernel of its own.
+# On CUDA three things differ. The backward of a softmax first multiplies the gradient by the output, which is three
+# numbers more. Under autocast the softmax is computed in float32, so that scores are cast there and back. And a
+# compiler leaves the cast of LayerNorm's gradient to 16 bits as a kernel of its own.
 BYTES_ON_CUDA = {precision: dict(table) for precision, table in BYTES.items()}
+# divide, mask, softmax; multiply, softmax, mask, divide
 BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 3 + 4 + 2), fused=4 * (2 + 3))
 # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
 SCORES_UNDER_AUTOCAST = 4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4
 BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=SCORES_UNDER_AUTOCAST, fused=2 * (2 + 3))
+# as above, but for the last cast of the fused kernels
 BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16 + 4)
 
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.
@@ -85,7 +90,8 @@ class Work:
 
     The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size and seq_len. batch_size: B of
     the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32" where
-    it is off. update: numbers that an update moves for each parameter. accum: micro-batches for each update.
+    it is off. on_cuda: whether CUDA's kernels run. compiled: by torch.compile. flash: whether attention is one kernel.
+    update: numbers that an update reads and writes for each parameter. accum: micro-batches for each update.
     """
 
     shape: dict
@@ -138,7 +144,7 @@ def shape_of(model, seq_len):
 def shape_name(shape):
     """Return "gpt2" for the shape of that size, and the numbers of layers, heads and channels for any other."""
     for name, size in SIZES.items():
-        if size.items() <= shape.items():
+        if all(shape[key] == number for key, number in size.items()):
             return name
     return f"{shape['n_layer']} layers of {shape['n_head']} heads, {shape['n_embd']} wide"
 
@@ -166,60 +172,62 @@ def matmul_weights(shape):
 
 
 def weight_bytes(shape):
-    """Return the bytes of a GPT's weights in float32, or of its gradient, without biases and LayerNorms (0.1 %)."""
+    """Return the bytes of a GPT's float32 weights, without biases and LayerNorms (0.1 %); its gradient has as many."""
     return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
 
 
-def bytes_of(tensor, work):
-    """Return the bytes that a micro-batch moves for each number of a tensor, one of those in BYTES."""
+def bytes_per_number(tensor, work):
+    """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in BYTES."""
     table = BYTES_ON_CUDA if work.on_cuda else BYTES
     precision = "float32" if work.amp_dtype == "float32" else "16 bits"
     moved = table[precision][tensor]
-    if tensor == "projections" and work.flash:  # the kernel takes q, k and v as they lie: no copies, compiled or not
+    if tensor == "projections" and work.flash:  # the kernel reads q, k and v in place: no copies, compiled or not
         return moved.fused
     return moved.fused if work.compiled else moved.one_by_one
 
 
 def numbers_in(tensor, work):
     """Return how many numbers a micro-batch has in a tensor, one of those in BYTES, over all layers."""
-    L, H, C, V = (work.shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size"))
+    L, C = work.shape["n_layer"], work.shape["n_embd"]
     tokens = work.tokens
-    if tensor == "scores":
-        return L * H * tokens * work.seq_len
-    if tensor == "logits":
-        return tokens * V
-    if tensor == "residual":  # two in each layer, and the last LayerNorm with the sum of the embeddings
-        return (2 * L + 1) * tokens * C
-    if tensor == "gelu":
-        return L * tokens * 4 * C
-    if tensor == "projections":  # copies of q, k, v and y, the gradient of the three in one, sums for bias gradients
-        return L * tokens * C
-    return matmul_weights(work.shape)  # casts
+    match tensor:
+        case "scores":
+            return L * work.shape["n_head"] * tokens * work.seq_len
+        case "logits":
+            return tokens * work.shape["vocab_size"]
+        case "residual":  # two in each layer, and the last LayerNorm with the sum of the embeddings
+            return (2 * L + 1) * tokens * C
+        case "gelu":
+            return L * tokens * 4 * C
+        case "projections":  # copies of q, k, v and y, the gradient of the three in one, sums for bias gradients
+            return L * tokens * C
+        case "casts":
+            return matmul_weights(work.shape)
 
 
 def bytes_moved(tensor, work):
-    """Return the bytes that a micro-batch moves for a whole tensor, one of those in BYTES."""
-    return numbers_in(tensor, work) * bytes_of(tensor, work)
+    """Return the bytes that a micro-batch reads and writes for a whole tensor, one of those in BYTES."""
+    return numbers_in(tensor, work) * bytes_per_number(tensor, work)
 
 
 def attention_seconds(work, rates):
     """Return the seconds of attention's matmuls.
 
-    Those of explicit attention take what is longer, their FLOPs or moving the scores: with head_dim 64 each number of
-    the scores is moved for 128 FLOPs, which is little for a GPU.
+    Explicit attention takes the longer of two times: that of its FLOPs, and that of moving the scores. With head_dim 64
+    there are 128 FLOPs for each number of the scores that is moved, which is little for a GPU.
     """
     L, C = work.shape["n_layer"], work.shape["n_embd"]
-    flops_per_count = L * work.batch_size * work.seq_len**2 * C
+    unit = L * work.batch_size * work.seq_len**2 * C
     rate = rates.matmul[work.matmul_dtype]
     if work.flash:
-        return FLASH_ATTENTION_FLOPS * flops_per_count / rate
-    size = 4 if work.amp_dtype == "float32" else 2
-    moving = PASSES_OF_MATMULS_OVER_SCORES * size * numbers_in("scores", work) / rates.copy
-    return max(EXPLICIT_ATTENTION_FLOPS * flops_per_count / rate, moving)
+        return FLASH_ATTENTION_FLOPS * unit / rate
+    bytes_of_score = 4 if work.amp_dtype == "float32" else 2
+    moved = PASSES_OF_MATMULS_OVER_SCORES * bytes_of_score * numbers_in("scores", work)
+    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
 
 
 def update_bytes(work):
-    """Return the bytes that a micro-batch's share of the update moves: AdamW, clipping, DDP's buckets and the like."""
+    """Return the bytes of a micro-batch's share of the update: AdamW, clipping, DDP's buckets and the like."""
     added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
     return weight_bytes(work.shape) * (work.update + added) / work.accum
 
@@ -227,8 +235,8 @@ def update_bytes(work):
 def seconds_of_parts(work, rates):
     """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take at the Rates of a machine.
 
-    The parts are those in which --profile shows where the time went. "matmuls" are those with weights. "attention" is
-    the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that explicit attention does.
+    --profile measures the same parts. "matmuls" are those with weights. "attention" is the matmuls of explicit
+    attention, or the flash kernel. "softmax and mask" is all else that explicit attention does.
     """
     flops = work.tokens * weight_flops_per_token(work.shape)
     pointwise = sum(bytes_moved(tensor, work) for tensor in ("residual", "gelu", "projections", "casts"))

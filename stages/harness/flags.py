@@ -14,7 +14,7 @@ from . import ladder, machine
 from .record import COUNTED_STEPS, WARMUP, Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BROUGHT = [stage.brings for stage in ladder.STAGES if stage.brings]  # flags that not every stage heeds
+FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # they have no effect in earlier stages
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    """Return the whole number of 1 or more that a flag takes. Raises argparse.ArgumentTypeError."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not a whole number of 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
@@ -40,7 +40,7 @@ def parse_args(doc):
 
     doc: the docstring of the stage, whose first line is its title, or None. device is a torch.device, amp_dtype a
     torch.dtype. From here on an exception is kept in the record. Exits with one line and status 2 for a wrong flag.
-    Raises OSError where --record names no new file.
+    Raises OSError where the file of --record is there already or can't be written.
     """
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
@@ -54,30 +54,32 @@ def parse_args(doc):
     args.record = Record(args)
     sys.excepthook = args.record.tell_failure
     if machine.is_rank_0():
-        for flag in BROUGHT:
+        for flag in FLAGS_OF_STAGES:
+            typed = "--" + flag.replace("_", "-")
             if flag in args.fallbacks and ladder.heeds(stage, flag):
-                print(f"{flag}: {args.fallbacks[flag]}", file=sys.stderr)
+                print(f"{typed}: {args.fallbacks[flag]}", file=sys.stderr)
             if flag in args.given and not ladder.heeds(stage, flag):
-                bringer = ladder.brought_by(flag).name
-                print(f"{flag} has no effect in {stage.name}: {bringer} brings it", file=sys.stderr)
+                first = ladder.brought_by(flag).name
+                print(f"{typed} has no effect in {stage.name}, only from {first} on", file=sys.stderr)
     return args
 
 
 def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. The namespace gains `given`, those of BROUGHT that argv has, and `fallbacks`, {flag:
-    why its usual default is not to be had here}. Exits with one line and status 2 for a wrong flag.
+    doc: what --help begins with. The namespace also has `given`, those of FLAGS_OF_STAGES that argv names, and
+    `fallbacks`, {flag: why its usual default does not work on this machine}. Exits with one line and status 2 for a
+    wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.device = machine.find_device(args.device)
-    args.given = [flag for flag in BROUGHT if getattr(args, flag) is not None]
+    args.given = [flag for flag in FLAGS_OF_STAGES if getattr(args, flag) is not None]
     fill_in_defaults(args)
     return args
 
 
 def new_parser(doc):
-    """Return the parser of the flags that all stages take, so that the bench can pass one set to all of them."""
+    """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
     parser = Parser(doc)
     add = parser.add_argument
     steps_help = f"optimizer steps, the first {WARMUP} of them warm-up (50; {WARMUP + COUNTED_STEPS} on a CPU)"
@@ -95,12 +97,13 @@ def new_parser(doc):
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     accum_help = "micro-batches per step of all ranks, from s11 on (4; 2 on a CPU)"
     add("--accum", type=positive, metavar="N", help=accum_help)
-    add("--eval", action="store_true", help="at the end, take the loss on the held-out tenth of the corpus")
+    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
     profile_help = "at the end, show where the last step's time went, and where it should have gone"
     add("--profile", action="store_true", help=profile_help)
-    add("--record", metavar="FILE", help="write every step as a line of JSON to this new file")
+    add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="FILE", help="write the weights there at the end")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)  # what the bench starts: see record.Record
+    # The bench passes it. The process then takes one step for each request: see record.Record.
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -117,7 +120,7 @@ def fill_in_defaults(args):
     if args.accum is None:
         ranks = machine.world_size()
         micro_batches = 2 if on_cpu else 4
-        args.accum = ranks * max(1, micro_batches // ranks)
+        args.accum = ranks * max(1, micro_batches // ranks)  # every rank needs one, and all as many
     if args.amp_dtype is not None:
         args.amp_dtype = DTYPES[args.amp_dtype]
     else:
@@ -132,10 +135,11 @@ def fill_in_defaults(args):
 
 
 def fitting_batch_size(total_memory):
-    """Return the largest power of two, at most 16, that s01 fits into so many bytes at gpt2 and T 1024.
+    """Return the largest batch, a power of two and at most 16, with which s01 fits into total_memory at gpt2, T 1024.
 
-    s01 took 30.9 GB at 16 on an H100: 1.5 GB for weights, gradients and AdamW's moments, 1.84 GB for each sequence. A
-    tenth stays free, for libraries, and for s03, which takes 3 % more.
+    s01 took 30.9 GB at 16 on an H100. Weights and AdamW's moments take 1.5 GB, and what the forward keeps takes 1.84 GB
+    for each sequence; when the gradients come, that goes. A tenth stays free, for libraries, and for s03, which takes
+    3 % more.
     """
     for batch_size in (16, 8, 4, 2):
         if 1.5e9 + 1.84e9 * batch_size <= 0.9 * total_memory:
@@ -155,5 +159,7 @@ def check(args, stage):
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     if args.save:  # looked at here, since at its end a training would be lost
         path = Path(args.save)
-        if (path.exists() and not path.is_file()) or not os.access(path.resolve().parent, os.W_OK):
-            refuse(f"--save {path} can't be written: name a file, in a folder that you may write to")
+        if path.exists() and not path.is_file():
+            refuse(f"--save {path} is no file: name one")
+        if not os.access(path.resolve().parent, os.W_OK):
+            refuse(f"--save {path} can't be written: name a file in a folder that you may write to")

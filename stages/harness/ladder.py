@@ -1,6 +1,6 @@
-"""The twelve stages in one table, a line each: what the code knows about a stage beside its text.
+"""The twelve stages in one table, a line each: what the harness knows about a stage, besides its file.
 
-Below the table, add() says what each technique does on the machine of a run, in a case for each stage.
+Below the table, add_technique() says what each technique does on the machine of a run, in a case for each stage.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ class Stage:
     """One line of the ladder.
 
     name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether its gain does not
-    follow from FLOPs and bytes. for_the_loss: whether it is to change the loss, which all others must leave as it was.
-    brings: the flag that this stage and all later ones heed. takes_ranks: whether torchrun may start several processes
-    of it.
+    follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
+    brings: a flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of
+    it.
     """
 
     name: str
@@ -59,63 +59,63 @@ STAGES = (
 class Effect:
     """What a technique does on the machine of a run.
 
-    work: the Work of a micro-batch with it. words: for the table. same_steps: whether the stage takes the very steps of
-    the stage before, so that the two are runs of one computation.
+    work: the Work of a micro-batch with it. words: for the table. same_computation: whether a step computes the same as
+    one of the stage before, with perhaps another learning rate, so that the two take equally long.
     """
 
     work: Work
     words: str = ""
-    same_steps: bool = False
+    same_computation: bool = False
 
 
-def effect_of(stage, run):
+def effect_of(stage, facts):
     """Return the Effect of a stage, whose work is that of all stages up to it.
 
-    run: the header of the run's record, with "sdpa" of its summary, which is None where the run ended early.
+    facts: the header of a run's record, with the key "sdpa" of its summary, which is None where the run ended early.
     """
-    on_cuda = run["environment"]["device"] == "cuda"
-    effect = Effect(Work(run["shape"], run["settings"]["batch_size"], on_cuda=on_cuda))
+    on_cuda = facts["environment"]["device"] == "cuda"
+    effect = Effect(Work(facts["shape"], facts["settings"]["batch_size"], on_cuda=on_cuda))
     for each in STAGES[: STAGES.index(stage) + 1]:
-        effect = add(each, effect.work, run)
+        effect = add_technique(each, effect.work, facts)
     return effect
 
 
-def add(stage, work, run):
-    """Return the Effect of one stage on the Work of the stage before. A stage without a case leaves it as it is."""
-    settings = run["settings"]
+def add_technique(stage, work, facts):
+    """Return the Effect of one stage on the Work of the stage before; a stage without a case leaves that as it is."""
+    settings = facts["settings"]
     match stage.name:
         case "s02_tf32":
-            if not run["environment"]["tf32"]:
-                return Effect(work, "this device has no TF32 units", same_steps=True)
+            if not facts["environment"]["tf32"]:
+                return Effect(work, "this device has no TF32 units", same_computation=True)
             return Effect(replace(work, matmul_dtype="tf32"), "active")
         case "s03_bf16":
             dtype = settings["amp_dtype"]
             if dtype == "float32":
-                reason = run["fallbacks"].get("amp_dtype", "float32 was asked for")
-                return Effect(work, reason, same_steps=True)
+                reason = facts["fallbacks"].get("amp_dtype", "float32 was asked for")
+                return Effect(work, reason, same_computation=True)
             work = replace(work, matmul_dtype=dtype, amp_dtype=dtype)
             if dtype == "float16":
                 return Effect(replace(work, update=work.update + UNSCALING), "active: float16, loss scaled")
             return Effect(work, f"active: {dtype}")
         case "s04_compile":
             if not settings["compile"]:
-                reason = run["fallbacks"].get("compile", "left out by --no-compile")
-                return Effect(work, reason, same_steps=True)
+                reason = facts["fallbacks"].get("compile", "left out by --no-compile")
+                return Effect(work, reason, same_computation=True)
             return Effect(replace(work, compiled=True), "active")
         case "s05_flash":
-            if run["sdpa"] == "math":
+            if facts["sdpa"] == "math":
                 return Effect(work, "no kernel for it here: PyTorch falls back on matmuls")
-            words = f"active: the {run['sdpa']} kernel" if run["sdpa"] else ""
+            words = f"active: the {facts['sdpa']} kernel" if facts["sdpa"] else ""
             return Effect(replace(work, flash=True), words)
         case "s07_clip":
             return Effect(replace(work, update=work.update + CLIPPING), "for the loss")
-        case "s08_cosine" | "s09_decay":  # another rate, and the same tensors in two groups
-            return Effect(work, "for the loss", same_steps=True)
+        case "s08_cosine" | "s09_decay":  # s08 changes the learning rate, s09 puts the same tensors into two groups
+            return Effect(work, "for the loss", same_computation=True)
         case "s10_fused":
             return Effect(replace(work, update=work.update - ADAMW + FUSED_ADAMW))
         case "s11_accum":
             if settings["accum"] == 1:
-                return Effect(work, "one micro-batch per step", same_steps=True)
+                return Effect(work, "one micro-batch per step", same_computation=True)
             micro_batches = settings["accum"] // settings["world_size"]
             return Effect(replace(work, accum=micro_batches), f"{settings['accum']} micro-batches per step")
         case "s12_ddp":
@@ -125,7 +125,7 @@ def add(stage, work, run):
 
 
 def stage_of(word):
-    """Return the Stage that a word names: s05, s05_flash or its file; None for another word, also another file."""
+    """Return the Stage that a word names: s05, s05_flash, or the path of its file. None for any other word or file."""
     if word.endswith(".py") and Path(word).is_file():
         found = [stage for stage in STAGES if stage.path == Path(word).resolve()]
     else:
@@ -134,15 +134,15 @@ def stage_of(word):
 
 
 def between(above, stage):
-    """Return the Stages below one and down to another, in order: those that a step from one to the other adds."""
+    """Return the Stages after `above`, up to and with `stage`; none where `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
 
 
 def brought_by(flag):
-    """Return the Stage that brings a flag, which it and all later ones heed."""
+    """Return the first Stage in which a flag has an effect."""
     return [stage for stage in STAGES if stage.brings == flag][0]
 
 
 def heeds(stage, flag):
-    """Tell whether a stage heeds a flag that one of the stages brings. A script of the reader's own may heed any."""
+    """Tell whether a flag that some stage brings has an effect in a stage. In the reader's own script any may have."""
     return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from data import refuse
 
+DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
 # how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
@@ -36,31 +37,43 @@ def dtype_name(dtype):
 
 
 def find_device(name=None):
-    """Return the torch.device of this name, or the best one there is. Exits with one line where it is not there.
+    """Return the torch.device of this name, or the best one there is.
 
-    Under torchrun each rank takes a card of its own where the name has no number.
+    Under torchrun each rank takes a card of its own where the name has no number. Exits with one line where this
+    machine has no such device.
     """
     if name is None:
-        device = torch.accelerator.current_accelerator(check_available=True)
-        if device is None or device.type not in ("cuda", "mps"):  # of others the harness knows nothing
-            device = torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        is_known = accelerator is not None and accelerator.type in DEVICE_TYPES
+        device = accelerator if is_known else torch.device("cpu")
     else:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
+        device = device_of_name(name)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is not None and world_size() > 1:
         refuse(f"--device {name} gives all ranks one device: pass --device {device.type}")
-    count = 0
-    if device.type in ("cuda", "mps"):
-        count = torch.get_device_module(device).device_count()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    count = torch.get_device_module(device).device_count()
     if (device.index or 0) >= count:
         refuse(f"{device} is not here: torch finds {count} devices of that type; pass another --device, or fewer ranks")
     return device
+
+
+def device_of_name(name):
+    """Return the torch.device of a name. Exits with one line where it is no device that the harness knows."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in DEVICE_TYPES:
+        refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
+    return device
+
+
+def synchronize(device):
+    """Wait until a device has done all that it was asked to do."""
+    torch.get_device_module(device).synchronize()
 
 
 def native_amp_dtype(device):
@@ -78,7 +91,7 @@ def native_amp_dtype(device):
 def cpu_has_bfloat16():
     """Tell whether this CPU multiplies bfloat16 in hardware."""
     if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
-        # CPUs with AMX have AVX512-BF16, too; torch 2.11 has no public function for it
+        # CPUs with AMX have AVX512-BF16, too. torch 2.11 has no public function for it.
         return torch.cpu._is_avx512_bf16_supported()
     if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
         return True
@@ -88,9 +101,9 @@ def cpu_has_bfloat16():
 def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
-        # oneDNN uses the units for float16 matrices; torch 2.11 does not, and has no get_capabilities()
+        # A CPU computes TF32 with its units for float16 matrices. torch 2.11 does not, and has no get_capabilities().
         return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip:  # AMD's cards have none
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -105,13 +118,13 @@ def compile_problem(device):
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install triton"
         compilers = [os.environ.get("CC"), "gcc", "clang"]
-        problem = "Triton finds no C compiler: install gcc"
+        remedy = "Triton finds no C compiler: install gcc"
     else:
         compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++"]
-        problem = "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
+        remedy = "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if not any(name and shutil.which(name) for name in compilers):
-        return problem
-    headers = sysconfig.get_path("include", scheme="posix_prefix")  # the default is another one in Debian
+        return remedy
+    headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme names another folder
     if sys.platform == "linux" and not Path(headers, "Python.h").exists():
         return "Python.h is missing: install python3-dev"
     return None
@@ -182,8 +195,8 @@ def free_memory():
 def peak_memory(device):
     """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 
-    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak, so it tells
-    what its driver holds now.
+    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak: there it is what the
+    driver holds now.
     """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"
@@ -210,7 +223,7 @@ def sdpa_kernel(shape, dtype, device):
     shape: of q, k and v, (B, n_head, T, head_dim).
     """
     q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    # the profiler of the CPU sees the calls that start a card's kernels, too
+    # the CPU's profiler also sees the operations that start a card's kernels
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
     names = " ".join(event.name for event in profiler.events())

@@ -14,14 +14,14 @@ from .arithmetic import flops_per_token, shape_name
 from .rows import WITHOUT_CPU_MEMORY
 
 NOTHING = "–"  # a cell without a figure
-STAGES = "../stages/"  # from a page in results/
+PATH_TO_STAGES = "../stages/"  # from a page in results/
 TERMINAL_WIDTH = 80  # columns
 BAR = 20  # blocks of the fastest row
 LONG_WARMUP = 10  # seconds that are worth a note
 
 
 class Column(NamedTuple):
-    """A column of a table. cell: returns the text of a Row's cell, in markdown. is_text: whether it is no figure."""
+    """A column of a table. cell: returns the text of a Row's cell, in markdown. is_text: whether cells are words."""
 
     title: str
     cell: Callable
@@ -44,8 +44,8 @@ def short_columns(results):
     ]
 
 
-def columns_of_page(results, folder=STAGES):
-    """Return the columns of the short table on a page. folder: of the stages, from the page."""
+def columns_of_page(results, folder=PATH_TO_STAGES):
+    """Return the columns of the short table on a page. folder: the path from the page to the stages."""
     fastest = max((results.figure(row, "tok_per_sec") or 0 for row in results.table_rows), default=0)
     return [
         Column("row", lambda row: linked_cell(row, folder), is_text=True),
@@ -57,16 +57,14 @@ def columns_of_page(results, folder=STAGES):
 def full_columns(results):
     """Return the columns of the second table on a page, which adds to the short one."""
     last = results.last_common_step()
+    title_of_loss = "loss" if last is None else f"loss, step {last}"
     return [
         Column("row", lambda row: row.name, is_text=True),
         Column("predicted", lambda row: number_cell(results.predicted(row), "{:.3f}")),
         Column("x above", lambda row: ratio_cell(results, row, results.above(row), 3)),  # neighbors differ by little
         Column("dt ms [IQR]", lambda row: step_time_cell(results, row)),
         Column("% of peak", lambda row: number_cell(results.peak_share(row), "{:.1f}", scale=100)),
-        Column(
-            "loss" if last is None else f"loss, step {last}",
-            lambda row: number_cell(results.loss_at(row, last), "{:.2f}"),
-        ),
+        Column(title_of_loss, lambda row: number_cell(results.loss_at(row, last), "{:.2f}")),
         Column("note", lambda row: note_cell(results, row), is_text=True),
     ]
 
@@ -87,8 +85,8 @@ def aligned(columns, rows):
         table.append([column.cell(row).replace("`", "") for column in columns])
     widths = [max(len(cells[i]) for cells in table) for i in range(len(columns))]
     gaps = 2 * (len(columns) - 1)
-    others = sum(widths) - widths[1] + gaps
-    widths[1] = min(widths[1], TERMINAL_WIDTH - others)
+    width_of_others = sum(widths) - widths[1] + gaps
+    widths[1] = min(widths[1], TERMINAL_WIDTH - width_of_others)
     lines = []
     for cells in table:
         first, *rest = textwrap.wrap(cells[1], widths[1], break_on_hyphens=False)
@@ -111,8 +109,8 @@ def terminal(results):
             lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL_WIDTH))
     noise = results.noise()
     if noise is None:
-        words = "Nothing is called faster or slower without the noise. It takes a row that runs twice without failing, "
-        words += "and more than one round or, on a CPU, turn."
+        words = "Nothing is called faster or slower, because the noise is not known. That needs a row which ran twice "
+        words += "without failing, and two rounds on a GPU or two counted steps on a CPU."
     else:
         words = f"In brackets: no difference, within the noise of {100 * noise:.1f} % or within its own ±."
     return "\n".join([*lines, textwrap.fill(words, TERMINAL_WIDTH)])
@@ -129,7 +127,7 @@ def number_cell(value, form, scale=1):
 def ratio_alone_cell(results, row, base):
     """Return the cell that compares a row with another, without a ±."""
     compared = results.compare(row, base)
-    return number_cell(compared and compared.value, "{:.2f}")
+    return NOTHING if compared is None else f"{compared.value:.2f}"
 
 
 def ratio_cell(results, row, base, digits):
@@ -140,7 +138,9 @@ def ratio_cell(results, row, base, digits):
     cell = f"{compared.value:.{digits}f}"
     if compared.spread is not None:
         cell += f" ± {compared.spread:.{digits}f}"
-    return f"({cell})" if results.is_difference(row, base) is False else cell
+    if results.is_difference(row, base) is False:
+        return f"({cell})"
+    return cell
 
 
 def linked_cell(row, folder):
@@ -151,27 +151,29 @@ def linked_cell(row, folder):
 def typed_cell(row, above):
     """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
-    Names of skipped stages come first, because the ratio to the row above is of them, too.
+    The names of stages which that does not tell come first, because the ratio to the row above includes their gains.
     """
-    skipped = ()
+    untold = ()
     if row.stage and above and above.stage:
-        skipped = ladder.between(above.stage, row.stage)
+        untold = ladder.between(above.stage, row.stage)
     if tuple(row.launcher) == WITHOUT_CPU_MEMORY:
         text = "without the memory variables"
     elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
         text = row.stage.line
-        skipped = skipped[:-1]
+        untold = untold[:-1]  # the line tells of the row's own stage
     else:
         text = f"`{row.script}`"
-    if len(skipped) > 1:
-        return f"{skipped[0].short} to {skipped[-1].short}, {text}"
-    return f"{skipped[0].short}, {text}" if skipped else text
+    if not untold:
+        return text
+    if len(untold) == 1:
+        return f"{untold[0].short}, {text}"
+    return f"{untold[0].short} to {untold[-1].short}, {text}"
 
 
 def bar_cell(speed, fastest):
-    """Return a bar of blocks, as long as a speed is beside the fastest."""
+    """Return a bar of blocks, whose length is the speed's share of the fastest."""
     return "█" * round(BAR * speed / fastest) if speed else ""
 
 
@@ -184,7 +186,7 @@ def step_time_cell(results, row):
 
 
 def note_cell(results, row):
-    """Return what this machine makes of a row, and why it failed or is not complete."""
+    """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
     parts = []
     error, ended, rounds = results.error(row), results.rounds_ended(row), results.bench["rounds"]
     if error:
@@ -194,7 +196,7 @@ def note_cell(results, row):
     effect = results.effect(row)
     if effect:
         parts.append(effect.words)
-    if results.takes_the_same_steps(row):
+    if results.repeats_the_row_above(row):
         parts.append("same computation as the row above")
     warmup = results.figure(row, "warmup_s")
     if warmup and warmup > LONG_WARMUP:
@@ -229,24 +231,29 @@ def page(results):
 def conditions(results):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench, env = results.bench, results.bench["environment"]
-    machine = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
-    machine += [f"torch {env['torch']}", f"Python {env['python']}"]
+    words = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
+    words += [f"torch {env['torch']}", f"Python {env['python']}"]
     if env["cuda"]:
-        machine.append(f"CUDA {env['cuda']}, driver {env['driver']}")
-    machine = f"{', '.join(machine)}."
+        words.append(f"CUDA {env['cuda']}, driver {env['driver']}")
+    machine = f"{', '.join(words)}."
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
-    facts = results.any_facts()
-    if facts is None:
+    if results.first_facts() is None:
         return [machine, "No row got as far as its first step.", again]
-    return [machine, what_ran(facts), how(bench), noise_line(results), rates_line(results, facts), again]
+    return [machine, what_ran(results), how(bench), noise_line(results), rates_line(results), again]
 
 
-def what_ran(facts):
-    """Return the model, the batch, the text, the seed and the date of a run."""
+def what_ran(results):
+    """Return the model, the batch, the text, the seed and the date of the first row that ran."""
+    facts = results.first_facts()
     settings = facts["settings"]
-    model = shape_name(facts["shape"]) if facts["shape"] else "No GPT"
+    model = "No GPT"
+    if facts["shape"]:
+        model = f"{shape_name(facts['shape'])}, {flops_per_token(facts['shape']) / 1e6:.0f} MFLOP a token"
     batch = f"B {settings['batch_size']}, T {settings['seq_len']}"
-    return f"{model}, {batch}, {settings['corpus']}, seed {settings['seed']}, {facts['started'][:10]}."
+    line = f"{model}, {batch}, {settings['corpus']}, seed {settings['seed']}, {facts['started'][:10]}."
+    if any(row.flags for row in results.table_rows):
+        line += " This is of the first row. Rows with flags of their own may differ."
+    return line
 
 
 def how(bench):
@@ -259,7 +266,7 @@ def how(bench):
 
 
 def noise_line(results):
-    """Return how far runs of one computation came out apart, and what is no difference."""
+    """Return how much runs of one computation differed, and what is no difference."""
     pairs = []
     for row, base, compared in results.controls():
         pairs.append(f"{row.name} / {base.name} {compared.value:.3f}")
@@ -270,13 +277,10 @@ def noise_line(results):
     return f"{line} A ratio within this noise of {100 * noise:.1f} %, or within its own ±, stands in brackets."
 
 
-def rates_line(results, facts):
+def rates_line(results):
     """Return what the columns "% of peak" and "predicted" divide by."""
     rates = results.rates()
     if rates is None:
         return "No peak and no predictions, since the probe left no rates."
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates.matmul.items())]
-    line = f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {rates.copy / 1e9:,.1f} GB/s."
-    if facts["shape"]:
-        line += f" A token takes {flops_per_token(facts['shape']) / 1e6:.0f} MFLOP."
-    return line
+    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {rates.copy / 1e9:,.1f} GB/s."

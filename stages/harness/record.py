@@ -15,14 +15,15 @@ header, a line for each step, and a summary. An example of each, the header wrap
                      "system": "Linux x86_64", "python": "3.11.7",
                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
      "fallbacks": {"compile": "left out, no C++ compiler found"}, "started": "2026-11-21T02:13:12+00:00"}
-    {"kind": "step", "norm": 7.12, "lr": 3e-05, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
+    {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
      "memory": 1870000000, "meter": "peak RSS"}
     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
 
-dt is in seconds, memory in bytes, a loss in nats per token. A figure that is not finite is null. "shape" is the
-model's, without the padding of s06, at the T of --seq-len, and null for a model that is no GPT. "commit" has a + behind
-it where files differ from it. "sdpa" is the kernel that F.scaled_dot_product_attention chooses there. Other keys of a
-summary: "eval", the held-out loss, with --eval; "reserved", bytes, on CUDA; "rates" and "parts" with --profile.
+dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null.
+"shape" is null for a model that is no GPT. Its vocabulary is without the padding of s06, and its seq_len is that of the
+flag. "commit" has a + behind it where files differ from it. "sdpa" is the kernel that F.scaled_dot_product_attention
+chooses for this shape and dtype on this device. Other keys of a summary: "eval", the held-out loss, with --eval;
+"reserved", bytes, on CUDA; "rates" and "parts" with --profile.
 
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
@@ -35,12 +36,13 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
 "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
-"in_turn" all processes were alive at once, and a ratio is of two steps of one turn; without it, of the medians of one
-round. "warmup" steps are not counted. "flags", and "variables" of the environment, are those of all rows.
+"in_turn" all processes were alive at once, and a ratio compares two steps of one turn. Without it a ratio compares two
+medians of one round. "warmup" steps are not counted. "flags", and "variables" of the environment, are those of all
+rows.
 
-Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
-of its own. The steps of the probe have FLOP/s by dtype and bytes per second. A run of a bench that fails, and any run
-that ends by an exception, leaves its reason:
+Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
+"start". The steps of the probe have FLOP/s by dtype and bytes per second. An "error" says why a run failed: of a bench
+for whatever reason, of a single stage by an exception.
 
     {"kind": "start", "round": 0, "name": "probe"}
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
@@ -62,8 +64,8 @@ from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
-# oneDNN's. Where that speaks of a primitive descriptor, it lacks a kernel and no memory.
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. oneDNN then says "could
+# not create a primitive". With "a primitive descriptor" it says that it has no kernel, and that is left out.
 OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
     r"|could not create a primitive(?! descriptor)"
@@ -77,24 +79,25 @@ class Record:
     """
 
     def __init__(self, args):
-        """Open the file, a new one. args: what parse_args() returns. Raises OSError where that is not possible."""
+        """Open the file, a new one. args: the flags of a stage. Raises OSError where that is not possible."""
         self.args = args
         self.file = None
         if args.worker:
             self.file = take_stdout()
-        elif args.record and machine.is_rank_0():
-            self.file = open(args.record, "x", encoding="utf-8")  # noqa: SIM115
+        elif args.record_path and machine.is_rank_0():
+            self.file = open(args.record_path, "x", encoding="utf-8")  # noqa: SIM115
 
     def write(self, kind, **entry):
-        """Add a line. Rank 0 alone does."""
-        if self.file and machine.is_rank_0():
-            self.add({"kind": kind, **entry})
+        """Write a line, on rank 0 only."""
+        if machine.is_rank_0():
+            self.write_line({"kind": kind, **entry})
 
-    def add(self, line):
-        """Add a line from whatever rank."""
-        print(json.dumps(line), file=self.file, flush=True)
+    def write_line(self, line):
+        """Write a line, on any rank."""
+        if self.file:
+            print(json.dumps(line), file=self.file, flush=True)
 
-    def wait_for_ask(self):
+    def wait_for_request(self):
         """As a worker, wait until the bench asks for a step or for the end. Return whether to take another step.
 
         All ranks get the answer that rank 0 reads. A run that is no worker always takes another step.
@@ -111,19 +114,18 @@ class Record:
         return wanted
 
     def tell_failure(self, kind, error, trace):
-        """Report an exception as Python does, and keep it. Below stands what to try where memory was short.
+        """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
 
         This is sys.excepthook once parse_args() has returned, on every rank.
         """
-        if isinstance(error, BrokenPipeError):  # whoever read what is printed has gone, as in `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tells of it at its end
+        if isinstance(error, BrokenPipeError) and not self.args.worker:  # whoever reads has gone, as in `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
             return
         sys.__excepthook__(kind, error, trace)
         message = f"{kind.__name__}: {error}"
         is_short = re.search(OUT_OF_MEMORY, message) is not None
-        if self.file:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            self.add({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
+        text = "".join(traceback.format_exception(kind, error, trace))
+        self.write_line({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
         if is_short:
             batch_size = self.args.batch_size
             remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
@@ -133,8 +135,8 @@ class Record:
 def take_stdout():
     """Return the process's stdout as a file for its record, and let what the script prints go to stderr.
 
-    The file begins with a line feed, since the script may have printed half a line before. These are descriptors 1 and
-    2, and not sys.stdout, which the script may have replaced.
+    The file begins with a line feed, since the script may have printed half a line before. The descriptors 1 and 2 are
+    changed and not sys.stdout, since the script may have replaced that.
     """
     file = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -142,15 +144,12 @@ def take_stdout():
     return file
 
 
-def figures_of(steps, warmup=WARMUP):
+def figures_of(counted):
     """Return the figures of some steps, the same for the line that a stage prints and the row that a table shows.
 
-    steps: the step lines of a record, one or more. The dict has the median of dt and its quartiles (ms), tokens per
-    second, memory (bytes, 0 without a meter), how many steps were counted, and the seconds of the warm-up. Where no
-    step came after the warm-up, `counted` is 0 and the last step stands for all.
+    counted: the step lines of a record, one or more, without the warm-up. The dict has the median of dt and its
+    quartiles (ms), tokens per second, and memory (bytes, 0 without a meter).
     """
-    after_warmup = steps[warmup:]
-    counted = after_warmup if after_warmup else steps[-1:]
     dts = [step["dt"] for step in counted]
     first_quartile = median = third_quartile = dts[0]
     if len(dts) > 1:
@@ -161,6 +160,9 @@ def figures_of(steps, warmup=WARMUP):
         "dt_q3_ms": 1e3 * third_quartile,
         "tok_per_sec": counted[0]["tokens"] / median,
         "memory": max(step["memory"] or 0 for step in counted),
-        "counted": len(after_warmup),
-        "warmup_s": sum(step["dt"] for step in steps[:warmup]),
     }
+
+
+def seconds_of_warmup(steps, warmup=WARMUP):
+    """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
+    return sum(step["dt"] for step in steps[:warmup])

@@ -10,13 +10,13 @@ from data import refuse
 from . import ladder
 from .arithmetic import Rates, flops_per_token, seconds_per_token
 from .intervals import distance, median_and_spread
-from .record import figures_of
+from .record import figures_of, seconds_of_warmup
 from .rows import Row
 
 
 @dataclass
 class Run:
-    """What one process left; None for what it did not get to. warmup: how many of its steps are not counted."""
+    """The lines that one process wrote; None for one that it did not get to. warmup: steps that are not counted."""
 
     warmup: int
     header: dict | None = None
@@ -31,14 +31,17 @@ class Run:
 
     @property
     def memory(self):
-        """The bytes that it held at its last step, all ranks together; 0 without a meter, and for the probe."""
+        """The most bytes that it held up to its last step, times its ranks; 0 without a meter, and for the probe."""
         if not self.steps or not self.header:
             return 0
         return (self.steps[-1]["memory"] or 0) * self.header["settings"]["world_size"]
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one row is as another, and half the width of its interval, None for one sample."""
+    """How many times as fast one row is as another, and how far the farther end of its interval is from that.
+
+    spread is None for a single sample.
+    """
 
     value: float
     spread: float | None
@@ -54,9 +57,9 @@ class Results:
     def __init__(self, bench, file=None):
         self.bench = bench
         self.file = file
-        self.rows = {about["name"]: Row(**about) for about in bench["rows"]}
+        self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
         self.runs = {}
-        self.write(bench)
+        self.write_line(bench)
 
     @classmethod
     def load(cls, path):
@@ -74,14 +77,14 @@ class Results:
             refuse(f"{path} is no record of a bench of this version ({error!r}): pass the NAME of one that ran")
         return results
 
-    def write(self, line):
+    def write_line(self, line):
         """Write a line to the file, where there is one."""
         if self.file:
             print(json.dumps(line), file=self.file, flush=True)
 
     def add(self, line):
         """Keep a line of a row, and write it."""
-        self.write(line)
+        self.write_line(line)
         key = line["name"], line["round"]
         match line["kind"]:
             case "start":
@@ -142,7 +145,7 @@ class Results:
         return counted
 
     def figures(self, row):
-        """Return figures_of() the counted steps of a row, or None without any.
+        """Return what figures_of() says of a row's counted steps, or None without any.
 
         "warmup_s" is that of its first run, which may compile. "reserved" is the most of its runs, 0 on a CPU.
         """
@@ -150,28 +153,29 @@ class Results:
         if not counted:
             return None
         runs = self.runs_of(row)
-        warm = [run for run in runs if run.counted]
-        figures = figures_of(counted, warmup=0)
-        figures["warmup_s"] = sum(step["dt"] for step in warm[0].steps[: warm[0].warmup])
+        first = [run for run in runs if run.counted][0]
+        figures = figures_of(counted)
+        figures["warmup_s"] = seconds_of_warmup(first.steps, first.warmup)
         figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in runs)
         return figures
 
     def figure(self, row, name):
-        """Return one of the figures of a row; None without any, and for a meter that is not there."""
+        """Return one of the figures of a row; None without any, and for 0, which is a meter that is not there."""
         figures = self.figures(row)
-        if figures is None:
+        if figures is None or figures[name] == 0:
             return None
-        return figures[name] or None
+        return figures[name]
 
-    def any_facts(self):
+    def first_facts(self):
         """Return the facts of the first row of the table that has some, or None."""
         for row in self.table_rows:
-            if self.facts(row):
-                return self.facts(row)
+            facts = self.facts(row)
+            if facts:
+                return facts
         return None
 
     def facts(self, row):
-        """Return the first header of a row, with "sdpa" of a summary; None where no run got that far."""
+        """Return a row's first header, with the key "sdpa" of its first summary; None where no run got that far."""
         headers = [run.header for run in self.runs_of(row) if run.header]
         if not headers:
             return None
@@ -193,10 +197,10 @@ class Results:
     # ratios
 
     def samples(self, row):
-        """Return {key: seconds per token} of a row; the probe has seconds per FLOP, of its fastest dtype.
+        """Return {key: seconds per token} of a row; of the probe, seconds per FLOP of a matmul in its fastest dtype.
 
-        Samples of two rows with the same key make a ratio. Where rows take turns, the key is (round, turn) and the
-        sample a step. Else the key is the round, and the sample its median.
+        Where rows take turns, the key is (round, turn), and the sample is a step. Otherwise the key is the round, and
+        the sample is the median of its steps. Two samples of different rows make a ratio where their keys are equal.
         """
         samples = {}
         for (name, number), run in self.runs.items():
@@ -223,29 +227,28 @@ class Results:
         ours, theirs = self.facts(row), self.facts(base)
         if ours and theirs and (ours["shape"] is None) != (theirs["shape"] is None):
             return None
-        ratios = paired_ratios(self.samples(row), self.samples(base))
+        samples, samples_of_base = self.samples(row), self.samples(base)
+        ratios = [samples_of_base[key] / samples[key] for key in samples if key in samples_of_base]
         return Ratio(*median_and_spread(ratios)) if ratios else None
 
     # noise and differences
 
-    def takes_the_same_steps(self, row):
-        """Tell whether a row is the next stage and computes on this machine just what the row above computes.
-
-        With another launcher or other flags than the row above it does not.
-        """
+    def repeats_the_row_above(self, row):
+        """Tell whether a row does the same computation as the row above, because its stage changes nothing here."""
         above, effect = self.above(row), self.effect(row)
         if above is None or above.stage is None or effect is None:
             return False
-        same_command = (row.flags, row.launcher) == (above.flags, above.launcher)
-        return effect.same_steps and same_command and ladder.between(above.stage, row.stage) == (row.stage,)
+        is_next_stage = ladder.between(above.stage, row.stage) == (row.stage,)
+        has_same_command = row.launcher == above.launcher and row.flags == above.flags
+        return is_next_stage and has_same_command and effect.same_computation
 
     def controls(self):
-        """Return [(row, row of the same computation, Ratio)], without rows that failed.
+        """Return [(row, base, Ratio)] of all pairs that do the same computation, without rows that failed.
 
-        A row of the same computation is the one that a row is a second run of, or the row above with the same steps.
+        base: the row that this one is a second run of, or the row above where the stage changes nothing here.
         """
         pairs = [(row, self.rows[row.control_of]) for row in self.rows.values() if row.control_of]
-        pairs += [(row, self.above(row)) for row in self.table_rows if self.takes_the_same_steps(row)]
+        pairs += [(row, self.above(row)) for row in self.table_rows if self.repeats_the_row_above(row)]
         controls = []
         for row, base in pairs:
             ratio = self.compare(row, base)
@@ -256,13 +259,13 @@ class Results:
     def noise(self):
         """Return how far from 1 a ratio may be by chance, as a distance(): that of the worst of the controls.
 
-        None without a control, and where each row ran in a single round: too few to tell.
+        None without a control, and where every control has a single sample, as after one round on a card.
         """
         distances = [distance(ratio.value) for _, _, ratio in self.controls() if ratio.spread is not None]
         return max(distances, default=None)
 
     def is_difference(self, row, base):
-        """Tell whether a row is faster or slower than another, by more than its spread and the noise.
+        """Return True where a row is faster or slower than another, by more than its spread and the noise, else False.
 
         None where the noise is not known, or there is no ratio.
         """
@@ -288,8 +291,8 @@ class Results:
     def predicted(self, row):
         """Return how many times as fast as the row above a row should be, or None where nothing can be said.
 
-        It is the time of all parts of the row above, divided by that of all parts of this one: FLOPs and bytes over the
-        rates of the probe.
+        It is the predicted time of the row above, divided by that of this row. A time is the sum of all parts: FLOPs
+        and bytes, divided by the rates that the probe measured.
         """
         above, rates = self.above(row), self.rates()
         if above is None or rates is None or row.stage is None or above.stage is None:
@@ -303,7 +306,9 @@ class Results:
         if any(stage.unpredictable for stage in crossed):
             return None
         before, after = seconds_per_token(theirs.work, rates), seconds_per_token(ours.work, rates)
-        return before / after if before and after else None
+        if before is None or after is None:
+            return None
+        return before / after
 
     def peak_share(self, row):
         """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
@@ -313,8 +318,8 @@ class Results:
         facts = self.facts(row)
         if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:
             return None
-        ratio = self.compare(row, self.probe)
-        return ratio.value * flops_per_token(facts["shape"]) if ratio else None
+        tokens_per_flop = self.compare(row, self.probe)  # tokens that the row trains in the time of a FLOP of the probe
+        return tokens_per_flop.value * flops_per_token(facts["shape"]) if tokens_per_flop else None
 
     # losses
 
@@ -328,12 +333,9 @@ class Results:
 
     def loss_at(self, row, step):
         """Return the training loss of a row at a step, or None where no run got there. step: a number, or None."""
+        if step is None:
+            return None
         for run in self.runs_of(row):
-            if step is not None and step < len(run.steps):
+            if step < len(run.steps):
                 return run.steps[step]["loss"]
         return None
-
-
-def paired_ratios(ours, theirs):
-    """Return the ratios of two rows' samples that share a key, of theirs to ours: how many times as fast we are."""
-    return [theirs[key] / ours[key] for key in ours if key in theirs]

@@ -1,5 +1,6 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
+import re
 import shlex
 import shutil
 import sys
@@ -15,7 +16,7 @@ LONGEST_TITLE = 16  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
-# The launcher of a row that goes without them.
+# The launcher of the row `plain`, which goes without these variables.
 WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
 
 
@@ -57,26 +58,36 @@ class Row:
         return self.stage.path if self.stage else Path(self.script).resolve()
 
     def command(self, flags):
-        """Return the command line as a list. flags: those of all rows, which stand before its own."""
+        """Return the command line as a list. flags: those of all rows, which stand before its own.
+
+        The names python, python3 and torchrun in a launcher stand for this Python. Another Python has to be named
+        otherwise, such as python3.13 or by its path.
+        """
         words = []
+        names_python = False
         for word in self.launcher:
-            if word == "torchrun":
-                words += [sys.executable, "-m", "torch.distributed.run"]
-            elif word.startswith("python"):
+            if word in ("python", "python3"):
                 words.append(sys.executable)
+            elif word == "torchrun":
+                words += [sys.executable, "-m", "torch.distributed.run"]
             else:
                 words.append(word)
-        if sys.executable not in words:
+            if re.fullmatch(r"python[\d.]*|torchrun", Path(word).name):
+                names_python = True
+        if not names_python:
             words.append(sys.executable)
         return [*words, str(self.path), *flags, *self.flags]
 
 
 def row_of(command):
-    """Return the Row of a word of the command line: s05, my/train.py, or a command in quotes.
+    """Return the Row that an argument of the command line describes: s05, my/train.py, or a command in quotes.
 
     Exits with one line where it has no script, or can't run.
     """
-    parts = shlex.split(command)
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:  # a quote without its end
+        refuse(f"{command!r}: {error}")
     scripts = [part for part in parts if ladder.stage_of(part) or part.endswith(".py")]
     if not scripts:
         last = ladder.STAGES[-1].short
@@ -93,38 +104,42 @@ def row_of(command):
         refuse_namesakes(row.path.parent)
     for word in flags:
         if word.startswith(("--steps", "--device")):
-            refuse(f"{command!r}: put {word} outside of the quotes, since it is the same for all rows")
+            refuse(f"{command!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
     program = row.command([])[0]
-    if not row.path.is_file() or shutil.which(program) is None:
-        refuse(f"{command!r}: there is no {script if shutil.which(program) else program}")
+    if shutil.which(program) is None:
+        refuse(f"{command!r}: there is no {program}")
+    if not row.path.is_file():
+        refuse(f"{command!r}: there is no {script}")
     return row
 
 
 def rows_of(commands, device):
-    """Return all that is started, the probe first, and the name of the row that all others are compared with.
+    """Return (rows, reference). rows: all that the bench starts, the probe first. reference: a name, see record.py.
 
-    commands: one for each row; without any the ladder runs, on a CPU with `plain` above it.
+    commands: one for each row. Without any the rows are the stages, on a CPU with `plain` above them.
     """
     if commands:
         rows = [row_of(command) for command in commands]
     else:
         stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
         rows = [row_of(stage.short) for stage in stages]
-    reference = rows[0].name
+    reference = rows[0].name  # also where `plain` comes above it
     if not commands and device.type == "cpu":
         rows.insert(0, replace(rows[0], name="plain", title="plain", launcher=WITHOUT_CPU_MEMORY))
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    rows = [replace(row, above=above) for row, above in zip(rows, [None, *names[:-1]], strict=True)]
-    return [Row(PROBE, PROBE, PROBE), *with_control(rows)], reference
+    for place in range(1, len(rows)):
+        rows[place] = replace(rows[place], above=names[place - 1])
+    probe = Row(name=PROBE, title=PROBE, script=PROBE)
+    return [probe, *with_control(rows)], reference
 
 
 def with_control(rows):
-    """Return the rows, and behind the one in the middle a second run of it: the A/A control.
+    """Return the rows with one more, the A/A control: a second run of the row in the middle, right behind it.
 
-    It is the one in the middle of the stages where there are any, since a script of the reader's own may fail.
+    Where there are stages, it is the one in their middle, since a script of the reader's own may fail.
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[len(candidates) // 2]

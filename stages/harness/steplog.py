@@ -17,27 +17,25 @@ from model import GPT
 
 from . import ladder, machine, rates
 from .arithmetic import flops_per_token, shape_name, shape_of
-from .record import WARMUP, figures_of
+from .record import WARMUP, figures_of, seconds_of_warmup
 from .stepprofile import StepProfile
 from .weights import held_out_loss, save
-
-PROFILE_LINES = 20  # how many operations --profile shows
 
 
 class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
-    A step lasts from the end of the one before to its own end, with the device synchronized at both. So all of the loop
-    is on the clock, and only the log's own work is not.
+    The clock of a step starts where the step before ended, and the device is synchronized at both ends. So all of the
+    loop is on the clock, and only the log's own work is off it.
     """
 
     def __init__(self, args, model, loader=None, *, tokens_per_step):
         """Begin the record and the clock of the first step.
 
         args: what parse_args() returned. model: any nn.Module; a GPT has a config, by which its FLOPs are counted.
-        loader: the TokenLoader, for the name of its text, another one, or None. tokens_per_step: of all ranks and
-        micro-batches. Exits with one line where the script has a StepLog already, or --eval and --save have no GPT of
-        the ladder.
+        loader: a TokenLoader, whose text is named in the record; another loader, or None, names no text.
+        tokens_per_step: of all ranks and micro-batches. Exits with one line where the script has a StepLog already, and
+        where --eval or --save is given and the model or the loader is not the ladder's.
         """
         if args.log:
             refuse("the script has two StepLogs: let one log take all steps")
@@ -100,13 +98,16 @@ class StepLog:
         }
 
     def begin_step(self):
-        """Start the clock of the next step. A worker waits until the bench asks for it, and ends where it does not."""
-        if not self.record.wait_for_ask():
+        """Start the clock of the next step.
+
+        A worker first waits for the bench, and ends its process where the bench wants no more steps.
+        """
+        if not self.record.wait_for_request():
             self.leave()
         if self.args.profile and len(self.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
-        self.synchronize()
+        machine.synchronize(self.device)
         self.began = time.perf_counter()
 
     def leave(self):
@@ -117,12 +118,8 @@ class StepLog:
             dist.destroy_process_group()
         sys.exit()
 
-    def synchronize(self):
-        """Wait until the device has done all that it was asked to do."""
-        torch.get_device_module(self.device).synchronize()
-
     def step(self, loss, **figures):
-        """End a step. Exits with one line where its loss is not finite, or --steps asked for no more.
+        """End a step. Exits with one line where its loss is not finite, or the script takes more steps than --steps.
 
         loss: a scalar tensor or a number, in nats per token. figures: what to show beside it, such as lr, as numbers or
         scalar tensors.
@@ -130,7 +127,7 @@ class StepLog:
         step = len(self.steps)
         if step == self.args.steps:
             refuse(f"the loop goes on after --steps {step}: let it run over range(args.steps)")
-        self.synchronize()
+        machine.synchronize(self.device)
         dt = time.perf_counter() - self.began
         if self.profiler:
             self.profiler.stop()
@@ -166,24 +163,25 @@ class StepLog:
             words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
         words.append(f"{1e3 * dt:.2f}ms")
         words.append(f"{tokens_per_second:,.0f} tok/sec")
-        self.say(" | ".join(words + self.flops_at(tokens_per_second)))
+        self.say(" | ".join(words + self.words_on_flops(tokens_per_second)))
 
-    def flops_at(self, tokens_per_second):
-        """Return the FLOP/s of a speed in words, in a list, which is empty for a model that is no GPT."""
+    def words_on_flops(self, tokens_per_second):
+        """Return a list with the FLOP/s of a speed in words; without any for a model that is no GPT."""
         if self.shape is None:
             return []
         return [f"{flops_per_token(self.shape) * tokens_per_second / 1e12:.3g} TFLOP/s"]
 
     def finish(self):
-        """End the run: the weights where --save asks for them, and the summary, with what --eval and --profile ask for.
+        """End the run: save the weights with --save, then write and print the summary.
 
-        Exits with one line where the bench leads the run and is owed more steps.
+        The summary has the held-out loss with --eval, and the parts of the last step with --profile. Exits with one
+        line where the bench leads the run and is owed more steps.
         """
         taken, asked = len(self.steps), self.args.steps
         if self.args.worker and taken < asked:
             refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
-        self.record.wait_for_ask()  # for the end: leaving would disturb a step of another worker
-        if self.args.save and self.prints:
+        self.record.wait_for_request()  # for the end: a process that ends would slow down a step of another worker
+        if self.args.save and machine.is_rank_0():
             save(self.model, self.args.save)
             self.say(f"saved to {self.args.save}")
         self.write_summary()
@@ -199,12 +197,12 @@ class StepLog:
     def make_summary(self):
         """Return what a record ends with, a dict."""
         summary = {"sdpa": None}
-        if (self.record.file or self.profile) and self.shape:
-            head_dim = self.shape["n_embd"] // self.shape["n_head"]
-            q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
-            summary["sdpa"] = machine.sdpa_kernel(q, self.args.amp_dtype, self.device)
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        if (self.record.file or self.profile) and self.shape:
+            head_dim = self.shape["n_embd"] // self.shape["n_head"]
+            shape_of_q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
+            summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.args.eval and machine.is_rank_0():
             summary["eval"] = held_out_loss(self.model, load_tokens(self.args.data, split="val").ids)
         if self.profile:
@@ -216,21 +214,22 @@ class StepLog:
 
     def say_summary(self, summary):
         """Print the lines of the whole run, and where the time of its last step went with --profile."""
-        figures = figures_of(self.steps)
-        steps = f"{figures['counted']} steps after {WARMUP} of warm-up"
-        if figures["counted"] == 0:
-            steps = "the last step alone, warm-up included"
-        self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {steps}")
+        counted = self.steps[WARMUP:]
+        which = f"{len(counted)} steps after {WARMUP} of warm-up"
+        if not counted:
+            counted = self.steps[-1:]
+            which = "the last step alone, which is still warm-up"
+        figures = figures_of(counted)
+        self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {which}")
         meter = self.steps[-1]["meter"]
-        if figures["memory"]:
-            meter = f"memory {figures['memory'] / 1e9:.2f} GB ({meter})"
-        speed = figures["tok_per_sec"]
-        words = [f"{speed:,.0f} tok/sec", *self.flops_at(speed), meter, f"warm-up {figures['warmup_s']:.1f}s"]
+        words = [f"{figures['tok_per_sec']:,.0f} tok/sec", *self.words_on_flops(figures["tok_per_sec"])]
+        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
+        words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
         self.say(" | ".join(words))
         if "eval" in summary:
             self.say(f"held-out loss {summary['eval']:.4f}")
         if self.profile:
-            for line in self.profile.lines(self.args.stage, self.header | summary, PROFILE_LINES):
+            for line in self.profile.lines(self.args.stage, self.header | summary):
                 self.say(line)
 
     def say(self, line):
@@ -251,9 +250,9 @@ def unwrapped(model):
 
 
 def settle():
-    """Give the threads of torch.distributed's group time to drop the last tensors they hold, before the run leaves it.
+    """Give the threads of torch.distributed time to release their last tensors, before the process group is destroyed.
 
-    To drop one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
+    To release one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
     (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.
     """
     if dist.is_initialized():
@@ -266,5 +265,5 @@ def number(value):
 
 
 def finite_or_none(value):
-    """Return a figure as JSON takes it, which has no infinity; a norm is infinite where float16 overflows."""
+    """Return a figure, or None where it is not finite: JSON has no infinity, and a norm has where float16 overflows."""
     return value if math.isfinite(value) else None

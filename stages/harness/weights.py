@@ -8,7 +8,7 @@ import torch
 from data import refuse, whole_file
 from model import GPT, GPTConfig
 
-# OpenAI wrote these layers as convolutions of width 1, with weights (inputs, outputs): nn.Linear's transposed
+# OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
@@ -40,8 +40,14 @@ def from_pretrained(name, attention):
     from transformers import GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel.from_pretrained(name)
-    c = theirs.config
-    model = GPT(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd), attention)
+    config = GPTConfig(
+        vocab_size=theirs.config.vocab_size,
+        block_size=theirs.config.n_positions,
+        n_layer=theirs.config.n_layer,
+        n_head=theirs.config.n_head,
+        n_embd=theirs.config.n_embd,
+    )
+    model = GPT(config, attention)
     weights = theirs.state_dict()
     with torch.no_grad():
         for key, p in model.named_parameters():
@@ -56,9 +62,9 @@ def from_pretrained(name, attention):
 def held_out_loss(model, ids):
     """Return the mean loss, in nats per token, over the first million tokens of a held-out text, a float.
 
-    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once, in windows of
-    block_size that lie end to end, so that an id sees from 1 to block_size ids before it. The model computes in the
-    dtype of its weights, without autocast. Exits with one line below 2 ids.
+    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. Windows of
+    block_size lie end to end, so that an id is predicted from the 1 to block_size ids before it in its window. The
+    model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids.
     """
     ids = ids[:HELD_OUT_AT_MOST]
     if len(ids) < 2:

@@ -1,4 +1,4 @@
-"""Workers: processes that take a step when asked, led in turn."""
+"""Workers: each is the process of a row, and takes one step when the bench asks for it."""
 
 import contextlib
 import json
@@ -14,10 +14,10 @@ from .ladder import FOLDER
 from .record import COUNTED_STEPS, WARMUP
 
 PATIENCE = 600  # seconds that a step may take, with its compilation
-PATIENCE_AT_THE_END = 40  # seconds in which a process ends that was told to: torchrun gives its ranks 30
+PATIENCE_AT_THE_END = 40  # seconds that a process has to end after it was told to: torchrun gives its ranks 30
 PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
-# A row that runs alone has enough with COUNTED_STEPS that take these seconds, in which a card's clock settles. It takes
-# no more than the next number of steps, however short they are.
+# A row that runs alone stops when it has COUNTED_STEPS which took ENOUGH_SECONDS together, in which a card's clock
+# settles, and at the latest after MOST_COUNTED_STEPS.
 ENOUGH_SECONDS = 6.0
 MOST_COUNTED_STEPS = 160
 LAST_LINES = 20  # of stderr, shown where a process left no error line
@@ -78,7 +78,7 @@ class Worker:
     def step(self):
         """Ask for a step, and wait until it is taken."""
         if self.is_live:
-            with contextlib.suppress(OSError):  # the process is gone: wait() finds out why
+            with contextlib.suppress(OSError):  # where the process is gone, wait() finds out why
                 self.process.stdin.write("\n")
                 self.process.stdin.flush()
             self.wait()
@@ -99,10 +99,11 @@ class Worker:
                     continue
                 self.keep(line)
                 if line["kind"] == "error":
-                    say(f"{self.row.name} failed: {line['message'] if line['out_of_memory'] else line['traceback']}")
+                    self.tell(line)
                 if line["kind"] in ("step", "summary", "error"):
                     return
-            self.fail(*self.last_words())
+            message, said, out_of_memory = self.last_words()
+            self.fail(message, said, out_of_memory)
         except TimeoutError:
             self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
@@ -110,7 +111,7 @@ class Worker:
             signal.alarm(0)
 
     def last_words(self):
-        """Return (message, all that it said at last, whether memory was short) of a process that left no error line."""
+        """Return (message, last lines of stderr, whether memory was short) of a process that left no error line."""
         status = self.process.wait()
         self.stderr.seek(0)
         lines = self.stderr.read().strip().splitlines()
@@ -118,18 +119,23 @@ class Worker:
         if status == -signal.SIGKILL:
             return "killed by the system, most likely out of memory", said, True
         if status == 0:
-            return "ended without log.finish(), or before its last step", said, False
+            return "ended without log.finish()", said, False
         refusals = [line for line in lines if line.startswith("error: ")]  # as refuse() says it, in any rank
         if refusals:
             return refusals[-1], said, False
         return (lines[-1] if lines else f"exit status {status}"), said, False
 
     def fail(self, message, said="", out_of_memory=False):
-        """Note in the record, and on stderr, why the process can't go on."""
-        self.keep({"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory})
-        say(f"{self.row.name} failed: {message}")
-        if said not in ("", message):
-            say(said)
+        """Keep a line that says why the process can't go on, and tell it."""
+        error = {"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory}
+        self.keep(error)
+        self.tell(error)
+
+    def tell(self, error):
+        """Print why the process failed, by the error line of its record."""
+        say(f"{self.row.name} failed: {error['message']}")
+        if not error["out_of_memory"] and error["traceback"] not in ("", error["message"]):
+            say(error["traceback"])
 
     def stop(self):
         """End the process and its group. A finished one has time to leave, any other gets SIGTERM, and then SIGKILL."""
@@ -173,20 +179,21 @@ def has_enough(run):
 def lead(rows, results, number, tell_turn=None):
     """Take fresh workers of some rows through the warm-up and the counted steps, one step each in turn.
 
-    results: the Results that keep all lines, under this number of a round. tell_turn: called after each turn with its
-    number and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
+    results: the Results that keep all lines. number: of the round. tell_turn: called after each turn with its number
+    and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
     """
     workers = []
     try:
         began = time.monotonic()
         for row in rows:
-            # a process may need half as much again before it reports its own memory
+            # The next process may need half as much again as the largest so far. Without a meter both sides are 0.
             if workers and machine.free_memory() < 1.5 * max(worker.run.memory for worker in workers):
                 raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
             say(f"{row.name}: start and warm-up")
-            workers.append(Worker(row, results, number))
+            worker = Worker(row, results, number)
+            workers.append(worker)
             for _ in range(WARMUP):
-                workers[-1].step()
+                worker.step()
             if len(workers) < len(rows):
                 left = seconds_left(workers, rows, results, time.monotonic() - began)
                 say(f"{len(workers)} of {len(rows)} are warm, {about(left)} left")
@@ -213,13 +220,15 @@ def take_turns(workers, steps, in_turn, tell_turn):
     """Take so many steps with each live worker, in turn. One that runs alone stops once it has_enough()."""
     began = time.monotonic()
     for turn in range(1, steps + 1):
-        waiting = [worker for worker in workers if worker.is_live and (in_turn or not has_enough(worker.run))]
+        waiting = [worker for worker in workers if worker.is_live]
+        if not in_turn:
+            waiting = [worker for worker in waiting if not has_enough(worker.run)]
         if not waiting:
             return
         for worker in waiting:
             if len(waiting) > 1:
                 time.sleep(PAUSE)
             worker.step()
-        workers.reverse()  # there and back, so that a drift of the machine's speed hits all alike
+        workers.reverse()  # there and back, so that a drift of the machine's speed affects all alike
         if tell_turn:
             tell_turn(turn, time.monotonic() - began)
