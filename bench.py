@@ -41,14 +41,15 @@ def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
     The namespace also has rows and reference, as rows_of() returns them; shared_flags, the list of flags that all rows
-    share; and shared, these flags as a stage parses them.
+    share; and shared_args, these flags as a stage parses them.
     """
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     rounds_help = f"how many times every row is started ({ROUNDS}; 1 where rows take turns)"
     add("--rounds", type=positive, metavar="N", help=rounds_help)
-    in_turn, alone = WARMUP + COUNTED_STEPS, WARMUP + MOST_COUNTED_STEPS
-    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up ({in_turn} in turn, {alone} alone)"
+    steps_in_turn, steps_alone = WARMUP + COUNTED_STEPS, WARMUP + MOST_COUNTED_STEPS
+    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up "
+    steps_help += f"({steps_in_turn} in turn, {steps_alone} alone)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
@@ -58,14 +59,17 @@ def parse_command(argv):
             break
         commands.append(word)
     args, flags = parser.parse_known_args(argv[len(commands) :])
+    if "/" in args.out:
+        refuse(f"--out {args.out}: pass a name, since all pages are in results/")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+    # A word that neither parser knows, and that is no flag, is a row which was typed too late.
     _, strays = new_parser(None).parse_known_args(flags)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
     args.shared_flags = flags
-    args.shared = parse_flags(flags)
-    args.rows, args.reference = rows_of(commands, args.shared.device)
+    args.shared_args = parse_flags(flags)
+    args.rows, args.reference = rows_of(commands, args.shared_args.device)
     for row in args.rows:
         parse_flags([*flags, *row.flags])
     return args
@@ -80,13 +84,13 @@ def parse_flags(flags):
 
 
 def prepare_text(args):
-    """Make sure of the text before the first process. Where a download fails, no row shall try it again.
+    """Load the text once, before any row starts. Where its download fails, add --data docs to the flags of all rows.
 
     Exits with one line where the text is too short for a sequence.
     """
-    corpus = load_tokens(args.shared.data)
-    TokenLoader(corpus, args.shared.batch_size, args.shared.seq_len)  # refuses a text that is too short
-    if args.shared.data is None and corpus.name != "Tiny Shakespeare":
+    corpus = load_tokens(args.shared_args.data)
+    TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short
+    if args.shared_args.data is None and corpus.name != "Tiny Shakespeare":
         args.shared_flags += ["--data", "docs"]
 
 
@@ -102,8 +106,8 @@ def new_bench(args, argv, in_turn):
         "rounds": args.rounds or (1 if in_turn else ROUNDS),
         "rows": [asdict(row) for row in args.rows],
         "flags": ["--steps", str(steps), *args.shared_flags],
-        "variables": CPU_MEMORY if args.shared.device.type == "cpu" else {},
-        "environment": machine.environment(args.shared.device),
+        "variables": CPU_MEMORY if args.shared_args.device.type == "cpu" else {},
+        "environment": machine.environment(args.shared_args.device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
@@ -111,10 +115,10 @@ def new_bench(args, argv, in_turn):
 
 def measure(args, argv, path):
     """Run a new bench, and return its Results. After Ctrl-C, show what was measured so far."""
-    in_turn = args.shared.device.type == "cpu"
+    in_turn = args.shared_args.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
-        while True:  # a second time where memory does not hold all rows at once
+        while True:  # at most twice: only rows that take turns raise NotEnoughMemory
             results = Results(new_bench(args, argv, in_turn), file)
             try:
                 measure_rounds(results, path)
@@ -141,13 +145,13 @@ def measure_rounds(results, path):
     total = bench["rounds"] * len(results.rows)
     ended = 0
     began = time.monotonic()
-    for number in range(bench["rounds"]):
+    for round_number in range(bench["rounds"]):
         order = [probe, *rows]
         if bench["in_turn"]:
-            lead(order, results, number, teller_of_turns(results))
+            lead(order, results, round_number, teller_of_turns(results))
         else:
             for row in order:
-                lead([row], results, number)
+                lead([row], results, round_number)
                 ended += 1
                 seconds_left = (time.monotonic() - began) / ended * (total - ended)
                 say(f"{speed_of(results, row)}; {ended} of {total} runs, {about(seconds_left)} left")

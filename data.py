@@ -134,7 +134,7 @@ def gpt2_encoding():
 
 
 def single_bytes():
-    """Return an Encoding of GPT-2's first 256 ids: the bytes that can be printed, and then the other bytes."""
+    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
     printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printed]
     ids = {bytes([byte]): place for place, byte in enumerate(printed + others)}
@@ -170,7 +170,7 @@ class TokenLoader:
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        if ids.max() >= VOCAB:  # for each batch, since a look through the whole file would read it into memory
+        if ids.max() >= VOCAB:  # checked for each batch, since the whole file may be larger than memory
             refuse(f"{self.corpus.name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
         self.position += self.world_size * self.tokens_per_batch
         ids = torch.from_numpy(ids.astype(np.int64))

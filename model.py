@@ -84,7 +84,7 @@ class GPT(nn.Module):
 
     def _draw_weights(self):
         """Draw every weight with nanoGPT's standard deviations; gains begin at 1 and biases at 0."""
-        # in reverse, so that wte is drawn last: with a padded vocabulary a seed still gives the same other weights
+        # in reverse, so that wte comes last: the padding of s06 then changes no other weight of the same seed
         for name, p in reversed(list(self.named_parameters())):
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -112,8 +112,8 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(self.transformer.h(x)))
         if targets is None:
             return logits
-        # The loss alone: with (logits, loss) a compiled backward would read a zero gradient of the logits' size in each
-        # step (PyTorch issue 131794), and a caller who names the logits would keep them until the next forward.
+        # We return the loss alone. With (logits, loss) a compiled backward would read a zero gradient of the logits'
+        # size in each step (PyTorch issue 131794). And a caller who names the logits keeps them until the next forward.
         # In float32: a sum over 50,257 exponentials needs more than 8 bits of mantissa.
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
 

@@ -34,7 +34,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 
-STAGES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
+STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
 # the smallest run that has a step after the warm-up, on a text that needs no network
 SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "24", "--batch-size", "2", "--accum", "4", "--data", "docs")
@@ -98,7 +98,7 @@ def run_stage(stage, *flags, folder):
     """The Ended of a stage, "s05", with the lines of its record. folder: for the record, and to run in."""
     record = folder / f"{stage}.jsonl"
     record.unlink(missing_ok=True)
-    ended = run_script(STAGES[stage], *flags, "--record", record, folder=folder)
+    ended = run_script(STAGE_FILES[stage], *flags, "--record", record, folder=folder)
     if record.exists():
         ended.lines = [json.loads(line) for line in record.read_text().splitlines()]
     return ended
@@ -107,14 +107,14 @@ def run_stage(stage, *flags, folder):
 def definitions(stage, *names, **given):
     """What a stage's own source binds these names to, as a dict; `given` are the names which that source uses."""
     scope = dict(given)
-    for statement in ast.parse(STAGES[stage].read_text("utf-8")).body:
+    for statement in ast.parse(STAGE_FILES[stage].read_text("utf-8")).body:
         bound = set()
         if isinstance(statement, ast.FunctionDef):
             bound = {statement.name}
         elif isinstance(statement, ast.Assign):
             bound = {node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
         if bound & set(names):
-            exec(compile(ast.Module([statement], []), str(STAGES[stage]), "exec"), scope)
+            exec(compile(ast.Module([statement], []), str(STAGE_FILES[stage]), "exec"), scope)
     return {name: scope[name] for name in names}
 
 

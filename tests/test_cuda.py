@@ -4,7 +4,7 @@ from harness import rates
 
 import pytest
 import torch
-from conftest import STAGES, run_stage
+from conftest import STAGE_FILES, run_stage
 from watch import watching
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
@@ -14,7 +14,7 @@ ON_CPU = (*SMALL, "--device", "cpu", "--amp-dtype", "float32", "--no-compile")
 ON_CUDA = (*SMALL, "--device", "cuda")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
     with watching() as watch:
         run = run_stage(stage, *ON_CUDA, folder=tmp_path)
@@ -24,7 +24,7 @@ def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
     assert f"forward in {dtype if stage >= 's03' else 'float32'}" in watch.steps[0]
     assert run.summary["sdpa"] in ("flash", "cudnn", "efficient")
     assert run.figures("meter") == 3 * ["peak allocated"]
-    assert run.summary["reserved"] >= max(run.figures("memory")) > 4 * 4 * 3_318_592  # weights, gradients, two moments
+    assert run.summary["reserved"] >= max(run.figures("memory")) > 4 * 4 * 3_320_640  # weights, gradients, two moments
     on_cpu = run_stage(stage, *ON_CPU, folder=tmp_path)
     assert run.figures("loss") == pytest.approx(on_cpu.figures("loss"), abs=0.05)
 

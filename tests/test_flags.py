@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import STAGES, error_of, python
+from conftest import STAGE_FILES, error_of, python
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -32,7 +32,7 @@ def parse(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
         monkeypatch.setattr(machine, "total_memory", lambda device: memory)
-        monkeypatch.setattr(sys, "argv", [str(STAGES[stage]), *words])
+        monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
         args = parse_args(doc)
         assert cards == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
         return args
@@ -45,7 +45,7 @@ def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, 
     assert parse("--save", "weights.pt").save == "weights.pt"
     assert "--save . is no file: name one" in error_of(capsys, parse, "--save", ".")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to any
-    assert "in a folder that you may write to" in error_of(capsys, parse, "--save", "new.pt")
+    assert "its folder is not there, or you may not" in error_of(capsys, parse, "--save", "new.pt")
 
 
 def test_a_record_that_is_there_is_not_replaced(parse, tmp_path):
@@ -132,21 +132,21 @@ def test_a_flag_that_a_stage_does_not_heed_is_one_line_and_the_run_goes_on(parse
 def test_tf32_stays_off_where_nvidias_containers_allow_it():
     script = "import harness, os, torch; print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
     container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
-    run = python("-c", script, PYTHONPATH=str(STAGES["s01"].parent), **container)
+    run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent), **container)
     assert run.out == "highest None\n", run.err
 
 
 def test_a_stage_needs_nothing_that_windows_lacks():
     hidden = "sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'termios', 'pwd', 'grp']))"
     script = f"import sys; {hidden}; import harness; print('imported')"
-    run = python("-c", script, PYTHONPATH=str(STAGES["s01"].parent))
+    run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent))
     assert run.out == "imported\n", run.err
 
 
 def test_a_script_beside_a_model_of_its_own_is_told_to_rename_it(tmp_path):
     (tmp_path / "model.py").write_text("raise SystemExit('imported')\n")
     (tmp_path / "script.py").write_text("import harness\n")
-    run = python(tmp_path / "script.py", PYTHONPATH=str(STAGES["s01"].parent))
+    run = python(tmp_path / "script.py", PYTHONPATH=str(STAGE_FILES["s01"].parent))
     assert run.status == 2
     name = tmp_path / "model.py"
     assert run.err == f"error: {name} has the name of the ladder's model.py: rename it, as my_model\n"

@@ -8,10 +8,10 @@ import itertools
 import re
 
 import pytest
-from conftest import ROOT, STAGES
+from conftest import ROOT, STAGE_FILES
 from fixtures.records import A100, GPT2, header
 
-FILES = [path.stem for path in STAGES.values()]
+FILES = [path.stem for path in STAGE_FILES.values()]
 NAMES = [stage.name for stage in ladder.STAGES]
 # How many lines of code each stage adds to the one before, and how many it removes. A diff is what its reader learns.
 BUDGETS = {
@@ -36,7 +36,7 @@ BUDGETS = {
 def test_every_stage_has_its_row_its_title_its_lesson_and_its_budget(name):
     assert name in NAMES, f"STAGES of stages/harness/ladder.py has no row of {name}"
     title = f'"""Stage {int(name[1:3])} · {name[4:]}: '
-    assert STAGES[name[:3]].read_text("utf-8").startswith(title), f"stages/{name}.py does not begin with {title}"
+    assert STAGE_FILES[name[:3]].read_text("utf-8").startswith(title), f"stages/{name}.py does not begin with {title}"
     heading = "## " + name.replace("_", " · ")
     lessons = (ROOT / "stages" / "README.md").read_text("utf-8").splitlines()
     assert heading in lessons, f"stages/README.md has no lesson {heading!r}"
@@ -50,7 +50,7 @@ def test_the_table_has_the_files_in_their_order():
 
 def code_lines(stage):
     """A stage's lines of code: no docstring, no blank line, no comment, no indentation."""
-    text = STAGES[stage].read_text("utf-8")
+    text = STAGE_FILES[stage].read_text("utf-8")
     docstring = ast.parse(text).body[0]
     lines = [line.split("  #")[0].strip() for line in text.splitlines()[docstring.end_lineno :]]
     return [line for line in lines if line and not line.startswith("#")]
@@ -58,14 +58,14 @@ def code_lines(stage):
 
 @pytest.mark.parametrize("stage", BUDGETS)
 def test_a_diff_has_exactly_the_lines_of_its_budget(stage):
-    stage_before = [*STAGES][[*STAGES].index(stage) - 1]
+    stage_before = [*STAGE_FILES][[*STAGE_FILES].index(stage) - 1]
     diff = list(difflib.ndiff(code_lines(stage_before), code_lines(stage)))
     added = [line for line in diff if line.startswith("+ ")]
     removed = [line for line in diff if line.startswith("- ")]
     assert (len(added), len(removed)) == BUDGETS[stage], "\n".join(added + removed)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_asks_for_the_device_of_its_flags_and_names_none(stage):
     """On a CPU alone, autocast("cpu") is as good as autocast(device.type); on a card it would do nothing."""
     asked = "\n".join(line for line in code_lines(stage) if "init_process_group" not in line)

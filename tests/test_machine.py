@@ -133,6 +133,7 @@ def test_torch_compile_needs_a_compiler_which_may_be_named(programs, monkeypatch
     assert machine.compile_problem(CUDA_0) is None
     (programs / "g++").rename(programs / "icpx")
     (programs / "gcc").unlink()
+    (programs / "clang++").touch(mode=0o755)  # torch.compile does not try it under Linux
     assert "install g++" in machine.compile_problem(CPU)
     assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
     assert machine.compile_problem(MPS) is None  # Metal's own is used

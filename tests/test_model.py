@@ -137,9 +137,6 @@ def test_a_size_has_its_heads_and_parameters(size, n_head, parameters, monkeypat
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-# Padding
-
-
 # The loss, and what the model refuses
 
 

@@ -65,8 +65,8 @@ def test_a_page_is_byte_for_byte_what_it_was():
 
 
 def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
-    """The ratios are 1.6, 2.5 and 2 to s02, and 4, 5 and 5 to s01. A token should take 30 + 155.2 ps in s02, and in
-    s03 15 FLOP and 1670 bytes."""
+    """The ratios are 1.6, 2.5 and 2 to s02, and 4, 5 and 5 to s01. A token should take 30 + 155.2 ps in s02, and
+    15 + 167 ps in s03."""
     times = {"s01": (1.0, 1.0, 1.0), "s02": (0.4, 0.5, 0.4), "s02 again": (0.4, 0.5, 0.4), "s03": (0.25, 0.2, 0.2)}
     about = {"shape": ONE, "environment": A100, "batch_size": 1, "compile": False, "warmup_dt": 3, "tokens": 10**9}
     runs = []

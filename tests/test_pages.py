@@ -11,15 +11,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, STAGES, run_script
+from conftest import ROOT, STAGE_FILES, run_script
 
 import bench
 
 README = (ROOT / "README.md").read_text("utf-8")
 LESSONS = (ROOT / "stages" / "README.md").read_text("utf-8")
-OF_A_BENCH_THAT_IS_GONE = "zen3-loss-rates"  # kept as data, with a page that was written by hand
+DRAWN_BY_HAND = "zen3-loss-rates"  # kept as data, with a page that was written by hand
 PAGES = [ROOT / "README.md", *sorted((ROOT / "stages").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
-RECORDS = [path for path in sorted((ROOT / "results").glob("*.jsonl")) if path.stem != OF_A_BENCH_THAT_IS_GONE]
+RECORDS = [path for path in sorted((ROOT / "results").glob("*.jsonl")) if path.stem != DRAWN_BY_HAND]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
@@ -38,7 +38,7 @@ def test_readme_shows_the_table_of_the_h100_and_its_ends_in_the_first_line():
 
 def changed_lines(before, stage):
     """The lines below the docstrings that `diff -w` removes and adds between two stages, with - and + before them."""
-    texts = [STAGES[name].read_text("utf-8").split('"""')[2].splitlines() for name in (before, stage)]
+    texts = [STAGE_FILES[name].read_text("utf-8").split('"""')[2].splitlines() for name in (before, stage)]
     old, new = ([" ".join(line.split()) for line in text] for text in texts)
     changed = []
     for kind, first, last, first_new, last_new in difflib.SequenceMatcher(None, old, new).get_opcodes():
@@ -59,7 +59,7 @@ def without_imports(lines):
     return [line for line in lines if line[1:].strip() and not re.fullmatch(r"[-+](import \w+|from .*)", line)]
 
 
-@pytest.mark.parametrize("stage", [*STAGES][1:])
+@pytest.mark.parametrize("stage", [*STAGE_FILES][1:])
 def test_the_diff_in_a_lesson_is_that_of_the_stages(stage):
     before = f"s{int(stage[1:]) - 1:02d}"
     assert sorted(diff_block(LESSONS, f"\n## {stage} · ")) == sorted(changed_lines(before, stage))
@@ -111,10 +111,10 @@ def commands(path):
     return [line.split("  #")[0].split(" | ")[0].strip() for line in lines + quoted]
 
 
-def commands_of(program):
+def commands_of(pattern):
     """All commands of the pages that begin with this pattern, each once."""
-    of_today = [path for path in PAGES if path.stem != OF_A_BENCH_THAT_IS_GONE]
-    return sorted({command for path in of_today for command in commands(path) if re.match(program, command)})
+    of_today = [path for path in PAGES if path.stem != DRAWN_BY_HAND]
+    return sorted({command for path in of_today for command in commands(path) if re.match(pattern, command)})
 
 
 @pytest.mark.parametrize("command", commands_of(r"python stages/s\d\d_"))

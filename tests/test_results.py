@@ -20,9 +20,9 @@ def ratio(results, name, base):
     return results.compare(results.rows[name], results.rows[base])
 
 
-def is_difference(results, name):
-    """Return whether a row differs from the one above."""
-    return results.is_difference(results.rows[name], results.above(results.rows[name]))
+def may_be_chance(results, name):
+    """Return whether the ratio of a row to the one above may be chance."""
+    return results.may_be_chance(results.rows[name], results.above(results.rows[name]))
 
 
 def pairs_of_controls(results):
@@ -174,10 +174,10 @@ def test_the_noise_is_the_worst_of_all_pairs_of_one_computation():
 
 
 @pytest.mark.parametrize("names, in_turn", [(["a", "b"], True), (["a", "a again", "b"], False)])
-def test_without_a_control_or_a_second_round_nothing_is_a_difference(names, in_turn):
+def test_without_a_control_or_a_second_round_nothing_is_said(names, in_turn):
     results = results_of(*[run(name, [0.1 if name == "b" else 1.0] * 3) for name in names], in_turn=in_turn)
     assert results.noise() is None
-    assert is_difference(results, "b") is None
+    assert not may_be_chance(results, "b")
 
 
 def test_a_stage_that_does_nothing_here_is_a_control_of_the_stage_before():
@@ -216,16 +216,16 @@ def test_a_run_that_failed_is_no_control(failed):
 @pytest.mark.parametrize(
     "dts, expected",
     [
-        ([0.77, 0.77], True),
-        ([1.30, 1.30], True),  # 0.77 times as fast, and less than 25 % below 1
-        ([0.81, 0.81], False),
-        ([1.24, 1.24], False),
-        ([0.5, 1.1], False),  # 1.45 ± 0.55
+        ([0.77, 0.77], False),
+        ([1.30, 1.30], False),  # 0.77 times as fast, and less than 25 % below 1
+        ([0.81, 0.81], True),
+        ([1.24, 1.24], True),
+        ([0.5, 1.1], True),  # 1.45 ± 0.55
     ],
 )
 def test_a_difference_is_beyond_its_interval_and_beyond_the_noise_of_25_percent(dts, expected):
     results = results_of(run("a", [1.0, 1.0]), run("a again", [1.25, 1.25]), run("b", dts))
-    assert is_difference(results, "b") is expected
+    assert may_be_chance(results, "b") is expected
 
 
 def test_a_single_round_of_a_row_is_no_difference_whatever_the_noise():
@@ -234,12 +234,13 @@ def test_a_single_round_of_a_row_is_no_difference_whatever_the_noise():
     once = [run("b", [0.1]), run("b", [0.1], 1, end=failure("boom")), run("b", [0.1], 2, end=failure("boom"))]
     results = results_of(*both, *once, in_turn=False, rounds=3)
     assert results.noise() == 0
-    assert is_difference(results, "b") is False
+    assert may_be_chance(results, "b")
 
 
 # predictions
 
-# One layer, one head, one channel, one token, one word: 13 weights in matmuls, 14 in all, 56 bytes.
+# One layer, one head, one channel, one token, one word: 12 L C^2 + V C = 13 weights in matmuls, with T C 14, 56 bytes.
+# At these rates a FLOP or a byte takes a good part of a second.
 ONE = {"vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "seq_len": 1}
 RATES = {"float32": 1, "tf32": 3, "bfloat16": 2, "float16": 4, "copy": 10}
 
@@ -268,7 +269,8 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
     """Flash attention: 7 FLOP in place of 12, no scores, 60 bytes of projections. Clipping moves 3 numbers for each
     weight, AdamW 20, or 7 in one kernel."""
     results = results_of(*[run_of_one(name) for name in ("s06", "s09", "s10", "s07")], probed(**RATES))
-    s06, s07, s10 = (85 + 29.6 + numbers * 5.6 for numbers in (20, 23, 10))
+    flops, bytes_but_the_update = 78 + 7, 24 + 132 + 80 + 60
+    s06, s07, s10 = (flops + (bytes_but_the_update + numbers * 56) / 10 for numbers in (20, 23, 10))
     assert predicted(results, "s09") == pytest.approx(s06 / s07)
     assert predicted(results, "s10") == pytest.approx(s07 / s10)
     assert predicted(results, "s07") == pytest.approx(s10 / s07)

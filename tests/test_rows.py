@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, STAGES, error_of
+from conftest import ROOT, STAGE_FILES, error_of
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 SHORTS = [stage.short for stage in ladder.STAGES]
@@ -47,7 +47,7 @@ def test_a_word_is_a_launcher_a_script_and_flags(word, name, title, script, laun
 
 def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_path):
     command = row_of("env A=b s11 --accum 8").command(["--steps", "9"])
-    assert command == ["env", "A=b", sys.executable, str(STAGES["s11"]), "--steps", "9", "--accum", "8"]
+    assert command == ["env", "A=b", sys.executable, str(STAGE_FILES["s11"]), "--steps", "9", "--accum", "8"]
     command = row_of("env A=b torchrun --nproc_per_node=2 mine.py").command([])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, str(tmp_path / "mine.py")]
@@ -103,8 +103,8 @@ def test_without_words_the_ladder_runs_on_a_cpu_with_plain_above_it():
     assert names(table) == ["plain", *SHORTS]
     assert reference == table[1].name == table[2].above
     unset = ["-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE"]
-    assert table[0].command([]) == ["env", *unset, sys.executable, str(STAGES["s01"])]
-    assert table[1].command([]) == [sys.executable, str(STAGES["s01"])]
+    assert table[0].command([]) == ["env", *unset, sys.executable, str(STAGE_FILES["s01"])]
+    assert table[1].command([]) == [sys.executable, str(STAGE_FILES["s01"])]
 
 
 def test_without_words_the_ladder_runs_on_a_card_and_on_apples_chip_without_several_ranks():

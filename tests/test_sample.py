@@ -34,8 +34,8 @@ def test_the_held_out_loss_is_that_of_the_stage_and_is_told_as_a_perplexity_too(
     assert out.splitlines()[1] == f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}"
 
 
-@pytest.mark.parametrize("flags", ["--prompt=", "--temperature -1"])
-def test_a_flag_that_can_not_be_is_one_line(flags):
-    ended = run_script(SAMPLE, "--weights", "typo", *flags.split())
+@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1")])
+def test_a_flag_that_can_not_be_is_one_line(name, value):
+    ended = run_script(SAMPLE, "--weights", "typo", f"{name}={value}")
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith(f"error: {flags[:8]}") and ended.err.count("\n") == 1
+    assert ended.err.startswith(f"error: {name} ") and ended.err.count("\n") == 1

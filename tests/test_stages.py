@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FLOAT32, SMALL, STAGES, definitions, python, run_script, run_stage
+from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_script, run_stage
 from torch.nn import functional as F
 from watch import watching
 
@@ -24,7 +24,7 @@ from data import VOCAB
 
 NO_COMPILER = machine.compile_problem(torch.device("cpu"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-IDS = torch.arange(490) ** 2 % 9973  # of a text
+IDS = torch.arange(490) ** 2 % 9973  # of a text: 441 to train on, and 49 held out, which are two windows of 24 and 1
 
 ONE_MICRO_BATCH = (*FLOAT32, "--accum", "1")  # the last of two flags counts
 ONE_BATCH = (*FLOAT32, "--batch-size", "8")  # as many sequences as the four micro-batches of FLOAT32
@@ -36,14 +36,14 @@ TWO_STEPS = (*FLOAT32, "--steps", "2")
 TWO_STEPS_FLOAT16 = (*TWO_STEPS, "--amp-dtype", "float16")
 RATE = ("--lr", "2e-3")  # neither the default nor AdamW's own, so that a stage which ignores it is seen
 
-BEFORE = dict(zip([*STAGES][1:], STAGES, strict=False))  # the stage before each
+BEFORE = dict(zip([*STAGE_FILES][1:], STAGE_FILES, strict=False))  # the stage before each
 FOR_THE_LOSS = [stage.short for stage in ladder.STAGES if stage.for_the_loss]
 FOR_RANKS = [stage.short for stage in ladder.STAGES if stage.takes_ranks]
 
 
 def stages_from(first):
     """The stages from this one on, as in "s07"."""
-    return [stage for stage in STAGES if stage >= first]
+    return [stage for stage in STAGE_FILES if stage >= first]
 
 
 def write_ids(path, ids=IDS):
@@ -54,10 +54,7 @@ def write_ids(path, ids=IDS):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A function that returns the Watch of a stage that takes three compiled steps in bfloat16.
-
-    Beside it stand run, the stage's Ended, and scales_loss.
-    """
+    """A function that returns the Watch of a stage that takes three compiled steps in bfloat16."""
     folder = tmp_path_factory.mktemp("watched")
     write_ids(folder / "a.bin", IDS[:40])
 
@@ -86,19 +83,19 @@ def assert_same_training(run, other, tolerance=1e-4):
 # What a run leaves, and what its flags do
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     run = stages(stage, *ONE_MICRO_BATCH)
     assert run.status == 0, run.err
     assert [line["kind"] for line in run.lines] == ["header", *["step"] * 5, "summary"]
-    assert run.header["stage"] == STAGES[stage].stem
+    assert run.header["stage"] == STAGE_FILES[stage].stem
     parameters = 3_318_080 + (47 * 64 if stage >= "s06" else 0)  # rows 50257 to 50304
     assert f"tiny, {parameters:,} parameters | B 2, T 24, 48 tokens per step" in run.out
     assert run.figures("tokens") == [48] * 5
     assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_the_seed_draws_the_weights(stage, tmp_path):
     losses = []
     for seed in ("7", "7", "8"):
@@ -109,7 +106,7 @@ def test_the_seed_draws_the_weights(stage, tmp_path):
     assert abs(losses[2] - losses[1]) > 1e-4
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(watched, stage):
     ids = IDS[:36]
     batches = watched(stage).batches
@@ -145,16 +142,16 @@ def test_eval_is_the_held_out_loss_of_the_weights_that_are_saved(tmp_path):
 # Each technique is there, in the stage that adds it and in all later ones
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_the_model_and_every_batch_go_to_the_device_and_nothing_waits_for_a_number(watched, stage):
     watch = watched(stage)
     assert "model to cpu" in watch.steps[0]
     for calls in watch.steps:
         assert calls.count("copy to cpu") == 2 * calls.count("backward")
-        assert "wait for a number" not in calls[: calls.index("optimizer.step")]
+        assert "wait for a number" not in calls[: calls.index("optimizer.step")]  # AdamW itself waits on a CPU
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_gradients_are_cleared_once_between_two_updates_and_not_among_micro_batches(watched, stage):
     calls = [call for step in watched(stage).steps for call in step]
     updates = [place for place, call in enumerate(calls) if call == "optimizer.step"]
@@ -165,12 +162,12 @@ def test_gradients_are_cleared_once_between_two_updates_and_not_among_micro_batc
         assert between.index("zero_grad") < between.index("backward")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_matmuls_may_round_to_tf32_from_s02_on(watched, stage):
     assert watched(stage).matmul_precision == ("high" if stage >= "s02" else "highest")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_the_forward_is_in_bfloat16_from_s03_on_and_compiled_from_s04_on(watched, stage):
     watch = watched(stage)
     for calls in watch.steps:
@@ -206,13 +203,13 @@ def test_torch_compile_makes_one_graph_of_the_model_whose_weights_keep_their_nam
 def test_the_compiled_model_trains_as_the_eager_one(stages, tmp_path):
     # no pool of workers, each of which would import torch, and no vector code: that takes two thirds of the time
     quick = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    compiled = python(STAGES["s05"], *ONE_MICRO_BATCH, "--compile", "--record", tmp_path / "r.jsonl", **quick)
+    compiled = python(STAGE_FILES["s05"], *ONE_MICRO_BATCH, "--compile", "--record", tmp_path / "r.jsonl", **quick)
     assert compiled.status == 0, compiled.err
     compiled.lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert_same_training(compiled, stages("s05", *ONE_MICRO_BATCH))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, stage):
     for group in watched(stage).groups:
         assert group["betas"] == ((0.9, 0.95) if stage >= "s07" else (0.9, 0.999))
@@ -220,13 +217,13 @@ def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, st
         assert group["fused"] is (True if stage >= "s10" else None)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_weights_decay_all_alike_and_from_s09_on_the_matrices_alone(watched, stage):
     decays = [(group["weight_decay"], group["tensors"]) for group in watched(stage).groups]
     assert decays == ([(0.1, 10), (0.0, 18)] if stage >= "s09" else [(0.1, 28)])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_the_optimizer_steps_at_the_rate_of_the_flag_and_from_s08_on_at_the_schedules(watched, stage):
     watch = watched(stage)
     rates = [2e-3, 2e-3, 2e-3]
@@ -272,7 +269,7 @@ def test_the_sum_of_the_losses_keeps_no_graph(watched, stage):
 
 def vocab_size(stage):
     """The rows of a stage's logits."""
-    return int(re.search(r"vocab_size=(\d+)", STAGES[stage].read_text("utf-8"))[1])
+    return int(re.search(r"vocab_size=(\d+)", STAGE_FILES[stage].read_text("utf-8"))[1])
 
 
 @pytest.mark.parametrize("stage", [stage for stage in BEFORE if stage not in FOR_THE_LOSS])
@@ -319,7 +316,7 @@ def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_falls
 def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(stage, tmp_path):
     flags = (*FLOAT32, "--data", write_ids(tmp_path / "a.bin"))
     files = ("--eval", "--record", tmp_path / "r.jsonl", "--save", tmp_path / "w")
-    both = python(*TORCHRUN, STAGES[stage], *flags, *files)
+    both = python(*TORCHRUN, STAGE_FILES[stage], *flags, *files)
     assert both.status == 0, both.err
     both.lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert_same_training(both, run_stage("s11", *flags, folder=tmp_path))
@@ -331,7 +328,7 @@ def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(stage, tmp_
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
 def test_two_ranks_that_the_bench_leads_take_a_step_for_each_line_and_end_well(stages, stage):
-    both = python(*TORCHRUN, STAGES[stage], *FLOAT32, "--worker", stdin="\n\n\n")
+    both = python(*TORCHRUN, STAGE_FILES[stage], *FLOAT32, "--worker", stdin="\n\n\n")
     assert both.status == 0, both.err  # gloo's threads once aborted it
     both.lines = [json.loads(line) for line in both.out.splitlines() if line]
     assert [line["kind"] for line in both.lines] == ["header", "step", "step", "step", "summary"]
@@ -375,5 +372,5 @@ def test_ranks_on_cards_talk_by_nccl_and_others_by_gloo_on_any_free_port(monkeyp
     monkeypatch.setattr(harness, "parse_args", lambda doc: args)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)  # Windows has none
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    run_script(STAGES[stage])
+    run_script(STAGE_FILES[stage])
     assert asked == [(backend, "0")]

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import FLOAT32, STAGES, error_of, python
+from conftest import FLOAT32, STAGE_FILES, error_of, python
 from torch.nn import functional as F
 
 from data import VOCAB, Corpus, TokenLoader
@@ -70,8 +70,8 @@ def new_log(monkeypatch, card):
     """new_log("--steps", "7"): a StepLog of s11 with these flags, of a worker where there is a Bench."""
 
     def new_log(*flags, model=None, loader=LOADER, device=CARD, bench=None, tokens=72_000_000):
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which a StepLog changes
-        monkeypatch.setattr(sys, "argv", [STAGES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
+        monkeypatch.setattr(sys, "argv", [STAGE_FILES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 11 · accum: a title.\n\nA text.")
         args.device = device
         if bench:
@@ -264,7 +264,7 @@ log.finish()
 @pytest.fixture
 def own_script(tmp_path, monkeypatch):
     """The path of a script without a GPT and a loader."""
-    monkeypatch.setenv("PYTHONPATH", str(STAGES["s01"].parent))
+    monkeypatch.setenv("PYTHONPATH", str(STAGE_FILES["s01"].parent))
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
     path = tmp_path / "mine.py"
     path.write_text(OWN_SCRIPT)

@@ -43,7 +43,8 @@ class Watch:
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
     of its groups and the norm of all gradients that it takes. groups: those of the optimizer, as they were at its last
-    step. keeps_a_graph: whether the loss that is logged does.
+    step. keeps_a_graph: whether the loss that is logged does. run, scales_loss: left to a test, for the Ended of the
+    script and for whether its GradScaler is on.
     """
 
     def __init__(self, patch):
@@ -56,6 +57,8 @@ class Watch:
         self.norms = []
         self.groups = []
         self.keeps_a_graph = None
+        self.run = None
+        self.scales_loss = None
 
     def note_calls_of(self, owner, name, noting):
         """Call noting(*arguments) before each call of owner.name, which does and returns what it ever did."""
@@ -87,7 +90,7 @@ class Watch:
         self.calls.append(f"model to {device}")
 
     def note_batch_to(self, tensor, *args, **options):
-        if tensor.dtype == torch.int64 and tensor.dim() == 2:
+        if tensor.dtype == torch.int64 and tensor.dim() == 2:  # the ids of a batch, x or y
             self.calls.append(f"copy to {args[0]}")
 
     def note_attention(self, *tensors, **options):
@@ -118,7 +121,7 @@ class Watch:
         self.rates.append([group["lr"] for group in optimizer.param_groups])
         self.groups = [facts_of_group(group) for group in optimizer.param_groups]
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).tolist())  # not float(), which is noted as a wait
 
     def compile(self, model, **options):
         """What torch.compile is in the meantime."""

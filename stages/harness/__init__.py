@@ -1,4 +1,4 @@
-"""What a stage imports: its flags and its clock.
+"""What a stage imports: its flags and its clock. Importing it makes data and model importable.
 
 These are the modules of the harness. A module imports only from lines above its own.
 
@@ -17,9 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-# NVIDIA's containers set the first, which turns TF32 on in s01. The second turns it on or off in all stages.
-for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
-    os.environ.pop(name, None)
+os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # NVIDIA's containers set it, and s01 would have TF32
+os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # it turns TF32 on or off in all stages
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are

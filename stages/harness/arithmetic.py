@@ -24,21 +24,23 @@ class Bytes(NamedTuple):
     fused: int
 
 
-# "16 bits" is autocast, which keeps the loss and the residual stream in float32. The comment above a sum names its
-# operations: those of the forward; those of the backward. Each has a term, in this order. Where a factor stands before
-# the brackets, it is the bytes of a number, and a term counts the numbers that the operation reads and writes. Without
-# a factor a term is the bytes themselves: 8 is 4 read and 4 written.
+# An example of how to read a sum: "add, LayerNorm; LayerNorm, add" are the operations of the residual stream, those of
+# the forward before the semicolon and those of the backward behind it. The first addition reads two numbers and writes
+# one, the first LayerNorm reads one and writes one, and so on, with 4 bytes a number: 4 * (3 + 2 + 3 + 3). Where types
+# mix, the terms are bytes: an addition that reads 4 and 2 bytes and writes 4 is a 10. A compiler makes one kernel of
+# the forward's operations and one of the backward's: `fused` has a term for each.
+# "16 bits" is autocast, which keeps the loss and the residual stream in float32.
 BYTES = {
     "float32": {
-        # divide, mask, softmax; softmax, mask, divide
+        # divide, mask, softmax; softmax, mask, divide. A mask copies the scores, 2, and then fills the copy, 2.
         "scores": Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 4 + 2), fused=4 * (2 + 3)),
         # log_softmax; nll_loss, log_softmax
         "logits": Bytes(one_by_one=4 * (2 + 1 + 3), fused=4 * (1 + 2)),
         # add, LayerNorm; LayerNorm, add
         "residual": Bytes(one_by_one=4 * (3 + 2 + 3 + 3), fused=4 * (4 + 5)),
-        # gelu; gelu. Nothing stands beside it to be fused with.
+        # gelu; gelu, with nothing beside it that it could be fused with
         "gelu": Bytes(one_by_one=4 * (2 + 3), fused=4 * (2 + 3)),
-        # copies; copies, three gradients in one, bias gradients
+        # four copies; three copies, joining three gradients, bias gradients. Fused: without the copies.
         "projections": Bytes(one_by_one=4 * (8 + 6 + 6 + 9), fused=4 * (6 + 9)),
         "casts": Bytes(one_by_one=0, fused=0),
     },
@@ -63,7 +65,7 @@ BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 3 + 4
 # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
 SCORES_UNDER_AUTOCAST = 4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4
 BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=SCORES_UNDER_AUTOCAST, fused=2 * (2 + 3))
-# as above, but for the last cast of the fused kernels
+# as above, and 4 for the float32 that the last cast reads again
 BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16 + 4)
 
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.
@@ -91,7 +93,8 @@ class Work:
     The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size and seq_len. batch_size: B of
     the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32" where
     it is off. on_cuda: whether CUDA's kernels run. compiled: by torch.compile. flash: whether attention is one kernel.
-    update: numbers that an update reads and writes for each parameter. accum: micro-batches for each update.
+    update: numbers that an update reads and writes for each parameter. accum: micro-batches of this process for each
+    update.
     """
 
     shape: dict
@@ -172,7 +175,10 @@ def matmul_weights(shape):
 
 
 def weight_bytes(shape):
-    """Return the bytes of a GPT's float32 weights, without biases and LayerNorms (0.1 %); its gradient has as many."""
+    """Return the bytes of a GPT's float32 weights, without biases and LayerNorms (0.1 %); its gradient has as many.
+
+    The positions have an embedding for each token of a sequence, as in the stages.
+    """
     return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
 
 

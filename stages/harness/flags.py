@@ -14,7 +14,7 @@ from . import ladder, machine
 from .record import COUNTED_STEPS, WARMUP, Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # they have no effect in earlier stages
+FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each has an effect from its stage on
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,11 +36,12 @@ def positive(text):
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, every default resolved for the device, and open its record.
+    """Return the flags of a stage as a namespace, and open its record, which from here on keeps an exception, too.
 
-    doc: the docstring of the stage, whose first line is its title, or None. device is a torch.device, amp_dtype a
-    torch.dtype. From here on an exception is kept in the record. Exits with one line and status 2 for a wrong flag.
-    Raises OSError where the file of --record is there already or can't be written.
+    doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
+    for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
+    ladder.Stage or None; title; record; and log, the StepLog once there is one. Exits with one line and status 2 for a
+    wrong flag. Raises OSError where the file of --record is there already or can't be written.
     """
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
@@ -48,20 +49,26 @@ def parse_args(doc):
     check(args, stage)
     args.script, args.stage = script, stage
     args.title = (doc or script.stem).strip().splitlines()[0]
-    args.log = None  # the StepLog, once there is one
+    args.log = None
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     args.record = Record(args)
     sys.excepthook = args.record.tell_failure
     if machine.is_rank_0():
-        for flag in FLAGS_OF_STAGES:
-            typed = "--" + flag.replace("_", "-")
-            if flag in args.fallbacks and ladder.heeds(stage, flag):
-                print(f"{typed}: {args.fallbacks[flag]}", file=sys.stderr)
-            if flag in args.given and not ladder.heeds(stage, flag):
-                first = ladder.brought_by(flag).name
-                print(f"{typed} has no effect in {stage.name}, only from {first} on", file=sys.stderr)
+        tell_what_has_no_effect(args)
     return args
+
+
+def tell_what_has_no_effect(args):
+    """Print which defaults do not work on this machine, and which of the given flags do nothing in this stage."""
+    for flag in FLAGS_OF_STAGES:
+        typed = "--" + flag.replace("_", "-")
+        if ladder.heeds(args.stage, flag):
+            if flag in args.fallbacks:
+                print(f"{typed}: {args.fallbacks[flag]}", file=sys.stderr)
+        elif flag in args.given:
+            first = ladder.brought_by(flag).name
+            print(f"{typed} has no effect in {args.stage.name}, only from {first} on", file=sys.stderr)
 
 
 def parse(doc, argv):
@@ -120,7 +127,7 @@ def fill_in_defaults(args):
     if args.accum is None:
         ranks = machine.world_size()
         micro_batches = 2 if on_cpu else 4
-        args.accum = ranks * max(1, micro_batches // ranks)  # every rank needs one, and all as many
+        args.accum = ranks * max(1, micro_batches // ranks)  # all ranks as many, and at least one
     if args.amp_dtype is not None:
         args.amp_dtype = DTYPES[args.amp_dtype]
     else:
@@ -138,8 +145,8 @@ def fitting_batch_size(total_memory):
     """Return the largest batch, a power of two and at most 16, with which s01 fits into total_memory at gpt2, T 1024.
 
     s01 took 30.9 GB at 16 on an H100. Weights and AdamW's moments take 1.5 GB, and what the forward keeps takes 1.84 GB
-    for each sequence; when the gradients come, that goes. A tenth stays free, for libraries, and for s03, which takes
-    3 % more.
+    for each sequence. The backward frees that while it makes the gradients. A tenth stays free, for libraries, and for
+    s03, which takes 3 % more. Other sizes and lengths are not looked at.
     """
     for batch_size in (16, 8, 4, 2):
         if 1.5e9 + 1.84e9 * batch_size <= 0.9 * total_memory:
@@ -162,4 +169,4 @@ def check(args, stage):
         if path.exists() and not path.is_file():
             refuse(f"--save {path} is no file: name one")
         if not os.access(path.resolve().parent, os.W_OK):
-            refuse(f"--save {path} can't be written: name a file in a folder that you may write to")
+            refuse(f"--save {path}: its folder is not there, or you may not write to it")

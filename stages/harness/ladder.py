@@ -15,10 +15,9 @@ FOLDER = Path(__file__).resolve().parents[1]  # stages/
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether its gain does not
-    follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
-    brings: a flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of
-    it.
+    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether FLOPs and bytes
+    do not tell its gain. for_the_loss: whether it may change the loss; all others must leave it as it was. brings: a
+    flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of it.
     """
 
     name: str
@@ -59,8 +58,8 @@ STAGES = (
 class Effect:
     """What a technique does on the machine of a run.
 
-    work: the Work of a micro-batch with it. words: for the table. same_computation: whether a step computes the same as
-    one of the stage before, with perhaps another learning rate, so that the two take equally long.
+    work: the Work of a micro-batch with it. words: for the column "note". same_computation: whether a step computes the
+    same as one of the stage before, with perhaps another learning rate, so that the two take equally long.
     """
 
     work: Work
@@ -116,7 +115,7 @@ def add_technique(stage, work, facts):
         case "s11_accum":
             if settings["accum"] == 1:
                 return Effect(work, "one micro-batch per step", same_computation=True)
-            micro_batches = settings["accum"] // settings["world_size"]
+            micro_batches = settings["accum"] // settings["world_size"]  # of this process; the words have those of all
             return Effect(replace(work, accum=micro_batches), f"{settings['accum']} micro-batches per step")
         case "s12_ddp":
             words = "one process: what DDP itself costs" if settings["world_size"] == 1 else ""

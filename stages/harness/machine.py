@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from data import refuse
 
 DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
-# how PyTorch names the operation that starts a kernel of F.scaled_dot_product_attention
+# how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
 
@@ -101,7 +101,7 @@ def cpu_has_bfloat16():
 def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
-        # A CPU computes TF32 with its units for float16 matrices. torch 2.11 does not, and has no get_capabilities().
+        # With its units for float16 matrices a CPU also computes TF32, from the torch on that has get_capabilities().
         return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
     if device.type != "cuda" or torch.version.hip:  # AMD's cards have none
         return False
@@ -119,12 +119,13 @@ def compile_problem(device):
             return "Triton is not installed: pip install triton"
         compilers = [os.environ.get("CC"), "gcc", "clang"]
         remedy = "Triton finds no C compiler: install gcc"
-    else:
-        compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++"]
-        remedy = "no C++ compiler found: install g++ (Linux) or Xcode's command line tools (macOS)"
+    else:  # torch.compile tries a single one
+        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        compilers = [os.environ.get("CXX", default)]
+        remedy = f"no C++ compiler {compilers[0]} found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if not any(name and shutil.which(name) for name in compilers):
         return remedy
-    headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme names another folder
+    headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme has no Python.h
     if sys.platform == "linux" and not Path(headers, "Python.h").exists():
         return "Python.h is missing: install python3-dev"
     return None
@@ -179,7 +180,7 @@ def total_memory(device):
 def free_memory():
     """Return the bytes of memory that can be taken without swapping; 0 where the system does not tell.
 
-    Inside a container its limit counts, too.
+    Inside a container its limit counts, too (of cgroup v2).
     """
     free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     limit = read_text("/sys/fs/cgroup/memory.max").strip()

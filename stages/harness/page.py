@@ -138,7 +138,7 @@ def ratio_cell(results, row, base, digits):
     cell = f"{compared.value:.{digits}f}"
     if compared.spread is not None:
         cell += f" ± {compared.spread:.{digits}f}"
-    if results.is_difference(row, base) is False:
+    if results.may_be_chance(row, base):
         return f"({cell})"
     return cell
 
@@ -151,12 +151,12 @@ def linked_cell(row, folder):
 def typed_cell(row, above):
     """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
-    The names of stages which that does not tell come first, because the ratio to the row above includes their gains.
+    Stages between the two rows that it does not tell of are named first, because the ratio includes their gains.
     """
     untold = ()
     if row.stage and above and above.stage:
         untold = ladder.between(above.stage, row.stage)
-    if tuple(row.launcher) == WITHOUT_CPU_MEMORY:
+    if row.launcher == WITHOUT_CPU_MEMORY:
         text = "without the memory variables"
     elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
@@ -234,7 +234,7 @@ def conditions(results):
     words = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
     words += [f"torch {env['torch']}", f"Python {env['python']}"]
     if env["cuda"]:
-        words.append(f"CUDA {env['cuda']}, driver {env['driver']}")
+        words.append(f"CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}")
     machine = f"{', '.join(words)}."
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
     if results.first_facts() is None:

@@ -41,8 +41,8 @@ medians of one round. "warmup" steps are not counted. "flags", and "variables" o
 rows.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
-"start". The steps of the probe have FLOP/s by dtype and bytes per second. An "error" says why a run failed: of a bench
-for whatever reason, of a single stage by an exception.
+"start". The steps of the probe have FLOP/s by dtype and bytes per second. In a bench every failure leaves an "error",
+in the record of a single stage an exception does.
 
     {"kind": "start", "round": 0, "name": "probe"}
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
@@ -64,8 +64,8 @@ from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. oneDNN then says "could
-# not create a primitive". With "a primitive descriptor" it says that it has no kernel, and that is left out.
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
+# oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
 OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
     r"|could not create a primitive(?! descriptor)"
@@ -79,7 +79,10 @@ class Record:
     """
 
     def __init__(self, args):
-        """Open the file, a new one. args: the flags of a stage. Raises OSError where that is not possible."""
+        """Open the file of --record, a new one; as a worker, take over stdout.
+
+        args: the flags of a stage. Raises OSError where that is not possible.
+        """
         self.args = args
         self.file = None
         if args.worker:
@@ -87,13 +90,13 @@ class Record:
         elif args.record_path and machine.is_rank_0():
             self.file = open(args.record_path, "x", encoding="utf-8")  # noqa: SIM115
 
-    def write(self, kind, **entry):
+    def write(self, kind, /, **entry):
         """Write a line, on rank 0 only."""
         if machine.is_rank_0():
-            self.write_line({"kind": kind, **entry})
+            self.write_line({**entry, "kind": kind})
 
     def write_line(self, line):
-        """Write a line, on any rank."""
+        """Write a line, on whatever rank: an exception may come on one alone."""
         if self.file:
             print(json.dumps(line), file=self.file, flush=True)
 
@@ -116,9 +119,10 @@ class Record:
     def tell_failure(self, kind, error, trace):
         """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
 
-        This is sys.excepthook once parse_args() has returned, on every rank.
+        This is sys.excepthook once parse_args() has returned. A worker keeps it on every rank.
         """
-        if isinstance(error, BrokenPipeError) and not self.args.worker:  # whoever reads has gone, as in `| head`
+        # Whoever read has gone, as in `| head`. A worker's reader is the bench, and for it that is a failure.
+        if isinstance(error, BrokenPipeError) and not self.args.worker:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
             return
         sys.__excepthook__(kind, error, trace)

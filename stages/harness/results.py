@@ -38,9 +38,9 @@ class Run:
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one row is as another, and how far the farther end of its interval is from that.
+    """How many times as fast one row is as another.
 
-    spread is None for a single sample.
+    spread: from value to the farther end of its 95 % interval; None for a single sample.
     """
 
     value: float
@@ -51,13 +51,16 @@ class Results:
     """All that is known of one bench.
 
     bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
-    where add() also writes each line.
+    where the first line goes at once, and each later one by add(); or None.
     """
 
     def __init__(self, bench, file=None):
         self.bench = bench
         self.file = file
-        self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
+        self.rows = {}
+        for fields in bench["rows"]:
+            words = {"launcher": tuple(fields["launcher"]), "flags": tuple(fields["flags"])}  # JSON has lists
+            self.rows[fields["name"]] = Row(**fields | words)
         self.runs = {}
         self.write_line(bench)
 
@@ -199,11 +202,13 @@ class Results:
     def samples(self, row):
         """Return {key: seconds per token} of a row; of the probe, seconds per FLOP of a matmul in its fastest dtype.
 
+        So the ratio of a row to the probe is the tokens that it trains in the time of a FLOP.
+
         Where rows take turns, the key is (round, turn), and the sample is a step. Otherwise the key is the round, and
-        the sample is the median of its steps. Two samples of different rows make a ratio where their keys are equal.
+        the sample is the median of its steps. A ratio compares the samples of two rows that have the same key.
         """
         samples = {}
-        for (name, number), run in self.runs.items():
+        for (name, round_number), run in self.runs.items():
             if name != row.name:
                 continue
             if row.is_probe:
@@ -212,9 +217,9 @@ class Results:
                 times = [step["dt"] / step["tokens"] for step in run.counted]
             if self.bench["in_turn"]:
                 for turn, time in enumerate(times):
-                    samples[number, turn] = time
+                    samples[round_number, turn] = time
             elif times and run.summary:  # a round that was cut off says little
-                samples[number] = statistics.median(times)
+                samples[round_number] = statistics.median(times)
         return samples
 
     def compare(self, row, base):
@@ -264,17 +269,17 @@ class Results:
         distances = [distance(ratio.value) for _, _, ratio in self.controls() if ratio.spread is not None]
         return max(distances, default=None)
 
-    def is_difference(self, row, base):
-        """Return True where a row is faster or slower than another, by more than its spread and the noise, else False.
+    def may_be_chance(self, row, base):
+        """Tell whether a ratio of two rows is so near 1 that it may be chance: within the noise, or within its spread.
 
-        None where the noise is not known, or there is no ratio.
+        A single sample may be. Where the noise is not known, nothing is said, and the answer is False.
         """
         ratio, noise = self.compare(row, base), self.noise()
         if ratio is None or noise is None:
-            return None
-        if ratio.spread is None:  # a single sample shows no difference
             return False
-        return distance(ratio.value) > noise and abs(ratio.value - 1) > ratio.spread
+        if ratio.spread is None:
+            return True
+        return distance(ratio.value) <= noise or abs(ratio.value - 1) <= ratio.spread
 
     # predictions
 
@@ -302,6 +307,7 @@ class Results:
             return None
         if row.stage is above.stage and ours.work == theirs.work:
             return None  # what differs is no FLOP and no byte, as between s01 and `plain`
+        # one of the two is empty: that of the wrong direction
         crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
         if any(stage.unpredictable for stage in crossed):
             return None
@@ -318,7 +324,7 @@ class Results:
         facts = self.facts(row)
         if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:
             return None
-        tokens_per_flop = self.compare(row, self.probe)  # tokens that the row trains in the time of a FLOP of the probe
+        tokens_per_flop = self.compare(row, self.probe)  # see samples()
         return tokens_per_flop.value * flops_per_token(facts["shape"]) if tokens_per_flop else None
 
     # losses

@@ -24,9 +24,10 @@ WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESH
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, which no two rows share. title: in the first column of the short table. script:
-    the name of a stage, "probe", or the path of another script. launcher, flags: what stands before and behind it in
-    the command. above: the name of the row above. control_of: the name of the row that it is a second run of.
+    name: the command as it was typed, or a stage's short name; no two rows share one. title: in the first column of the
+    short table. script: the name of a stage, "probe", or the path of another script. launcher, flags: what stands
+    before and behind it in the command. above: the name of the row above. control_of: in a second run, the name of the
+    row that it repeats.
     """
 
     name: str
@@ -60,11 +61,10 @@ class Row:
     def command(self, flags):
         """Return the command line as a list. flags: those of all rows, which stand before its own.
 
-        The names python, python3 and torchrun in a launcher stand for this Python. Another Python has to be named
-        otherwise, such as python3.13 or by its path.
+        In a launcher python, python3 and torchrun are replaced by this Python. python3.13, or a path, stays as typed.
+        A launcher without any Python, such as env, gets this Python behind it.
         """
         words = []
-        names_python = False
         for word in self.launcher:
             if word in ("python", "python3"):
                 words.append(sys.executable)
@@ -72,9 +72,7 @@ class Row:
                 words += [sys.executable, "-m", "torch.distributed.run"]
             else:
                 words.append(word)
-            if re.fullmatch(r"python[\d.]*|torchrun", Path(word).name):
-                names_python = True
-        if not names_python:
+        if not any(re.fullmatch(r"python[\d.]*|torchrun", Path(word).name) for word in self.launcher):
             words.append(sys.executable)
         return [*words, str(self.path), *flags, *self.flags]
 
@@ -123,7 +121,7 @@ def rows_of(commands, device):
     else:
         stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
         rows = [row_of(stage.short) for stage in stages]
-    reference = rows[0].name  # also where `plain` comes above it
+    reference = rows[0].name  # s01 even where `plain` comes above it
     if not commands and device.type == "cpu":
         rows.insert(0, replace(rows[0], name="plain", title="plain", launcher=WITHOUT_CPU_MEMORY))
     names = [row.name for row in rows]
@@ -139,7 +137,7 @@ def rows_of(commands, device):
 def with_control(rows):
     """Return the rows with one more, the A/A control: a second run of the row in the middle, right behind it.
 
-    Where there are stages, it is the one in their middle, since a script of the reader's own may fail.
+    It repeats a script of the reader's own only where there is no stage, since such a script may fail.
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[len(candidates) // 2]

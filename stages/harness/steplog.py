@@ -56,6 +56,7 @@ class StepLog:
         self.say_what_runs()
         self.header = self.make_header()
         self.record.write("header", **self.header)
+        self.wait_for_bench()
         self.begin_step()
 
     def say_what_runs(self):
@@ -97,14 +98,15 @@ class StepLog:
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
 
-    def begin_step(self):
-        """Start the clock of the next step.
-
-        A worker first waits for the bench, and ends its process where the bench wants no more steps.
-        """
+    def wait_for_bench(self):
+        """As a worker, wait until the bench asks for a step. Where it wants no more, end the process here."""
         if not self.record.wait_for_request():
             self.leave()
-        if self.args.profile and len(self.steps) + 1 == self.args.steps:
+
+    def begin_step(self):
+        """Start the clock of the next step."""
+        is_last = len(self.steps) + 1 == self.args.steps
+        if self.args.profile and is_last:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
         machine.synchronize(self.device)
@@ -153,6 +155,7 @@ class StepLog:
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
         if len(self.steps) < self.args.steps:
+            self.wait_for_bench()
             self.begin_step()
 
     def say_step(self, step, loss, figures, dt):
@@ -180,7 +183,8 @@ class StepLog:
         taken, asked = len(self.steps), self.args.steps
         if self.args.worker and taken < asked:
             refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
-        self.record.wait_for_request()  # for the end: a process that ends would slow down a step of another worker
+        # Wait until the bench wants all to end: a process that exits would slow down a step of another worker.
+        self.record.wait_for_request()
         if self.args.save and machine.is_rank_0():
             save(self.model, self.args.save)
             self.say(f"saved to {self.args.save}")
@@ -199,7 +203,8 @@ class StepLog:
         summary = {"sdpa": None}
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        if (self.record.file or self.profile) and self.shape:
+        is_read = self.record.file is not None or self.profile is not None
+        if is_read and self.shape:
             head_dim = self.shape["n_embd"] // self.shape["n_head"]
             shape_of_q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)

@@ -9,7 +9,7 @@ from data import refuse, whole_file
 from model import GPT, GPTConfig
 
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
-CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
@@ -52,7 +52,7 @@ def from_pretrained(name, attention):
     with torch.no_grad():
         for key, p in model.named_parameters():
             weight = weights[key]
-            if key.endswith(CONV1D):
+            if key.endswith(CONV1D_SUFFIXES):
                 weight = weight.t()
             p.copy_(weight)
     return model
@@ -63,7 +63,7 @@ def held_out_loss(model, ids):
     """Return the mean loss, in nats per token, over the first million tokens of a held-out text, a float.
 
     ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. Windows of
-    block_size lie end to end, so that an id is predicted from the 1 to block_size ids before it in its window. The
+    block_size lie end to end: the first target of a window is predicted from one id, the last from block_size. The
     model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids.
     """
     ids = ids[:HELD_OUT_AT_MOST]

@@ -15,7 +15,7 @@ from .record import COUNTED_STEPS, WARMUP
 
 PATIENCE = 600  # seconds that a step may take, with its compilation
 PATIENCE_AT_THE_END = 40  # seconds that a process has to end after it was told to: torchrun gives its ranks 30
-PAUSE = 0.02  # seconds between the steps of two workers: the last one's threads may still spin, waiting for work
+PAUSE = 0.02  # seconds between the steps of two workers: threads of the one that just stepped may still spin
 # A row that runs alone stops when it has COUNTED_STEPS which took ENOUGH_SECONDS together, in which a card's clock
 # settles, and at the latest after MOST_COUNTED_STEPS.
 ENOUGH_SECONDS = 6.0
@@ -43,13 +43,13 @@ class Worker:
     run: the results.Run that it fills.
     """
 
-    def __init__(self, row, results, number):
-        """Start the process. results: the Results that keep each line of its record. number: of the round."""
+    def __init__(self, row, results, round_number):
+        """Start the process. results: the Results that keep each line of its record."""
         self.row = row
         self.results = results
-        self.number = number
+        self.round_number = round_number
         self.keep({"kind": "start"})
-        self.run = results.runs[row.name, number]
+        self.run = results.runs[row.name, round_number]
         self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         python_path = str(FOLDER)  # where the harness is
         if os.environ.get("PYTHONPATH"):
@@ -73,7 +73,7 @@ class Worker:
 
     def keep(self, line):
         """Keep a line of its record."""
-        self.results.add(line | {"name": self.row.name, "round": self.number})
+        self.results.add(line | {"name": self.row.name, "round": self.round_number})
 
     def step(self):
         """Ask for a step, and wait until it is taken."""
@@ -84,7 +84,7 @@ class Worker:
             self.wait()
 
     def close(self):
-        """Ask for the summary, and do not wait for it."""
+        """Close its stdin, which asks for the summary. wait() receives that."""
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
@@ -144,8 +144,9 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_AT_THE_END)
         self.send(signal.SIGTERM)
+        # torchrun starts its ranks in groups of their own, which send() does not reach. It ends them on SIGTERM.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE_AT_THE_END)  # torchrun's ranks are out of our reach: it ends them
+            self.process.wait(PATIENCE_AT_THE_END)
         self.send(signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
@@ -176,21 +177,22 @@ def has_enough(run):
     return len(run.counted) >= COUNTED_STEPS and sum(step["dt"] for step in run.counted) >= ENOUGH_SECONDS
 
 
-def lead(rows, results, number, tell_turn=None):
+def lead(rows, results, round_number, tell_turn=None):
     """Take fresh workers of some rows through the warm-up and the counted steps, one step each in turn.
 
-    results: the Results that keep all lines. number: of the round. tell_turn: called after each turn with its number
-    and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
+    results: the Results that keep all lines. tell_turn: called after each turn with its number and the seconds of all
+    turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
     """
     workers = []
     try:
         began = time.monotonic()
         for row in rows:
-            # The next process may need half as much again as the largest so far. Without a meter both sides are 0.
+            # The next process may need half as much again as the largest so far. Where the system tells no memory, both
+            # sides are 0, and it is started.
             if workers and machine.free_memory() < 1.5 * max(worker.run.memory for worker in workers):
                 raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
             say(f"{row.name}: start and warm-up")
-            worker = Worker(row, results, number)
+            worker = Worker(row, results, round_number)
             workers.append(worker)
             for _ in range(WARMUP):
                 worker.step()
@@ -208,17 +210,18 @@ def lead(rows, results, number, tell_turn=None):
             worker.stop()
 
 
-def seconds_left(workers, rows, results, seconds):
+def seconds_left(workers, rows, results, elapsed):
     """Estimate the seconds that starts and turns will take, from those of the workers that are warm."""
     dts = [worker.run.steps[-1]["dt"] for worker in workers if worker.run.steps]
-    turn = sum(dts) / len(workers) * len(rows)
-    start = seconds / len(workers)
-    return start * (len(rows) - len(workers)) + turn * (results.bench["steps"] - WARMUP)
+    seconds_of_turn = sum(dts) / len(workers) * len(rows)
+    seconds_of_start = elapsed / len(workers)
+    return seconds_of_start * (len(rows) - len(workers)) + seconds_of_turn * (results.bench["steps"] - WARMUP)
 
 
 def take_turns(workers, steps, in_turn, tell_turn):
     """Take so many steps with each live worker, in turn. One that runs alone stops once it has_enough()."""
     began = time.monotonic()
+    workers = list(workers)
     for turn in range(1, steps + 1):
         waiting = [worker for worker in workers if worker.is_live]
         if not in_turn:
