@@ -132,7 +132,7 @@ def python(*words, folder=ROOT, stdin="", **env):
     """The Ended of a process `python WORDS` of its own, in a folder; env: variables beside those of this process."""
     command = [sys.executable, *(str(word) for word in words)]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
-    done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -143,6 +143,8 @@ def gpu(monkeypatch):
         (["s01", "--profile"], "--profile are for a stage that you start by hand"),
         (["s01", "s05 --save w.pt"], "--save, --eval and --profile are for a stage that you start by hand"),
         (["s01", "s05 --steps 9"], "put --steps behind all rows, outside of the quotes"),
+        (["s01", "s05 --device cpu"], "put --device behind all rows"),
+        (["s01", "--out", "a/b"], "--out a/b: pass a name"),
         (["s01", "s05 'x"], "No closing quotation"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--out", "old"], "results/old is there already"),
@@ -180,6 +182,7 @@ def test_on_a_cpu_all_are_alive_at_once_and_a_table_is_drawn(repo):
     for header in repo.lines("header"):
         assert {*repo.flags, "--seed=7", "--no-compile"} <= set(header["argv"])
         assert header["variables"]["MALLOC_MMAP_MAX_"] == "0"
+        assert header["settings"]["corpus"] == str(repo.folder / "ids.bin")  # the one that was asked for
 
 
 def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_is(repo):
@@ -239,6 +242,19 @@ def test_on_a_card_one_runs_after_the_other_in_three_rounds_there_and_back(repo,
     assert "s03: 8,000 tok/sec, 1.00 x s02; 5 of 15 runs, about " in ended.err
     assert "; 15 of 15 runs, about 0 s left\n" in ended.err
     assert not any(header["variables"]["MALLOC_MMAP_MAX_"] for header in repo.lines("header"))
+
+
+def test_a_card_has_its_own_limit_of_steps_and_no_plain_row(gpu, monkeypatch):
+    monkeypatch.setattr(machine, "commit", lambda folder: folder.name)
+    line = bench.new_bench(bench.parse_command([]), ["--seed", "5"], in_turn=False)
+    assert (line["environment"]["device"], line["steps"], line["rounds"]) == ("cuda", WARMUP + 160, 3)
+    assert (line["commit"], line["command"]) == (bench.ROOT.name, "python bench.py --seed 5")
+    assert "plain" not in [row["name"] for row in line["rows"]]
+
+
+def test_a_failure_in_a_later_round_is_exit_status_1_too(repo, gpu):
+    repo.plan(s03={"do": "crash", "at": 5, "round": 1})
+    assert repo.run("--rounds=2").status == 1
 
 
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, gpu):

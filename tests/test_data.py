@@ -110,7 +110,8 @@ def test_a_batch_goes_to_the_device_by_way_of_pinned_memory_on_cuda_alone(monkey
 def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
     loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16)), 1, 4)
     loader.next_batch(CPU)
-    loader.next_batch(CPU)  # its last target is the last id of the vocabulary
+    _, y = loader.next_batch(CPU)
+    assert y.max() == VOCAB - 1  # which no signed 16 bits hold
     line = error_of(capsys, loader.next_batch, CPU)
     assert line == "error: ids.bin: id 50257 is past GPT-2's last, 50256: pass GPT-2's ids as uint16"
 

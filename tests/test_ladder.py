@@ -128,6 +128,12 @@ def test_what_a_machine_makes_of_a_technique(machine, short, same_computation, w
     assert (effect.same_computation, effect.words) == (same_computation, words)
 
 
+def test_two_ranks_share_the_micro_batches_and_a_missing_kernel_leaves_the_matmuls():
+    two = ladder.effect_of(stage("s12"), run_of(True, "bfloat16", True, "flash", accum=4, world_size=2))
+    assert (two.work.accum, two.words) == (2, "")
+    assert not ladder.effect_of(stage("s05"), MACHINES["old card"]).work.flash
+
+
 def test_each_stage_changes_the_work_or_does_the_same_computation_or_is_called_unpredictable():
     run = MACHINES["H100"]
     for before, each in itertools.pairwise(ladder.STAGES):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, STAGE_FILES, run_script
 
 import bench
@@ -166,6 +167,19 @@ def test_a_target_of_make_runs_its_rows_and_passes_on_what_it_is_given(target, r
     done = make(target, "--dry-run", "PY=python3", "N=3", "ARGS=--steps 9 --size tiny")
     assert done.stdout.splitlines()[-1] == f"python3 bench.py {rows}--steps 9 --size tiny"
     assert f"make {target}" in README
+
+
+def test_make_test_passes_on_what_it_is_given_and_clean_leaves_the_results():
+    done = make("test", "--dry-run", "PY=python3", "ARGS=-x")
+    assert done.stdout == "python3 -m pytest -q -n 2 --dist loadfile -x\n"
+    assert "results" not in make("clean", "--dry-run").stdout
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a card is here")
+def test_make_limit_starts_nothing_on_a_cpu():
+    done = make("limit", f"PY={sys.executable}", "ARGS=--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("make limit is for a card")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

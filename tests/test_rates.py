@@ -32,6 +32,15 @@ def test_a_rate_is_what_was_done_over_the_seconds_that_it_took(monkeypatch):
 BF16 = torch.bfloat16
 
 
+def test_each_kind_of_device_is_waited_for(monkeypatch):
+    waited = []
+    for module in (torch.cuda, torch.mps, torch.cpu):
+        monkeypatch.setattr(module, "synchronize", lambda module=module: waited.append(module))
+    for name in ("cuda", "mps", "cpu"):
+        machine.synchronize(torch.device(name))
+    assert waited == [torch.cuda, torch.mps, torch.cpu]
+
+
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize(
     "device, has_tf32, amp_dtype, names",

@@ -124,8 +124,8 @@ def test_a_turn_that_one_row_did_not_take_is_in_no_ratio():
 
 def test_a_round_of_fresh_processes_gives_one_ratio_by_their_medians():
     """The medians are 1, 2 and 1 s, and 0.5, 1 and 0.25 s."""
-    a = [run("a", dts, i) for i, dts in enumerate([[1.0, 1.0, 1.5], [9.0, 2.0, 2.0], [1.0]])]
-    b = [run("b", dts, i) for i, dts in enumerate([[0.5], [1.0], [9.0, 0.25, 0.25]])]
+    a = [run("a", dts, i) for i, dts in enumerate([[1.0, 1.0, 1.5], [9.0, 2.0, 1.0], [1.0]])]
+    b = [run("b", dts, i) for i, dts in enumerate([[0.5], [1.0], [9.0, 0.25, 0.125]])]
     assert ratio(results_of(*a, *b, in_turn=False), "b", "a") == (2, 2)
     assert ratio(results_of(a[0], b[0], in_turn=False), "b", "a") == (2, None)
 
@@ -148,13 +148,15 @@ def test_a_gpt_is_not_compared_with_a_model_whose_tokens_are_another_thing():
 
 
 def test_the_share_of_the_peak_is_by_the_models_shape():
-    """The model takes 6 (12 * 2 * 3**2 + 5 * 3) + 12 * 2 * 3 * 7 = 1890 FLOP for a token, at T 7."""
+    """The model takes 6 (12 * 2 * 3**2 + 5 * 3) + 12 * 2 * 3 * 7 = 1890 FLOP for a token, at T 7, and
+    1962 at T 8."""
     shape = {"vocab_size": 5, "n_layer": 2, "n_head": 1, "n_embd": 3, "seq_len": 7}
     a_gpt, no_gpt = run("a GPT", [1.0] * 2, shape=shape), run("no GPT", [1.0] * 2, shape=None)
     several = run("several ranks", [1.0] * 2, shape=shape, world_size=2)
-    results = results_of(a_gpt, no_gpt, several, probed(float32=1e7, bfloat16=1e8))
+    longer = run("a longer sequence", [1.0] * 2, shape=shape | {"seq_len": 8})
+    results = results_of(a_gpt, no_gpt, several, longer, probed(float32=1e7, bfloat16=1e8))
     shares = [results.peak_share(row) for row in results.table_rows]
-    assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None]
+    assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None, pytest.approx(1962 * 1000 / 1e8)]
 
 
 # controls, noise and differences

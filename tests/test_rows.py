@@ -1,7 +1,7 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
 from harness import ladder
-from harness.rows import row_of, rows_of
+from harness.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY, row_of, rows_of
 
 import sys
 
@@ -97,13 +97,17 @@ def test_two_rows_of_one_name_are_one_line(capsys):
     assert "two rows are 's05'" in error_of(capsys, rows_of, ["s05", "s11", "s05_flash"], CPU)
 
 
+def test_plain_goes_without_each_of_the_memory_variables():
+    assert CPU_MEMORY == {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
+    assert [*CPU_MEMORY] == [*WITHOUT_CPU_MEMORY[2::2]]
+
+
 def test_without_words_the_ladder_runs_on_a_cpu_with_plain_above_it():
     all_rows, reference = rows_of([], CPU)
     table = [row for row in all_rows if not row.is_probe and not row.control_of]
     assert names(table) == ["plain", *SHORTS]
     assert reference == table[1].name == table[2].above
-    unset = ["-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE"]
-    assert table[0].command([]) == ["env", *unset, sys.executable, str(STAGE_FILES["s01"])]
+    assert table[0].command([]) == [*WITHOUT_CPU_MEMORY, sys.executable, str(STAGE_FILES["s01"])]
     assert table[1].command([]) == [sys.executable, str(STAGE_FILES["s01"])]
 
 

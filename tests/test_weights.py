@@ -95,7 +95,10 @@ def test_any_file_that_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(sa
     for content in (b"", b"First Citizen:\n", b"\x80\x02}q\x00.", whole[: len(whole) // 2], trap):
         saved.write_bytes(content)
         assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
-    for checkpoint in (torch.ones(3), [1, 2], {"transformer.wte.weight": torch.ones(3)}):
+    saved.write_bytes(whole)
+    incomplete = torch.load(saved)
+    del incomplete["weights"]["transformer.ln_f.bias"]
+    for checkpoint in (torch.ones(3), [1, 2], {"transformer.wte.weight": torch.ones(3)}, incomplete):
         torch.save(checkpoint, saved)
         assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
     assert not (tmp_path / "sprung").exists()

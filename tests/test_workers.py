@@ -72,7 +72,8 @@ def test_a_rows_own_flags_reach_it_and_no_other():
     assert [run.header["settings"]["batch_size"] for run in runs.values()] == [8, 4]
 
 
-def test_the_memory_variables_reach_all_rows_but_plain():
+def test_the_memory_variables_reach_all_rows_but_plain(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
     runs = led(fake_row("a"), fake_row("plain", WITHOUT_CPU_MEMORY))
     assert [run.header["variables"]["MALLOC_MMAP_MAX_"] for run in runs.values()] == ["0", None]
 
@@ -122,6 +123,15 @@ def test_what_a_script_prints_before_parse_args_is_no_line_of_its_record(words):
     run = led(fake_row("a", do="print", at="start", words=words))["a"]
     assert run.summary
     assert run.header["settings"]["seed"] == 1337
+
+
+def test_a_worker_is_told_to_end_before_it_is_killed(monkeypatch):
+    """torchrun needs that, to end its ranks."""
+    monkeypatch.setattr(workers, "PATIENCE_AT_THE_END", 0.5)
+    dawdler = fake_row("a", do="dawdle", at="start")
+    worker = workers.Worker(dawdler, results_to_fill(dawdler, steps=WARMUP), 0)
+    worker.stop()
+    assert worker.process.returncode == -signal.SIGTERM
 
 
 def test_a_worker_that_gives_no_answer_is_stopped_with_its_children(monkeypatch):

@@ -33,7 +33,7 @@ class Compiled(torch.nn.Module):
 
 def facts_of_group(group):
     """The settings of one group of an optimizer, None where it has no such setting, and how many tensors it holds."""
-    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "fused")}
+    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "foreach", "fused")}
     return settings | {"tensors": len(group["params"])}
 
 
