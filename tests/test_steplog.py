@@ -174,7 +174,7 @@ def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy
 def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_log, card, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
     card.now += 1
-    log.step(LOSS, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99)
+    log.step(LOSS, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99, kind=99)
     own = {"step": 0, "loss": 5, "dt": 1, "tokens": 72_000_000, "memory": GB, "meter": "peak allocated"}
     assert lines_of(tmp_path / "r.jsonl")[1] == {"kind": "step", "norm": None, "lr": 0.5} | own
 
