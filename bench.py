@@ -63,7 +63,8 @@ def parse_command(argv):
         refuse(f"--out {args.out}: pass a name, since all pages are in results/")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-    # A word that neither parser knows, and that is no flag, is a row which was typed too late.
+    # A word that neither parser knows, and that is no flag, is a row which was typed too late. An unknown flag comes
+    # first among the strays, and parse_flags() refuses it below.
     _, strays = new_parser(None).parse_known_args(flags)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")

@@ -20,7 +20,7 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# What a download may raise. ValueError stands for a proxy that is no address, and for a vocabulary with a wrong hash.
+# What a download may raise. ValueError: a proxy that is no address, or a vocabulary with a wrong hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
@@ -141,6 +141,12 @@ def single_bytes():
     return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
+def refuse_strange_ids(ids, name):
+    """Exit with one line where an id is past GPT-2's vocabulary. name: of the text."""
+    if ids.max() >= VOCAB:
+        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
+
+
 class TokenLoader:
     """Batches in the order of the corpus, which is a ring: after its last token comes its first.
 
@@ -170,8 +176,7 @@ class TokenLoader:
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        if ids.max() >= VOCAB:  # checked for each batch, since the whole file may be larger than memory
-            refuse(f"{self.corpus.name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
+        refuse_strange_ids(ids, self.corpus.name)  # for each batch, since the whole file may be larger than memory
         self.position += self.world_size * self.tokens_per_batch
         ids = torch.from_numpy(ids.astype(np.int64))
         on_cuda = device.type == "cuda"

@@ -105,7 +105,7 @@ def run_stage(stage, *flags, folder):
 
 
 def definitions(stage, *names, **given):
-    """What a stage's own source binds these names to, as a dict; `given` are the names which that source uses."""
+    """What a stage's own source binds these names to, as a dict. given: values for the names that it uses, as F=F."""
     scope = dict(given)
     for statement in ast.parse(STAGE_FILES[stage].read_text("utf-8")).body:
         bound = set()

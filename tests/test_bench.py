@@ -311,10 +311,10 @@ net = torch.nn.Linear(1, 1)
 log = StepLog(args, net, tokens_per_step=128)
 for step in range(args.steps):
     loss = net(torch.ones(1)).sum()
-    log.step(loss, step=9, peak=0.5, round=7)
+    log.step(loss, step=9, peak=0.5, round=7)  # names that the record has, too
 log.finish()
 """
-# as nanoGPT's config, which has another block_size
+# put in place of "log = ": a config as nanoGPT's, which has another block_size
 GPT = "net.config = type('Config', (), dict(vocab_size=300, block_size=999, n_layer=1, n_head=1, n_embd=32))\nlog = "
 LOGGER = "class Logger:\n    write = flush = lambda *words: None\nimport sys\nsys.stdout = Logger()\n"
 
@@ -329,7 +329,7 @@ def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_p
         "no_memory": OWN_SCRIPT.replace("net = ", "raise torch.OutOfMemoryError('CUDA out of memory')\nnet = "),
         "syntax": "x = (1,",
         "a_gpt": OWN_SCRIPT.replace("log = ", GPT),
-        "above": LOGGER + OWN_SCRIPT.replace("log.step(loss", "log.step(loss.item()"),
+        "no_stdout": LOGGER + OWN_SCRIPT.replace("log.step(loss", "log.step(loss.item()"),
     }
     for name, text in scripts.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -352,7 +352,7 @@ def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_p
     assert [title for title, error in errors.items() if error and error["out_of_memory"]] == ["no_memory"]
     assert "loss = 1 / (2 - step)" in errors["third_step"]["traceback"]
     assert "loss = 1 / (2 - step)" in ended.err
-    a_gpt, above = results.rows["a_gpt.py"], results.rows["above.py"]
+    a_gpt, no_stdout = results.rows["a_gpt.py"], results.rows["no_stdout.py"]
     assert results.compare(a_gpt, results.rows["s05"]) is not None
-    assert results.compare(above, a_gpt) is None  # its tokens are another thing
-    assert re.search(r"^above +above.py .* – +– ", ended.out, re.MULTILINE)
+    assert results.compare(no_stdout, a_gpt) is None  # its tokens are another thing
+    assert re.search(r"^no_stdout +no_stdout.py .* – +– ", ended.out, re.MULTILINE)

@@ -90,6 +90,8 @@ def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, monk
 def test_a_cpu_has_tf32_where_it_has_units_for_float16_matrices(monkeypatch, units):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": units, "amx_bf16": True}, raising=False)
     assert machine.has_tf32(CPU) is units
+    assert machine.emulates(CPU, torch.float16) is not units
+    assert not machine.emulates(CUDA_0, torch.float16)
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in torch 2.11
     assert machine.has_tf32(CPU) is False
 
@@ -112,6 +114,7 @@ def test_a_cpu_without_units_for_bfloat16_computes_in_float32(
     monkeypatch.setattr(platform, "machine", lambda: architecture)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     assert machine.native_amp_dtype(CPU) == dtype
+    assert machine.emulates(CPU, torch.bfloat16) == (dtype == torch.float32)
 
 
 @pytest.fixture

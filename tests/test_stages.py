@@ -26,7 +26,8 @@ NO_COMPILER = machine.compile_problem(torch.device("cpu"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 IDS = torch.arange(490) ** 2 % 9973  # of a text: 441 to train on, and 49 held out, which are two windows of 24 and 1
 
-ONE_MICRO_BATCH = (*FLOAT32, "--accum", "1")  # the last of two flags counts
+# of a flag that stands twice the last one counts
+ONE_MICRO_BATCH = (*FLOAT32, "--accum", "1")
 ONE_BATCH = (*FLOAT32, "--batch-size", "8")  # as many sequences as the four micro-batches of FLOAT32
 # 16-bit types are slow on a CPU that has no units for them, so these runs are short
 SHORT = (*SMALL, "--no-compile", "--amp-dtype", "float32", "--seq-len", "8", "--accum", "2", "--steps", "3")
@@ -336,7 +337,7 @@ def test_two_ranks_that_the_bench_leads_take_a_step_for_each_line_and_end_well(s
     assert both.figures("loss") == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:3], abs=1e-4)
 
 
-# tiny at T 8: the two embeddings, two layers and the last LayerNorm
+# tiny at T 8: the two embeddings, two layers of 12 C^2 + 13 C = 49,984, and the last LayerNorm
 GRADIENT_BYTES = 4 * (50_304 * 64 + 8 * 64 + 2 * 49_984 + 128)
 LOSS_BYTES = 4
 

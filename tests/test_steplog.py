@@ -28,7 +28,7 @@ LOSS = torch.tensor(5.0)
 
 
 class Card:
-    """A card with its memory, and the clock, all fake. What the card is asked for takes time once it is waited for."""
+    """A card with its memory, and the clock, all fake. Queued work takes its time in synchronize()."""
 
     def __init__(self):
         self.now = 100.0

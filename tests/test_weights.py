@@ -56,6 +56,11 @@ def test_a_text_with_nothing_to_predict_is_refused(capsys, length):
     assert f"the held-out text has {length} tokens, and needs 2" in line
 
 
+def test_an_id_past_the_vocabulary_is_refused(capsys):
+    ids = np.array([1] * 30 + [50257], np.uint16)
+    assert "id 50257 is past GPT-2's last" in error_of(capsys, held_out_loss, small(), ids)
+
+
 # On disk
 
 

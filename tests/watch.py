@@ -21,7 +21,7 @@ from model import GPT
 
 
 class Compiled(torch.nn.Module):
-    """What torch.compile returns keeps the model as `_orig_mod`. So does this, and it compiles nothing."""
+    """Stands in for what torch.compile returns: it has the model as `_orig_mod`, too, and compiles nothing."""
 
     def __init__(self, model):
         super().__init__()
@@ -43,8 +43,8 @@ class Watch:
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
     of its groups and the norm of all gradients that it takes. groups: those of the optimizer, as they were at its last
-    step. keeps_a_graph: whether the loss that is logged does. run, scales_loss: left to a test, for the Ended of the
-    script and for whether its GradScaler is on.
+    step. keeps_a_graph: whether the loss that is logged does. Whoever watches fills in run, the Ended of the script,
+    and scales_loss, whether its GradScaler is on.
     """
 
     def __init__(self, patch):

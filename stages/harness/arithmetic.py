@@ -24,12 +24,13 @@ class Bytes(NamedTuple):
     fused: int
 
 
-# An example of how to read a sum: "add, LayerNorm; LayerNorm, add" are the operations of the residual stream, those of
-# the forward before the semicolon and those of the backward behind it. The first addition reads two numbers and writes
-# one, the first LayerNorm reads one and writes one, and so on, with 4 bytes a number: 4 * (3 + 2 + 3 + 3). Where types
-# mix, the terms are bytes: an addition that reads 4 and 2 bytes and writes 4 is a 10. A compiler makes one kernel of
-# the forward's operations and one of the backward's: `fused` has a term for each.
-# "16 bits" is autocast, which keeps the loss and the residual stream in float32.
+# How to read a sum, by the residual stream. "add, LayerNorm; LayerNorm, add" are its operations: those of the forward
+# before the semicolon, those of the backward behind it. Each has a term of one_by_one, in this order.
+# - In float32 a term counts the numbers that are read and written: an addition reads two and writes one, which is 3.
+#   The sum is multiplied by the 4 bytes of a number.
+# - "16 bits" is autocast, which keeps the loss and the residual stream in float32. Where types mix, a term counts
+#   bytes: an addition that reads 4 and 2 bytes and writes 4 is a 10.
+# - fused has two terms: the forward's kernel and the backward's.
 BYTES = {
     "float32": {
         # divide, mask, softmax; softmax, mask, divide. A mask copies the scores, 2, and then fills the copy, 2.
@@ -40,7 +41,8 @@ BYTES = {
         "residual": Bytes(one_by_one=4 * (3 + 2 + 3 + 3), fused=4 * (4 + 5)),
         # gelu; gelu, with nothing beside it that it could be fused with
         "gelu": Bytes(one_by_one=4 * (2 + 3), fused=4 * (2 + 3)),
-        # four copies; three copies, joining three gradients, bias gradients. Fused: without the copies.
+        # Four copies of q, k, v and y; three copies, joining three gradients, reading 9 for the gradients of biases.
+        # Fused, there are no copies.
         "projections": Bytes(one_by_one=4 * (8 + 6 + 6 + 9), fused=4 * (6 + 9)),
         "casts": Bytes(one_by_one=0, fused=0),
     },
@@ -65,7 +67,7 @@ BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 3 + 4
 # divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
 SCORES_UNDER_AUTOCAST = 4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4
 BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=SCORES_UNDER_AUTOCAST, fused=2 * (2 + 3))
-# as above, and 4 for the float32 that the last cast reads again
+# as in BYTES, and 4 more: the cast, as a kernel of its own, reads the float32 gradient again
 BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16 + 4)
 
 # Explicit attention's six matmuls write two tensors of the size of the scores and read four.

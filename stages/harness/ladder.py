@@ -115,7 +115,7 @@ def add_technique(stage, work, facts):
         case "s11_accum":
             if settings["accum"] == 1:
                 return Effect(work, "one micro-batch per step", same_computation=True)
-            micro_batches = settings["accum"] // settings["world_size"]  # of this process; the words have those of all
+            micro_batches = settings["accum"] // settings["world_size"]  # of this rank; the note has those of all
             return Effect(replace(work, accum=micro_batches), f"{settings['accum']} micro-batches per step")
         case "s12_ddp":
             words = "one process: what DDP itself costs" if settings["world_size"] == 1 else ""

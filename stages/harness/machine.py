@@ -98,11 +98,22 @@ def cpu_has_bfloat16():
     return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
 
 
+def cpu_has_float16():
+    """Tell whether this CPU multiplies float16 matrices in hardware (AMX-FP16). torch 2.11 can't tell: False."""
+    return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
+
+
+def emulates(device, dtype):
+    """Tell whether a device has no units for a 16-bit dtype. Only of a CPU that is asked: an accelerator has some."""
+    if device.type != "cpu":
+        return False
+    return not (cpu_has_float16() if dtype == torch.float16 else cpu_has_bfloat16())
+
+
 def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
-        # With its units for float16 matrices a CPU also computes TF32, from the torch on that has get_capabilities().
-        return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
+        return cpu_has_float16()  # the same units
     if device.type != "cuda" or torch.version.hip:  # AMD's cards have none
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -119,7 +130,7 @@ def compile_problem(device):
             return "Triton is not installed: pip install triton"
         compilers = [os.environ.get("CC"), "gcc", "clang"]
         remedy = "Triton finds no C compiler: install gcc"
-    else:  # torch.compile tries a single one
+    else:  # on a CPU torch.compile tries a single one
         default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         compilers = [os.environ.get("CXX", default)]
         remedy = f"no C++ compiler {compilers[0]} found: install g++ (Linux) or Xcode's command line tools (macOS)"
@@ -178,7 +189,7 @@ def total_memory(device):
 
 
 def free_memory():
-    """Return the bytes of memory that can be taken without swapping; 0 where the system does not tell.
+    """Return the bytes of memory that can be taken without swapping; 0 where the system has no such meter.
 
     Inside a container its limit counts, too (of cgroup v2).
     """

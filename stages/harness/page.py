@@ -151,25 +151,25 @@ def linked_cell(row, folder):
 def typed_cell(row, above):
     """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
-    Stages between the two rows that it does not tell of are named first, because the ratio includes their gains.
+    Where a row skips stages, these are named first, because the ratio includes their gains.
     """
-    untold = ()
+    skipped = ()
     if row.stage and above and above.stage:
-        untold = ladder.between(above.stage, row.stage)
+        skipped = ladder.between(above.stage, row.stage)
     if row.launcher == WITHOUT_CPU_MEMORY:
         text = "without the memory variables"
     elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
         text = row.stage.line
-        untold = untold[:-1]  # the line tells of the row's own stage
+        skipped = skipped[:-1]  # its own stage is told by its line
     else:
         text = f"`{row.script}`"
-    if not untold:
+    if not skipped:
         return text
-    if len(untold) == 1:
-        return f"{untold[0].short}, {text}"
-    return f"{untold[0].short} to {untold[-1].short}, {text}"
+    if len(skipped) == 1:
+        return f"{skipped[0].short}, {text}"
+    return f"{skipped[0].short} to {skipped[-1].short}, {text}"
 
 
 def bar_cell(speed, fastest):

@@ -119,9 +119,9 @@ class Record:
     def tell_failure(self, kind, error, trace):
         """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
 
-        This is sys.excepthook once parse_args() has returned. A worker keeps it on every rank.
+        This is sys.excepthook once parse_args() has returned. In a worker every rank keeps its exception.
         """
-        # Whoever read has gone, as in `| head`. A worker's reader is the bench, and for it that is a failure.
+        # The reader of stdout has gone, as `| head` does: end quietly. A worker's reader is the bench: it has failed.
         if isinstance(error, BrokenPipeError) and not self.args.worker:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
             return

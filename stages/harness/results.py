@@ -200,12 +200,13 @@ class Results:
     # ratios
 
     def samples(self, row):
-        """Return {key: seconds per token} of a row; of the probe, seconds per FLOP of a matmul in its fastest dtype.
+        """Return the times of a row that can be compared with those of another, a dict {key: seconds per token}.
 
-        So the ratio of a row to the probe is the tokens that it trains in the time of a FLOP.
+        Two rows are compared where their keys agree. Of the probe it is the seconds per FLOP of a matmul in its fastest
+        dtype, so that the ratio of a row to the probe is the tokens that the row trains in the time of a FLOP.
 
-        Where rows take turns, the key is (round, turn), and the sample is a step. Otherwise the key is the round, and
-        the sample is the median of its steps. A ratio compares the samples of two rows that have the same key.
+        Where rows take turns, the key is (round, turn), and the time that of a step. Otherwise the key is the round,
+        and the time the median of its steps.
         """
         samples = {}
         for (name, round_number), run in self.runs.items():
@@ -307,7 +308,7 @@ class Results:
             return None
         if row.stage is above.stage and ours.work == theirs.work:
             return None  # what differs is no FLOP and no byte, as between s01 and `plain`
-        # one of the two is empty: that of the wrong direction
+        # a row may stand below a later stage, so that at least one of the two is empty
         crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
         if any(stage.unpredictable for stage in crossed):
             return None
@@ -324,7 +325,7 @@ class Results:
         facts = self.facts(row)
         if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:
             return None
-        tokens_per_flop = self.compare(row, self.probe)  # see samples()
+        tokens_per_flop = self.compare(row, self.probe)  # seconds per FLOP over seconds per token: see samples()
         return tokens_per_flop.value * flops_per_token(facts["shape"]) if tokens_per_flop else None
 
     # losses

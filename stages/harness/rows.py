@@ -61,8 +61,8 @@ class Row:
     def command(self, flags):
         """Return the command line as a list. flags: those of all rows, which stand before its own.
 
-        In a launcher python, python3 and torchrun are replaced by this Python. python3.13, or a path, stays as typed.
-        A launcher without any Python, such as env, gets this Python behind it.
+        In a launcher, python, python3 and torchrun become this Python. Another Python, such as python3.13 or a path,
+        stays as typed. A launcher without a Python, such as env, gets this one behind it.
         """
         words = []
         for word in self.launcher:

@@ -63,8 +63,9 @@ class StepLog:
         """Print the title, what is trained, and on which device and text."""
         args = self.args
         parameters = sum(p.numel() for p in self.model.parameters())
-        what = [f"{parameters:,} parameters"]
-        if self.shape:
+        if self.shape is None:
+            what = [f"{parameters:,} parameters"]
+        else:
             what = [
                 f"{shape_name(self.shape)}, {parameters:,} parameters",
                 f"B {args.batch_size}, T {args.seq_len}, {self.tokens_per_step:,} tokens per step",
@@ -138,7 +139,7 @@ class StepLog:
         loss = number(loss)
         figures = {name: number(value) for name, value in figures.items()}
         memory, meter = machine.peak_memory(self.device)
-        entry = {
+        entry = {  # the script's figures first, so that none of them replaces one of ours
             **{name: finite_or_none(value) for name, value in figures.items()},
             "step": step,
             "loss": finite_or_none(loss),
@@ -212,7 +213,7 @@ class StepLog:
             summary["eval"] = held_out_loss(self.model, load_tokens(self.args.data, split="val").ids)
         if self.profile:
             if self.device.type != "cpu":
-                torch.accelerator.empty_cache()  # the copy needs room
+                torch.accelerator.empty_cache()  # rates.measure() makes large tensors
             summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts
         return summary

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from data import refuse, whole_file
+from data import refuse, refuse_strange_ids, whole_file
 from model import GPT, GPTConfig
 
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
@@ -64,7 +64,8 @@ def held_out_loss(model, ids):
 
     ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. Windows of
     block_size lie end to end: the first target of a window is predicted from one id, the last from block_size. The
-    model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids.
+    model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids, and for an id past
+    the vocabulary.
     """
     ids = ids[:HELD_OUT_AT_MOST]
     if len(ids) < 2:
@@ -73,7 +74,9 @@ def held_out_loss(model, ids):
     targets = len(ids) - 1
     total = 0.0
     for start in range(0, targets, T):
-        window = torch.from_numpy(ids[start : start + T + 1].astype(np.int64)).to(device)
+        window = ids[start : start + T + 1]
+        refuse_strange_ids(window, "the held-out text")
+        window = torch.from_numpy(window.astype(np.int64)).to(device)
         x, y = window[None, :-1], window[None, 1:]
         total += model(x, y).item() * y.numel()
     return total / targets

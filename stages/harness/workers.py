@@ -102,8 +102,7 @@ class Worker:
                     self.tell(line)
                 if line["kind"] in ("step", "summary", "error"):
                     return
-            message, said, out_of_memory = self.last_words()
-            self.fail(message, said, out_of_memory)
+            self.fail(*self.last_words())
         except TimeoutError:
             self.send(signal.SIGTERM)
             self.fail(f"no answer in {PATIENCE} s: stopped")
@@ -187,8 +186,8 @@ def lead(rows, results, round_number, tell_turn=None):
     try:
         began = time.monotonic()
         for row in rows:
-            # The next process may need half as much again as the largest so far. Where the system tells no memory, both
-            # sides are 0, and it is started.
+            # The next process may need half as much again as the largest so far. On a system without these meters both
+            # sides are 0, so that no row is refused.
             if workers and machine.free_memory() < 1.5 * max(worker.run.memory for worker in workers):
                 raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
             say(f"{row.name}: start and warm-up")
