@@ -78,9 +78,9 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     drawn = page_of(results_of(*runs, in_turn=False, rounds=3, environment=A100))
     assert "| row | what you type | tok/sec | x above | x s01 | GB |  |" in drawn
     link = "[s03](../stages/s03_bf16.py) | `with torch.autocast(...):`"
-    assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 | {20 * '█'} |" in drawn
+    assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 | ████████ |" in drawn
     link = "[s01](../stages/s01_baseline.py) | nothing yet: float32"
-    assert f"| {link} | 1,000,000,000 | – | – | 30.00 | {4 * '█'} |" in drawn
+    assert f"| {link} | 1,000,000,000 | – | – | 30.00 | █▋ |" in drawn
     assert "| row | predicted | x above | dt ms [IQR] | % of peak | loss, step 4 | note |" in drawn
     figures = "1.018 | 2.000 ± 0.500 | 200.0 [200.0–225.0] | 7.5 | 4.60"
     assert f"| s03 | {figures} | active: bfloat16; 12 s of warm-up; 43.00 GB reserved |" in drawn

@@ -16,7 +16,8 @@ from .rows import WITHOUT_CPU_MEMORY
 NOTHING = "–"  # a cell without a figure
 PATH_TO_STAGES = "../stages/"  # from a page in results/
 TERMINAL_WIDTH = 80  # columns
-BAR = 20  # blocks of the fastest row
+BAR = 8  # blocks of the fastest row, so that the table fits a repository's front page
+PARTS_OF_A_BLOCK = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]  # 0 to 7 eighths
 LONG_WARMUP = 10  # seconds that are worth a note
 
 
@@ -174,7 +175,10 @@ def typed_cell(row, above):
 
 def bar_cell(speed, fastest):
     """Return a bar of blocks, whose length is the speed's share of the fastest."""
-    return "█" * round(BAR * speed / fastest) if speed else ""
+    if speed is None:
+        return ""
+    blocks, eighths = divmod(round(8 * BAR * speed / fastest), 8)
+    return "█" * blocks + PARTS_OF_A_BLOCK[eighths]
 
 
 def step_time_cell(results, row):
