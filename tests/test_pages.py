@@ -37,6 +37,27 @@ def test_readme_shows_the_table_of_the_h100_and_its_ends_in_the_first_line():
     assert f"**From {speeds[0]:,.0f} to {max(speeds):,.0f} tokens per second on one H100.**" in README
 
 
+ALSO = {"memory variables": "s01", "vocabulary": "s06", "fused AdamW": "s10", "accumulation": "s11"}
+
+
+@pytest.mark.parametrize(
+    "reader, record",
+    [("an H100", "h100"), ("a Xeon with AMX", "xeon-amx"), ("a CPU without 16-bit units", "zen3-float32")],
+)
+def test_what_to_do_first_says_what_our_records_say(reader, record):
+    results = Results.load(ROOT / "results" / f"{record}.jsonl")
+    ratios = {row.title: page.ratio_cell(results, row, results.above(row), 2) for row in results.table_rows}
+    ratios = {title: re.sub(" ± [0-9.]+", "", cell) for title, cell in ratios.items()}
+    line = re.search(rf"^\| {reader}.*", README, re.MULTILINE)[0]
+    cells = line.strip("| ").split(" | ")
+    assert cells[1:5] == [ratios["s02"], ratios["s03"], ratios["s04"], ratios["s05"]]
+    for technique, stage in ALSO.items():
+        if technique in cells[5]:
+            assert f"{technique} {ratios[stage]}" in re.sub(r"[\[\]]|\(stages[^)]*\)", "", cells[5])
+    speeds = [results.figure(row, "tok_per_sec") for row in results.table_rows]
+    assert cells[6] == f"{max(speeds) / min(speeds):.1f}"
+
+
 def changed_lines(before, stage):
     """The lines below the docstrings that `diff -w` removes and adds between two stages, with - and + before them."""
     texts = [STAGE_FILES[name].read_text("utf-8").split('"""')[2].splitlines() for name in (before, stage)]
