@@ -59,8 +59,11 @@ def parse_command(argv):
             break
         commands.append(word)
     args, flags = parser.parse_known_args(argv[len(commands) :])
-    if "/" in args.out:
-        refuse(f"--out {args.out}: pass a name, since all pages are in results/")
+    args.name = args.render or args.out
+    if "/" in args.name:
+        refuse(f"{args.name}: pass a name, since all pages are in results/")
+    if args.render and (commands or flags):
+        refuse("--render runs nothing: pass no rows and no other flags")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
     # A word that neither parser knows, and that is no flag, is a row which was typed too late. An unknown flag comes
@@ -91,20 +94,24 @@ def prepare_text(args):
     """
     corpus = load_tokens(args.shared_args.data)
     TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short
-    if args.shared_args.data is None and corpus.name != "Tiny Shakespeare":
-        args.shared_flags += ["--data", "docs"]
+    if corpus.source != args.shared_args.data:
+        args.shared_flags += ["--data", corpus.source]
 
 
 def new_bench(args, argv, in_turn):
     """Return the first line of a record, a dict: see record.py."""
-    steps = args.steps or WARMUP + (COUNTED_STEPS if in_turn else MOST_COUNTED_STEPS)
+    if in_turn:
+        steps, rounds = WARMUP + COUNTED_STEPS, 1
+    else:
+        steps, rounds = WARMUP + MOST_COUNTED_STEPS, ROUNDS
+    steps, rounds = args.steps or steps, args.rounds or rounds
     return {
         "kind": "bench",
         "in_turn": in_turn,
         "reference": args.reference,
         "warmup": WARMUP,
         "steps": steps,
-        "rounds": args.rounds or (1 if in_turn else ROUNDS),
+        "rounds": rounds,
         "rows": [asdict(row) for row in args.rows],
         "flags": ["--steps", str(steps), *args.shared_flags],
         "variables": CPU_MEMORY if args.shared_args.device.type == "cpu" else {},
@@ -119,7 +126,7 @@ def measure(args, argv, path):
     in_turn = args.shared_args.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
-        while True:  # at most twice: only rows that take turns raise NotEnoughMemory
+        while True:  # a second time where memory does not hold all rows at once
             results = Results(new_bench(args, argv, in_turn), file)
             try:
                 measure_rounds(results, path)
@@ -166,7 +173,7 @@ def teller_of_turns(results):
 
     def tell(turn, seconds):
         if turn % TELL_EVERY == 0 and turn < turns:
-            say(f"turn {turn} of {turns}, {about(seconds / turn * (turns - turn))} left")
+            say(f"turn {turn} of {turns}, {about(seconds / turn * (turns - turn))} left in this round")
             say(page.terminal(results))
 
     return tell
@@ -186,7 +193,7 @@ def show(results, path):
     with whole_file(path.with_suffix(".md")) as unfinished:
         unfinished.write_text(page.page(results), encoding="utf-8")
     print(page.terminal(results), flush=True)
-    say(f"written to results/{path.stem}.md, each step to results/{path.name}")
+    say(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 
 
 def exit_status(results):
@@ -201,7 +208,7 @@ def exit_status(results):
 def main(argv):
     """Measure, or draw what was measured. Return the exit status, which is 130 after Ctrl-C."""
     args = parse_command(argv)
-    path = ROOT / "results" / f"{args.render or args.out}.jsonl"
+    path = ROOT / "results" / f"{args.name}.jsonl"
     if args.render:
         results = Results.load(path)
         show(results, path)

@@ -20,7 +20,7 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# What a download may raise. ValueError: a proxy that is no address, or a vocabulary with a wrong hash.
+# What a download may raise. A ValueError says that the proxy is no address, or that the vocabulary is another one.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
@@ -48,10 +48,11 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text. name: for people. ids: its tokens, a 1-D array of uint16."""
+    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: what load_tokens() takes for it."""
 
     name: str
     ids: np.ndarray
+    source: str | None
 
 
 def load_tokens(source=None, split="train"):
@@ -59,17 +60,17 @@ def load_tokens(source=None, split="train"):
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
     of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
-    which no stage trains. Exits with one line for a file that is no such text and no such array.
+    which no stage trains. Exits with one line where a file is neither.
     """
     if source is None:
         corpus = tiny_shakespeare()
     elif source == "docs":
         corpus = pythons_documentation()
     else:
-        corpus = corpus_of_file(Path(source))
+        corpus = corpus_of_file(source)
     cut = len(corpus.ids) * 9 // 10
     ids = corpus.ids[:cut] if split == "train" else corpus.ids[cut:]
-    return Corpus(corpus.name, ids)
+    return Corpus(corpus.name, ids, corpus.source)
 
 
 def tiny_shakespeare():
@@ -77,7 +78,7 @@ def tiny_shakespeare():
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(caches) / "gpt2-speed-ladder" / "tinyshakespeare.bin"
     if path.exists():
-        return Corpus("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"))
+        return Corpus("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
     print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
     try:
         text = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
@@ -87,7 +88,7 @@ def tiny_shakespeare():
         return pythons_documentation()
     with contextlib.suppress(OSError), whole_file(path) as unfinished:  # without a cache that can be written, go on
         ids.tofile(unfinished)
-    return Corpus("Tiny Shakespeare", ids)
+    return Corpus("Tiny Shakespeare", ids, None)
 
 
 def download(url, sha256):
@@ -104,11 +105,12 @@ def pythons_documentation():
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[topic] for topic in sorted(topics))
-    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()))
+    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs")
 
 
-def corpus_of_file(path):
+def corpus_of_file(source):
     """Return the Corpus in a user's .txt or .bin. Exits with one line where it is no such file."""
+    path = Path(source)
     try:
         if path.suffix == ".bin":
             ids = np.memmap(path, dtype=np.uint16, mode="r")
@@ -116,7 +118,7 @@ def corpus_of_file(path):
             ids = ids_of(path.read_bytes().decode(), gpt2_encoding())
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a .bin that is empty or of an odd length
         refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16")
-    return Corpus(path.name, ids)
+    return Corpus(path.name, ids, source)
 
 
 def ids_of(text, encoding):

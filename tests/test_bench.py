@@ -144,7 +144,10 @@ def gpu(monkeypatch):
         (["s01", "s05 --save w.pt"], "--save, --eval and --profile are for a stage that you start by hand"),
         (["s01", "s05 --steps 9"], "put --steps behind all rows, outside of the quotes"),
         (["s01", "s05 --device cpu"], "put --device behind all rows"),
-        (["s01", "--out", "a/b"], "--out a/b: pass a name"),
+        (["s01", "--out", "a/b"], "a/b: pass a name"),
+        (["--render", "results/old"], "results/old: pass a name"),
+        (["s01", "--render", "old"], "--render runs nothing"),
+        (["--render", "old", "--seed", "5"], "--render runs nothing"),
         (["s01", "s05 'x"], "No closing quotation"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--out", "old"], "results/old is there already"),
@@ -192,8 +195,8 @@ def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_i
     assert repo.steps_taken() == dict.fromkeys(["probe", "s01", "s01 again"], [24])
     [line] = repo.lines("bench")
     assert (line["warmup"], line["steps"], line["rounds"], line["in_turn"]) == (4, 24, 1, True)
-    assert re.search(r"2 of 3 are warm, about \d+ s left\n", ended.err)
-    assert re.search(r"turn 5 of 20, about \d+ s left\nrow .*\ns01 .* 8,000 ", ended.err)
+    assert re.search(r"2 of 3 are warm, about \d+ s left in this round\n", ended.err)
+    assert re.search(r"turn 5 of 20, about \d+ s left in this round\nrow .*\ns01 .* 8,000 ", ended.err)
 
 
 def test_a_cpu_takes_as_many_rounds_as_it_is_asked_for(repo):

@@ -58,7 +58,7 @@ def whole(source=None):
 
 def ring(length):
     """A corpus of the tokens 0, 1, 2, ...: each is its own position."""
-    return Corpus("ring", np.arange(length, dtype=np.uint16))
+    return Corpus("ring", np.arange(length, dtype=np.uint16), "ring.bin")
 
 
 # Batches
@@ -108,7 +108,7 @@ def test_a_batch_goes_to_the_device_by_way_of_pinned_memory_on_cuda_alone(monkey
 
 
 def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
-    loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16)), 1, 4)
+    loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16), None), 1, 4)
     loader.next_batch(CPU)
     _, y = loader.next_batch(CPU)
     assert y.max() == VOCAB - 1  # which no signed 16 bits hold

@@ -48,11 +48,16 @@ def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, 
     assert "its folder is not there, or you may not" in error_of(capsys, parse, "--save", "new.pt")
 
 
-def test_a_record_that_is_there_is_not_replaced(parse, tmp_path):
+def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):
     (tmp_path / "mine").write_text("keep")
-    with pytest.raises(FileExistsError):
-        parse("--record", "mine")
+    assert "--record mine: File exists; pass the path of a new file" in error_of(capsys, parse, "--record", "mine")
     assert (tmp_path / "mine").read_text() == "keep"
+    assert "--record no/mine: No such file or directory" in error_of(capsys, parse, "--record", "no/mine")
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_a_learning_rate_is_a_number_above_0(parse, capsys, rate):
+    assert f"'{rate}' is not a number above 0" in error_of(capsys, parse, f"--lr={rate}")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,12 @@ def test_brackets_stand_around_what_is_no_difference():
     assert shown.endswith("no difference, within the noise of 1.0 % or within its own ±.")
     once = page.terminal(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
-    assert "Nothing is called faster or slower, because the noise is not known." in once
+    assert "Nothing is called faster or slower, because the noise is not known yet." in once
+
+
+def test_a_table_with_wide_figures_keeps_room_for_what_you_type():
+    columns = [page.Column("row", lambda row: 90 * "9"), page.Column("what", lambda row: "four words", True)]
+    assert page.aligned(columns, ["a row"]).endswith("  four\n" + 92 * " " + "words")
 
 
 def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out():

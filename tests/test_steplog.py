@@ -1,6 +1,6 @@
 """The log of a stage: its clock, its lines, its record, what it tells the bench, and how a run fails."""
 
-from harness import machine, parse_args, rates
+from harness import machine, parse_args, rates, steplog
 from harness.steplog import StepLog
 
 import errno
@@ -17,13 +17,13 @@ import torch
 from conftest import FLOAT32, STAGE_FILES, error_of, python
 from torch.nn import functional as F
 
-from data import VOCAB, Corpus, TokenLoader
+from data import VOCAB, Corpus, TokenLoader, load_tokens
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
 GB = 10**9
-LOADER = TokenLoader(Corpus("ids.bin", np.zeros(99, np.uint16)), batch_size=3, seq_len=5)
+LOADER = TokenLoader(Corpus("ids.bin", np.zeros(99, np.uint16), "ids.bin"), batch_size=3, seq_len=5)
 LOSS = torch.tensor(5.0)
 
 
@@ -164,10 +164,11 @@ def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy
     monkeypatch.setattr(
         rates, "measure", lambda *args: asked.append("measure") or {"peak": {"float32": 1e11}, "copy": 1}
     )
-    log = new_log("--steps", "2", "--profile")
-    take_steps(log, card, 2)
+    log = new_log("--steps", "7", "--profile")
+    take_steps(log, card, 7)
     log.finish()
-    assert log.steps[1]["dt"] == 4
+    assert log.steps[6]["dt"] == 49
+    assert "median 30500.00ms [27750.00, 33250.00] over 2 steps after 4 of warm-up" in capsys.readouterr().out
     assert asked == ["empty_cache", "measure"]
 
 
@@ -194,6 +195,16 @@ def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_lo
     log.finish()
     assert calls == [((3, 2, 24, 64), torch.bfloat16, True, {"is_causal": True})]  # (B, n_head, T, head_dim)
     assert lines_of(tmp_path / "r.jsonl")[-1]["sdpa"] == "flash"
+
+
+def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, monkeypatch, tmp_path):
+    evaluated = []
+    monkeypatch.setattr(steplog, "held_out_loss", lambda model, ids: evaluated.append(ids.tolist()) or 1.5)
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "mine.bin")
+    log = new_log("--eval", model=small_gpt(), loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5))
+    take_steps(log, card, 1)
+    log.finish()
+    assert evaluated == [[*range(90, 100)]]
 
 
 # How a run fails

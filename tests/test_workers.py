@@ -167,6 +167,14 @@ def test_rows_that_memory_does_not_hold_at_once_are_not_led(monkeypatch):
         led(fake_row("a"), fake_row("b", memory=2 * MEMORY), fake_row("c"))
 
 
+def test_memory_is_looked_at_in_the_first_round_alone(monkeypatch):
+    monkeypatch.setattr(machine, "free_memory", lambda: 0)
+    rows = [fake_row("a"), fake_row("b")]
+    results = results_to_fill(*rows, steps=WARMUP + 2)
+    lead(rows, results, 1)  # what was measured in round 0 must not be lost
+    assert steps_of(results.runs["b", 1]) == ALL_STEPS
+
+
 def test_ranks_are_started_by_torchrun_and_the_one_that_refuses_is_quoted(monkeypatch):
     two = ("torchrun", "--standalone", "--nproc_per_node=2")
     runs = led(fake_row("bad", two, do="refuse", at="start", rank=1), fake_row("good", two))

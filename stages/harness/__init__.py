@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are
 
 
 def refuse_namesakes(folder):
-    """Exit with one line where the folder of a script has a data or model of its own, which would hide the ladder's."""
+    """Exit with one line where a folder has a data or model of its own, which its script would not get."""
     if folder == ROOT:
         return
     for name in ("data", "model"):

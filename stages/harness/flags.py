@@ -1,6 +1,7 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -35,13 +36,21 @@ def positive(text):
     return int(text)
 
 
+def learning_rate(text):
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not above 0, or infinite."""
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return rate
+
+
 def parse_args(doc):
     """Return the flags of a stage as a namespace, and open its record, which from here on keeps an exception, too.
 
     doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
     ladder.Stage or None; title; record; and log, the StepLog once there is one. Exits with one line and status 2 for a
-    wrong flag. Raises OSError where the file of --record is there already or can't be written.
+    wrong flag.
     """
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
@@ -97,7 +106,7 @@ def new_parser(doc):
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
-    add("--lr", type=float, default=6e-4, metavar="RATE", help=rate_help)
+    add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
     data_help = 'a .txt in UTF-8, a .bin of uint16 ids, or "docs", Python\'s documentation (Tiny Shakespeare)'
     add("--data", metavar="FILE", help=data_help)
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")

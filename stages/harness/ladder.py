@@ -58,8 +58,8 @@ STAGES = (
 class Effect:
     """What a technique does on the machine of a run.
 
-    work: the Work of a micro-batch with it. words: for the column "note". same_computation: whether a step computes the
-    same as one of the stage before, with perhaps another learning rate, so that the two take equally long.
+    work: the Work of a micro-batch with it. words: for the column "note". same_computation: whether a step takes as
+    long as one of the stage before, because it computes the same. Only the learning rate may differ.
     """
 
     work: Work
@@ -70,7 +70,7 @@ class Effect:
 def effect_of(stage, facts):
     """Return the Effect of a stage, whose work is that of all stages up to it.
 
-    facts: the header of a run's record, with the key "sdpa" of its summary, which is None where the run ended early.
+    facts: the header of a run's record and, as "sdpa", the attention kernel that its summary names, or None.
     """
     on_cuda = facts["environment"]["device"] == "cuda"
     effect = Effect(Work(facts["shape"], facts["settings"]["batch_size"], on_cuda=on_cuda))

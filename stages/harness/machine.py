@@ -104,7 +104,7 @@ def cpu_has_float16():
 
 
 def emulates(device, dtype):
-    """Tell whether a device has no units for a 16-bit dtype. Only of a CPU that is asked: an accelerator has some."""
+    """Tell whether a CPU has no units for a 16-bit dtype. An accelerator is not asked: the answer is False."""
     if device.type != "cpu":
         return False
     return not (cpu_has_float16() if dtype == torch.float16 else cpu_has_bfloat16())
@@ -120,7 +120,7 @@ def has_tf32(device):
 
 
 def compile_problem(device):
-    """Return why torch.compile can't work on a device, with the remedy, or None where it should."""
+    """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
     if device.type == "mps":  # Metal has a compiler of its own
         return None
     if device.type == "cuda":
@@ -208,7 +208,7 @@ def peak_memory(device):
     """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 
     CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak: there it is what the
-    driver holds now.
+    driver holds now. Without a meter, bytes is None.
     """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"

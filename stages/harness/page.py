@@ -16,6 +16,7 @@ from .rows import WITHOUT_CPU_MEMORY
 NOTHING = "–"  # a cell without a figure
 PATH_TO_STAGES = "../stages/"  # from a page in results/
 TERMINAL_WIDTH = 80  # columns
+NARROWEST = 8  # columns of "what you type", even where a line gets too long by it
 BAR = 8  # blocks of the fastest row, so that the table fits a repository's front page
 PARTS_OF_A_BLOCK = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]  # 0 to 7 eighths
 LONG_WARMUP = 10  # seconds that are worth a note
@@ -87,7 +88,7 @@ def aligned(columns, rows):
     widths = [max(len(cells[i]) for cells in table) for i in range(len(columns))]
     gaps = 2 * (len(columns) - 1)
     width_of_others = sum(widths) - widths[1] + gaps
-    widths[1] = min(widths[1], TERMINAL_WIDTH - width_of_others)
+    widths[1] = min(widths[1], max(NARROWEST, TERMINAL_WIDTH - width_of_others))
     lines = []
     for cells in table:
         first, *rest = textwrap.wrap(cells[1], widths[1], break_on_hyphens=False)
@@ -110,8 +111,8 @@ def terminal(results):
             lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL_WIDTH))
     noise = results.noise()
     if noise is None:
-        words = "Nothing is called faster or slower, because the noise is not known. That needs a row which ran twice "
-        words += "without failing, and two rounds on a GPU or two counted steps on a CPU."
+        words = "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that "
+        words += "ran twice without failing, and two rounds on a GPU or two counted steps on a CPU."
     else:
         words = f"In brackets: no difference, within the noise of {100 * noise:.1f} % or within its own ±."
     return "\n".join([*lines, textwrap.fill(words, TERMINAL_WIDTH)])

@@ -60,6 +60,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from data import refuse
+
 from . import machine
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
@@ -81,14 +83,17 @@ class Record:
     def __init__(self, args):
         """Open the file of --record, a new one; as a worker, take over stdout.
 
-        args: the flags of a stage. Raises OSError where that is not possible.
+        args: the flags of a stage. Exits with one line where the file is there already or can't be written.
         """
         self.args = args
         self.file = None
         if args.worker:
             self.file = take_stdout()
         elif args.record_path and machine.is_rank_0():
-            self.file = open(args.record_path, "x", encoding="utf-8")  # noqa: SIM115
+            try:
+                self.file = open(args.record_path, "x", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                refuse(f"--record {args.record_path}: {error.strerror}; pass the path of a new file")
 
     def write(self, kind, /, **entry):
         """Write a line, on rank 0 only."""

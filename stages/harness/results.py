@@ -16,7 +16,7 @@ from .rows import Row
 
 @dataclass
 class Run:
-    """The lines that one process wrote; None for one that it did not get to. warmup: steps that are not counted."""
+    """The lines of its record that one process wrote so far. warmup: how many steps are not counted."""
 
     warmup: int
     header: dict | None = None
@@ -163,7 +163,7 @@ class Results:
         return figures
 
     def figure(self, row, name):
-        """Return one of the figures of a row; None without any, and for 0, which is a meter that is not there."""
+        """Return one of the figures of a row, or None where it has none. A figure of 0 was not measured: None, too."""
         figures = self.figures(row)
         if figures is None or figures[name] == 0:
             return None
@@ -202,11 +202,11 @@ class Results:
     def samples(self, row):
         """Return the times of a row that can be compared with those of another, a dict {key: seconds per token}.
 
-        Two rows are compared where their keys agree. Of the probe it is the seconds per FLOP of a matmul in its fastest
-        dtype, so that the ratio of a row to the probe is the tokens that the row trains in the time of a FLOP.
+        Two rows are compared where their keys agree. Where rows take turns, the key is (round, turn), and the time that
+        of a step. Otherwise the key is the round, and the time the median of its steps.
 
-        Where rows take turns, the key is (round, turn), and the time that of a step. Otherwise the key is the round,
-        and the time the median of its steps.
+        The times of the probe are seconds per FLOP, of a matmul in its fastest dtype. A row's ratio to the probe is
+        then the number of tokens that it trains in the time of a FLOP.
         """
         samples = {}
         for (name, round_number), run in self.runs.items():
@@ -273,7 +273,7 @@ class Results:
     def may_be_chance(self, row, base):
         """Tell whether a ratio of two rows is so near 1 that it may be chance: within the noise, or within its spread.
 
-        A single sample may be. Where the noise is not known, nothing is said, and the answer is False.
+        A ratio of a single sample always may. Where the noise is not known, the answer is False.
         """
         ratio, noise = self.compare(row, base), self.noise()
         if ratio is None or noise is None:
@@ -308,7 +308,7 @@ class Results:
             return None
         if row.stage is above.stage and ours.work == theirs.work:
             return None  # what differs is no FLOP and no byte, as between s01 and `plain`
-        # a row may stand below a later stage, so that at least one of the two is empty
+        # One of the two is empty: a row's stage may come before or after that of the row above.
         crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
         if any(stage.unpredictable for stage in crossed):
             return None

@@ -170,7 +170,7 @@ class StepLog:
         self.say(" | ".join(words + self.words_on_flops(tokens_per_second)))
 
     def words_on_flops(self, tokens_per_second):
-        """Return a list with the FLOP/s of a speed in words; without any for a model that is no GPT."""
+        """Return a list with one text, the FLOP/s of a speed, or an empty list for a model that is no GPT."""
         if self.shape is None:
             return []
         return [f"{flops_per_token(self.shape) * tokens_per_second / 1e12:.3g} TFLOP/s"]
@@ -204,13 +204,13 @@ class StepLog:
         summary = {"sdpa": None}
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        is_read = self.record.file is not None or self.profile is not None
-        if is_read and self.shape:
+        is_wanted = self.record.file is not None or self.profile is not None  # nobody else reads the kernel's name
+        if is_wanted and self.shape:
             head_dim = self.shape["n_embd"] // self.shape["n_head"]
             shape_of_q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.args.eval and machine.is_rank_0():
-            summary["eval"] = held_out_loss(self.model, load_tokens(self.args.data, split="val").ids)
+            summary["eval"] = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
         if self.profile:
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()  # rates.measure() makes large tensors
@@ -221,10 +221,12 @@ class StepLog:
     def say_summary(self, summary):
         """Print the lines of the whole run, and where the time of its last step went with --profile."""
         counted = self.steps[WARMUP:]
+        if self.profile:
+            counted = counted[:-1]  # the profiler made the last step slower
         which = f"{len(counted)} steps after {WARMUP} of warm-up"
         if not counted:
             counted = self.steps[-1:]
-            which = "the last step alone, which is still warm-up"
+            which = "the last step alone, since --steps leaves no other"
         figures = figures_of(counted)
         self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {which}")
         meter = self.steps[-1]["meter"]

@@ -186,9 +186,11 @@ def lead(rows, results, round_number, tell_turn=None):
     try:
         began = time.monotonic()
         for row in rows:
-            # The next process may need half as much again as the largest so far. On a system without these meters both
-            # sides are 0, so that no row is refused.
-            if workers and machine.free_memory() < 1.5 * max(worker.run.memory for worker in workers):
+            # Later rounds start the same processes as the first one. The next process may need half as much again as
+            # the largest so far. On a system without meters of memory both sides are 0.
+            is_first_round = round_number == 0
+            largest = max((worker.run.memory for worker in workers), default=0)
+            if is_first_round and machine.free_memory() < 1.5 * largest:
                 raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
             say(f"{row.name}: start and warm-up")
             worker = Worker(row, results, round_number)
@@ -197,7 +199,7 @@ def lead(rows, results, round_number, tell_turn=None):
                 worker.step()
             if len(workers) < len(rows):
                 left = seconds_left(workers, rows, results, time.monotonic() - began)
-                say(f"{len(workers)} of {len(rows)} are warm, {about(left)} left")
+                say(f"{len(workers)} of {len(rows)} are warm, {about(left)} left in this round")
         take_turns(workers, results.bench["steps"] - WARMUP, results.bench["in_turn"], tell_turn)
         for worker in workers:
             worker.close()
