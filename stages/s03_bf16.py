@@ -1,9 +1,9 @@
 """Stage 3 · bf16: autocast to 16 bits.
 
-autocast gives matmuls 16-bit copies of their inputs and keeps weights, optimizer and loss in float32. Half the bytes
-move, and bfloat16 units (Ampere GPUs or newer, CPUs with AMX or AVX512-BF16) multiply faster. A T4 has float16 only and
-uses that. The smallest float16 gradients would become zero, so the GradScaler multiplies the loss by a large number
-before the backward and divides the gradients by it afterwards. With bfloat16 the scaler does nothing.
+autocast gives matmuls 16-bit copies of their inputs and keeps weights, optimizer and loss in float32. Such matmuls move
+half the bytes, and bfloat16 units (Ampere GPUs or newer, CPUs with AMX, most with AVX512-BF16) multiply faster. A T4
+has float16 only and uses that. The smallest float16 gradients would become zero, so the GradScaler multiplies the loss
+by a large number before the backward and divides the gradients by it afterwards. With bfloat16 it does nothing.
 Where neither type is native (most laptop CPUs), autocast stays off and this stage equals the one before.
 """
 

@@ -1,6 +1,6 @@
 """Stage 11 · accum: gradient accumulation.
 
-GPT-2 took half a million tokens per step, far more than fit into memory at once. The gradient of the mean over a large
+GPT-3 took half a million tokens per step, far more than fit into memory at once. The gradient of the mean over a large
 batch is the mean of its micro-batches' gradients. So each loss is divided by their number, backward() adds the
 gradients up, and the optimizer steps once. That saves the optimizer's time and fits a large batch on a small card.
 A step is now --accum micro-batches long: compare tok/sec, not dt.

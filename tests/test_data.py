@@ -162,7 +162,7 @@ def test_without_the_vocabulary_each_byte_of_a_text_is_a_token_and_a_line_says_s
 
 def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     corpus = load_tokens()
-    assert corpus.name == "Tiny Shakespeare"
+    assert (corpus.name, corpus.source) == ("Tiny Shakespeare", None)
     first_line, *others = capsys.readouterr().err.splitlines()
     assert first_line.startswith("downloading Tiny Shakespeare") and not others
     assert merges.decode(whole()) == TEXT
@@ -173,6 +173,11 @@ def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):
     monkeypatch.setenv("XDG_CACHE_HOME", str(text_file))  # not even root can make a folder in a file
     assert merges.decode(whole()) == TEXT
+
+
+def test_the_hash_is_that_of_karpathys_file():
+    """Any other one would let every new user train on Python's documentation."""
+    assert data.SHAKESPEARE_SHA256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, monkeypatch, capsys):

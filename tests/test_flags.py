@@ -55,6 +55,12 @@ def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):
     assert "--record no/mine: No such file or directory" in error_of(capsys, parse, "--record", "no/mine")
 
 
+def test_a_flag_that_no_stage_has_and_a_number_below_1_are_refused(parse, capsys):
+    assert "unrecognized arguments: --batchsize 32" in error_of(capsys, parse, "--batchsize", "32")
+    for flag in ("--steps", "--batch-size", "--seq-len", "--accum"):
+        assert f"{flag}: '0' is not a whole number of 1 or more" in error_of(capsys, parse, flag, "0")
+
+
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
 def test_a_learning_rate_is_a_number_above_0(parse, capsys, rate):
     assert f"'{rate}' is not a number above 0" in error_of(capsys, parse, f"--lr={rate}")

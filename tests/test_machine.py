@@ -154,6 +154,14 @@ def test_torch_compile_needs_triton_on_a_card_and_triton_needs_capability_7(prog
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
+def test_a_cpu_is_named_and_its_threads_and_cores_are_counted(monkeypatch):
+    monkeypatch.setattr(machine, "read_text", lambda path: {"/proc/cpuinfo": "cpu: 1\nmodel name\t: A CPU \n"}[path])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4}, raising=False)
+    facts = machine.environment(torch.device("cpu"))
+    assert (facts["device_name"], facts["threads"], facts["cores"]) == ("A CPU", 3, 2)
+
+
 def test_a_reset_starts_the_peak_of_a_cpu_again():
     machine.reset_peak_memory(CPU)
     before, meter = machine.peak_memory(CPU)

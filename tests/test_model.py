@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import definitions
+from conftest import STAGE_FILES, definitions
 from torch.nn import functional as F
 
 from data import VOCAB
@@ -138,6 +138,15 @@ def test_a_size_has_its_heads_and_parameters(size, n_head, parameters, monkeypat
 
 
 # The loss, and what the model refuses
+
+
+@pytest.mark.parametrize("stage", STAGE_FILES)
+def test_all_tensors_are_on_the_device_of_the_model(stage):
+    """Meta tensors stand for a card's. An operation refuses them beside those of a CPU."""
+    model = GPT(GPTConfig(**SMALL), attention_of(stage)).to("meta")
+    ids = random_ids(2, 24).to("meta")
+    model(ids, ids).backward()
+    assert {p.grad.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_with_targets_the_loss_alone_is_returned_and_in_float32():

@@ -29,6 +29,17 @@ def test_a_rate_is_what_was_done_over_the_seconds_that_it_took(monkeypatch):
     assert calls[2:] == [7]
 
 
+def test_the_first_call_is_not_on_the_clock(monkeypatch):
+    """It loads the library and chooses a kernel, and the pages of a copy are touched for the first time."""
+    done = []
+    monkeypatch.setattr(torch, "matmul", lambda a, b, out: done.append("matmul"))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: done.append("copy"))
+    monkeypatch.setattr(rates, "seconds_of", lambda *arguments, **options: done.append("clock") or 0.01)
+    rates.matmul_peak(CPU, torch.float32, 64, seconds=0.5)
+    rates.copy_bandwidth(CPU, 1000, copies=7)
+    assert done == ["matmul", "clock", "clock", "copy", "clock"]
+
+
 BF16 = torch.bfloat16
 
 

@@ -215,6 +215,7 @@ def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, st
     for group in watched(stage).groups:
         assert group["betas"] == ((0.9, 0.95) if stage >= "s07" else (0.9, 0.999))
         assert group["eps"] == 1e-8
+        assert group["amsgrad"] is False
         assert group["foreach"] is None  # torch's own choice, which is foreach on a card
         assert group["fused"] is (True if stage >= "s10" else None)
 

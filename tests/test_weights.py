@@ -1,5 +1,6 @@
 """Weights on disk, those that Hugging Face's package reads, and their loss on held-out text."""
 
+from harness import weights
 from harness.weights import from_pretrained, held_out_loss, load, save
 
 import pickle
@@ -50,6 +51,16 @@ def test_the_held_out_loss_predicts_every_token_once_and_keeps_no_graph(length):
     assert not any(seen)  # else the end of a run would need more memory than its steps
 
 
+def test_the_held_out_loss_is_that_of_the_first_million_tokens(monkeypatch):
+    assert weights.HELD_OUT_AT_MOST == 2**20
+    monkeypatch.setattr(weights, "HELD_OUT_AT_MOST", 30)
+    model, ids = small(), random_ids(1, 60)[0].numpy().astype(np.uint16)
+    seen = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    held_out_loss(model, ids)
+    assert sum(seen) == 29  # the last of the 30 has no token after it
+
+
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_text_with_nothing_to_predict_is_refused(capsys, length):
     line = error_of(capsys, held_out_loss, small(), np.zeros(length, np.uint16))
@@ -69,6 +80,13 @@ def saved(tmp_path):
     """The path of a file that save() wrote."""
     save(small(), tmp_path / "saved.pt")
     return tmp_path / "saved.pt"
+
+
+def test_weights_that_a_card_saved_are_loaded_on_the_cpu(saved, monkeypatch):
+    torch_load, places = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda path, **kw: places.append(kw["map_location"]) or torch_load(path, **kw))
+    load(saved, SDPA)
+    assert places == ["cpu"]
 
 
 def test_a_save_that_fails_leaves_the_weights_that_were_there(saved, monkeypatch):

@@ -33,7 +33,7 @@ class Compiled(torch.nn.Module):
 
 def facts_of_group(group):
     """The settings of one group of an optimizer, None where it has no such setting, and how many tensors it holds."""
-    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "foreach", "fused")}
+    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")}
     return settings | {"tensors": len(group["params"])}
 
 
@@ -145,7 +145,7 @@ class Watch:
         self.patch.setattr(DistributedDataParallel, "__init__", init_ddp_with_hook)
         self.note_calls_of(dist, "all_reduce", self.note_all_reduce)
 
-    def note_all_reduce(self, tensor):
+    def note_all_reduce(self, tensor, op=None):
         self.calls.append(f"all-reduce of {tensor.nbytes} bytes")
 
     def average_bucket(self, state, bucket):
