@@ -52,7 +52,7 @@ test: $(dev)
 	@$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 diff:
-	@test -e stages/s$$(printf %02d $(N))_*.py -a $(N) != 1 || { echo "make diff N=$(N): N is a stage from 2 to 12" >&2; exit 2; }
+	@test -e stages/s$$(printf %02d $(N))_*.py -a $(N) != 1 || { echo "make diff N=$(N): N is the number of a stage, from 2 on" >&2; exit 2; }
 	@git --no-pager diff --no-index -w stages/s$$(printf %02d $$(($(N) - 1)))_*.py stages/s$$(printf %02d $(N))_*.py; test $$? = 1
 
 clean:

@@ -48,6 +48,11 @@ def test_the_table_has_the_files_in_their_order():
     assert NAMES == FILES
 
 
+def test_the_stages_that_start_a_process_group_take_ranks():
+    for stage in ladder.STAGES:
+        assert stage.takes_ranks == ("init_process_group" in stage.path.read_text("utf-8")), stage.name
+
+
 def test_only_what_is_said_to_be_for_the_loss_may_change_it():
     for stage in ladder.STAGES:
         assert stage.for_the_loss == ("for the loss" in stage.line)
