@@ -143,7 +143,7 @@ def single_bytes():
     return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
-def refuse_strange_ids(ids, name):
+def refuse_unknown_ids(ids, name):
     """Exit with one line where an id is past GPT-2's vocabulary. name: of the text."""
     if ids.max() >= VOCAB:
         refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
@@ -178,7 +178,7 @@ class TokenLoader:
         """
         positions = self.position + np.arange(self.tokens_per_batch + 1)
         ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        refuse_strange_ids(ids, self.corpus.name)  # for each batch, since the whole file may be larger than memory
+        refuse_unknown_ids(ids, self.corpus.name)  # for each batch, since the whole file may be larger than memory
         self.position += self.world_size * self.tokens_per_batch
         ids = torch.from_numpy(ids.astype(np.int64))
         on_cuda = device.type == "cuda"

@@ -24,53 +24,46 @@ class Bytes(NamedTuple):
     fused: int
 
 
-# How to read a sum, by the residual stream. "add, LayerNorm; LayerNorm, add" are its operations: those of the forward
-# before the semicolon, those of the backward behind it. Each has a term of one_by_one, in this order.
-# - In float32 a term counts the numbers that are read and written: an addition reads two and writes one, which is 3.
-#   The sum is multiplied by the 4 bytes of a number.
-# - "16 bits" is autocast, which keeps the loss and the residual stream in float32. Where types mix, a term counts
-#   bytes: an addition that reads 4 and 2 bytes and writes 4 is a 10.
-# - fused has two terms: the forward's kernel and the backward's.
+# The comment above an entry says which operations it adds up: those of the forward before the semicolon, those of the
+# backward behind it. An addition reads two numbers and writes one, so it is a 3. "Fused" counts one kernel for each.
 BYTES = {
-    "float32": {
-        # divide, mask, softmax; softmax, mask, divide. A mask copies the scores, 2, and then fills the copy, 2.
-        "scores": Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 4 + 2), fused=4 * (2 + 3)),
-        # log_softmax; nll_loss, log_softmax
-        "logits": Bytes(one_by_one=4 * (2 + 1 + 3), fused=4 * (1 + 2)),
-        # add, LayerNorm; LayerNorm, add
-        "residual": Bytes(one_by_one=4 * (3 + 2 + 3 + 3), fused=4 * (4 + 5)),
-        # gelu; gelu, with nothing beside it that it could be fused with
-        "gelu": Bytes(one_by_one=4 * (2 + 3), fused=4 * (2 + 3)),
-        # Four copies of q, k, v and y; three copies, joining three gradients, reading 9 for the gradients of biases.
-        # Fused, there are no copies.
-        "projections": Bytes(one_by_one=4 * (8 + 6 + 6 + 9), fused=4 * (6 + 9)),
+    "float32": {  # the comments count numbers, of 4 bytes each
+        # divide 2, mask 4 (it copies, and fills the copy), softmax 2; softmax 3, mask 4, divide 2. Fused: 2; 3.
+        "scores": Bytes(one_by_one=68, fused=20),
+        # log_softmax 2; nll_loss 1, log_softmax 3. Fused: 1; 2.
+        "logits": Bytes(one_by_one=24, fused=12),
+        # add 3, LayerNorm 2; LayerNorm 3, add 3. Fused: 4; 5.
+        "residual": Bytes(one_by_one=44, fused=36),
+        # gelu 2; gelu 3. There is nothing beside it that it could be fused with.
+        "gelu": Bytes(one_by_one=20, fused=20),
+        # copies of q, k, v and y 8; three copies 6, joining three gradients 6, gradients of biases 9. Fused: no copies.
+        "projections": Bytes(one_by_one=116, fused=60),
         "casts": Bytes(one_by_one=0, fused=0),
     },
+    # Under autocast the loss and the residual stream stay in float32, and most other numbers have 2 bytes.
     "16 bits": {
-        "scores": Bytes(one_by_one=2 * (2 + 4 + 2 + 3 + 4 + 2), fused=2 * (2 + 3)),
-        # cast, log_softmax; nll_loss, log_softmax, cast
-        "logits": Bytes(one_by_one=6 + 8 + 4 + 12 + 6, fused=2 + 4),
-        # add, LayerNorm, cast; cast, LayerNorm, add, cast
-        "residual": Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16),
-        "gelu": Bytes(one_by_one=2 * (2 + 3), fused=2 * (2 + 3)),
-        "projections": Bytes(one_by_one=2 * (8 + 6 + 6 + 9), fused=2 * (6 + 9)),
-        # of each weight to 16 bits, and of its gradient back
-        "casts": Bytes(one_by_one=6 + 6, fused=6 + 6),
+        "scores": Bytes(one_by_one=34, fused=10),
+        # in bytes: cast 6, log_softmax 8; nll_loss 4, log_softmax 12, cast 6. Fused: 2; 4.
+        "logits": Bytes(one_by_one=36, fused=6),
+        # in bytes: add 10, LayerNorm 8, cast 6; cast 6, LayerNorm 12, add 12, cast 6. Fused: 12; 16.
+        "residual": Bytes(one_by_one=60, fused=28),
+        "gelu": Bytes(one_by_one=10, fused=10),
+        "projections": Bytes(one_by_one=58, fused=30),
+        # in bytes: each weight to 16 bits 6; its gradient back to float32 6
+        "casts": Bytes(one_by_one=12, fused=12),
     },
 }
-# On CUDA three things differ. The backward of a softmax first multiplies the gradient by the output, which is three
-# numbers more. Under autocast the softmax is computed in float32, so that scores are cast there and back. And a
-# compiler leaves the cast of LayerNorm's gradient to 16 bits as a kernel of its own.
+# On CUDA three things differ.
 BYTES_ON_CUDA = {precision: dict(table) for precision, table in BYTES.items()}
-# divide, mask, softmax; multiply, softmax, mask, divide
-BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=4 * (2 + 4 + 2 + 3 + 3 + 4 + 2), fused=4 * (2 + 3))
-# divide, mask, cast, softmax, cast; cast, multiply, softmax, cast, mask, divide
-SCORES_UNDER_AUTOCAST = 4 + 8 + 6 + 8 + 6 + 6 + 12 + 12 + 6 + 8 + 4
-BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=SCORES_UNDER_AUTOCAST, fused=2 * (2 + 3))
-# as in BYTES, and 4 more: the cast, as a kernel of its own, reads the float32 gradient again
-BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=10 + 8 + 6 + 6 + 12 + 12 + 6, fused=12 + 16 + 4)
+# The backward of a softmax first multiplies the gradient by the output: 3 numbers more.
+BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=80, fused=20)
+# Under autocast the softmax is computed in float32, so that scores are cast there and back. In bytes: divide 4, mask 8,
+# cast 6, softmax 8, cast 6; cast 6, multiply 12, softmax 12, cast 6, mask 8, divide 4.
+BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=80, fused=10)
+# A compiler leaves the cast of LayerNorm's gradient as a kernel of its own, which reads 4 bytes again.
+BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=60, fused=32)
 
-# Explicit attention's six matmuls write two tensors of the size of the scores and read four.
+# Two of explicit attention's six matmuls write a tensor as large as the scores, and four read one.
 PASSES_OF_MATMULS_OVER_SCORES = 6
 
 # How many numbers an update reads or writes for each parameter.

@@ -15,7 +15,7 @@ from . import ladder, machine
 from .record import COUNTED_STEPS, WARMUP, Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each has an effect from its stage on
+FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each does nothing in the stages before
 
 
 class Parser(argparse.ArgumentParser):

@@ -98,9 +98,9 @@ class Record:
     def write(self, kind, /, **entry):
         """Write a line, on rank 0 only."""
         if machine.is_rank_0():
-            self.write_line({**entry, "kind": kind})
+            self.write_from_any_rank({**entry, "kind": kind})
 
-    def write_line(self, line):
+    def write_from_any_rank(self, line):
         """Write a line, on whatever rank: an exception may come on one alone."""
         if self.file:
             print(json.dumps(line), file=self.file, flush=True)
@@ -134,7 +134,7 @@ class Record:
         message = f"{kind.__name__}: {error}"
         is_short = re.search(OUT_OF_MEMORY, message) is not None
         text = "".join(traceback.format_exception(kind, error, trace))
-        self.write_line({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
+        self.write_from_any_rank({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
         if is_short:
             batch_size = self.args.batch_size
             remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
