@@ -1,4 +1,4 @@
-# Each target installs what it needs into .venv first. PY=python3 uses that interpreter as it is and installs nothing.
+# A target that runs Python first installs what it needs into .venv. PY=python3 uses that one, and installs nothing.
 
 ifdef PY
 runtime :=
@@ -21,13 +21,13 @@ help:
 	@echo 'make test          the tests, on the CPU'
 	@echo 'make diff N=5      what stage 5 changes'
 	@echo 'make clean         remove .venv and caches, keep results'
-	@echo 'PY=python3 with any of them uses that Python and installs nothing'
+	@echo 'PY=python3 with bench to test uses that Python and installs nothing'
 
 setup: $(runtime)
 
 .venv/runtime: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH, or pass PY=" % sys.version_info[:2])'
-	test -x .venv/bin/python || python3 -m venv .venv
+	test -x .venv/bin/pip || python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 

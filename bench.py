@@ -10,8 +10,8 @@ to all rows: python stages/s01_baseline.py --help lists them. Each row is compar
 first. The table goes to results/NAME.md, each step to results/NAME.jsonl as it is measured.
 
 On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
-hold them all, they run one after the other, in three rounds. A row then stops in each round when its counted steps are
-at least 20 and took six seconds together, and at the latest after 160.
+hold them all, they run one after the other, in three rounds. In each round a row then stops when it has counted 20
+steps or more that took six seconds together, and at the latest after 160.
 """
 
 import shlex
@@ -53,21 +53,21 @@ def parse_command(argv):
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
-    commands = []
+    commands = []  # all words before the first flag
     for word in argv:
         if word.startswith("-"):
             break
         commands.append(word)
     args, flags = parser.parse_known_args(argv[len(commands) :])
-    args.name = args.render or args.out
-    if "/" in args.name:
-        refuse(f"{args.name}: pass a name, since all pages are in results/")
-    if args.render and (commands or flags):
+    args.name = args.out if args.render is None else args.render
+    if not args.name or "/" in args.name:
+        refuse(f"{args.name!r}: pass a name, since all pages are in results/")
+    if args.render is not None and (commands or flags or args.rounds or args.steps):
         refuse("--render runs nothing: pass no rows and no other flags")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-    # A word that neither parser knows, and that is no flag, is a row which was typed too late. An unknown flag comes
-    # first among the strays, and parse_flags() refuses it below.
+    # A word that neither parser knows, and that is no flag, is a row which was typed too late. Where an unknown flag
+    # comes before it, parse_flags() refuses that below.
     _, strays = new_parser(None).parse_known_args(flags)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
@@ -88,7 +88,7 @@ def parse_flags(flags):
 
 
 def prepare_text(args):
-    """Load the text once, before any row starts. Where its download fails, add --data docs to the flags of all rows.
+    """Load the text once, before any row starts. Where another one took its place, all rows are to take that, too.
 
     Exits with one line where the text is too short for a sequence.
     """
@@ -209,7 +209,7 @@ def main(argv):
     """Measure, or draw what was measured. Return the exit status, which is 130 after Ctrl-C."""
     args = parse_command(argv)
     path = ROOT / "results" / f"{args.name}.jsonl"
-    if args.render:
+    if args.render is not None:
         results = Results.load(path)
         show(results, path)
         return 0

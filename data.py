@@ -20,7 +20,7 @@ import torch
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# What a download may raise. A ValueError says that the proxy is no address, or that the vocabulary is another one.
+# What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
@@ -48,7 +48,7 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: what load_tokens() takes for it."""
+    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: what load_tokens() took."""
 
     name: str
     ids: np.ndarray
@@ -77,7 +77,7 @@ def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(caches) / "gpt2-speed-ladder" / "tinyshakespeare.bin"
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError):  # it is not there, or may not be read, or is empty
         return Corpus("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
     print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
     try:
@@ -137,14 +137,14 @@ def gpt2_encoding():
 
 def single_bytes():
     """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
-    printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printed]
-    ids = {bytes([byte]): place for place, byte in enumerate(printed + others)}
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
     return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
 def refuse_unknown_ids(ids, name):
-    """Exit with one line where an id is past GPT-2's vocabulary. name: of the text."""
+    """Exit with one line where an id is past GPT-2's vocabulary. name: that of the text."""
     if ids.max() >= VOCAB:
         refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
 

@@ -43,16 +43,16 @@ if not args.prompt:
 load_model = from_pretrained if args.weights in PUBLISHED else load
 device = machine.find_device(args.device)
 model = load_model(args.weights, attention).to(device)
-torch.manual_seed(args.seed)
+torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
     corpus = load_tokens(args.data, split="val")
     loss = held_out_loss(model, corpus.ids)
-    print(f"{corpus.name}, last tenth")
+    print(f"{corpus.name}, held-out text")
     print(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")
 else:
     encoding = gpt2_encoding()
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-    # Where GPT-2's vocabulary can't be had, the encoding knows single bytes only: other ids are left out.
+    # Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.
     print(encoding.decode([token for token in ids if token < encoding.n_vocab]))

@@ -3,7 +3,9 @@
 import hashlib
 import http.client
 import io
+import os
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,6 +170,13 @@ def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     assert merges.decode(whole()) == TEXT
     assert online == [data.SHAKESPEARE_URL]
     assert capsys.readouterr().err == ""
+
+
+def test_an_empty_cache_is_filled_again(online, merges):
+    load_tokens()
+    [cached] = Path(os.environ["XDG_CACHE_HOME"]).rglob("*.bin")
+    cached.write_bytes(b"")
+    assert merges.decode(whole()) == TEXT
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):

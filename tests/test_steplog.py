@@ -197,14 +197,16 @@ def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_lo
     assert lines_of(tmp_path / "r.jsonl")[-1]["sdpa"] == "flash"
 
 
-def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, monkeypatch, tmp_path):
+def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, monkeypatch, capsys, tmp_path):
     evaluated = []
-    monkeypatch.setattr(steplog, "held_out_loss", lambda model, ids: evaluated.append(ids.tolist()) or 1.5)
+    monkeypatch.setattr(steplog, "held_out_loss", lambda model, ids: evaluated.append(ids.tolist()) or math.nan)
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "mine.bin")
     log = new_log("--eval", model=small_gpt(), loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5))
     take_steps(log, card, 1)
     log.finish()
+    assert "held-out loss nan" in capsys.readouterr().out
     assert evaluated == [[*range(90, 100)]]
+    assert log.make_summary()["eval"] is None
 
 
 # How a run fails

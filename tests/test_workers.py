@@ -181,10 +181,14 @@ def test_memory_is_looked_at_in_the_first_round_alone(monkeypatch):
     assert steps_of(results.runs["b", 1]) == ALL_STEPS
 
 
-def test_ranks_are_started_by_torchrun_and_the_one_that_refuses_is_quoted(monkeypatch):
+def test_ranks_are_started_by_torchrun_and_the_one_that_fails_is_quoted(monkeypatch):
     two = ("torchrun", "--standalone", "--nproc_per_node=2")
-    runs = led(fake_row("bad", two, do="refuse", at="start", rank=1), fake_row("good", two))
-    assert runs["bad"].error["message"] == "error: no, thanks"
+    bad = [fake_row(do, two, do=do, at="start", rank=1) for do in ("refuse", "crash", "be killed")]
+    runs = led(*bad, fake_row("good", two))
+    assert runs["refuse"].error["message"] == "error: no, thanks"
+    assert runs["crash"].error["message"] == "RuntimeError: boom"
+    assert runs["be killed"].error["message"] == "killed by the system, most likely out of memory"
+    assert runs["be killed"].error["out_of_memory"]
     assert runs["good"].summary
     assert runs["good"].header["settings"]["world_size"] == 2
     assert runs["good"].memory == 2 * MEMORY

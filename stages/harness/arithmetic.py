@@ -25,7 +25,8 @@ class Bytes(NamedTuple):
 
 
 # The comment above an entry says which operations it adds up: those of the forward before the semicolon, those of the
-# backward behind it. An addition reads two numbers and writes one, so it is a 3. "Fused" counts one kernel for each.
+# backward behind it. An addition reads two numbers and writes one, so it is a 3. "Fused" counts one kernel for the
+# forward and one for the backward, which read their inputs once and write their outputs once.
 BYTES = {
     "float32": {  # the comments count numbers, of 4 bytes each
         # divide 2, mask 4 (it copies, and fills the copy), softmax 2; softmax 3, mask 4, divide 2. Fused: 2; 3.
@@ -36,7 +37,7 @@ BYTES = {
         "residual": Bytes(one_by_one=44, fused=36),
         # gelu 2; gelu 3. There is nothing beside it that it could be fused with.
         "gelu": Bytes(one_by_one=20, fused=20),
-        # copies of q, k, v and y 8; three copies 6, joining three gradients 6, gradients of biases 9. Fused: no copies.
+        # copies of q, k, v and y 8; three copies 6, joining three gradients 6, gradients of biases 9. Fused: 0; 15.
         "projections": Bytes(one_by_one=116, fused=60),
         "casts": Bytes(one_by_one=0, fused=0),
     },
@@ -236,8 +237,9 @@ def update_bytes(work):
 def seconds_of_parts(work, rates):
     """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take at the Rates of a machine.
 
-    --profile measures the same parts. "matmuls" are those with weights. "attention" is the matmuls of explicit
-    attention, or the flash kernel. "softmax and mask" is all else that explicit attention does.
+    --profile measures the same parts, but it counts a cast in eager code as pointwise. "matmuls" are those with
+    weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
+    explicit attention does.
     """
     flops = work.tokens * weight_flops_per_token(work.shape)
     pointwise = sum(bytes_moved(tensor, work) for tensor in ("residual", "gelu", "projections", "casts"))

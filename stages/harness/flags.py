@@ -45,7 +45,7 @@ def learning_rate(text):
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, and open its record, which from here on keeps an exception, too.
+    """Return the flags of a stage as a namespace, and open its record, which gets every exception from here on.
 
     doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
@@ -111,7 +111,7 @@ def new_parser(doc):
     add("--data", metavar="FILE", help=data_help)
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
-    accum_help = "micro-batches per step of all ranks, from s11 on (4; 2 on a CPU)"
+    accum_help = "micro-batches per step of all ranks, from s11 on (4; 2 on a CPU; at least one for each rank)"
     add("--accum", type=positive, metavar="N", help=accum_help)
     add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
     profile_help = "at the end, show where the last step's time went, and where it should have gone"
@@ -153,9 +153,10 @@ def fill_in_defaults(args):
 def fitting_batch_size(total_memory):
     """Return the largest batch, a power of two and at most 16, with which s01 fits into total_memory at gpt2, T 1024.
 
-    s01 took 30.9 GB at 16 on an H100. Weights and AdamW's moments take 1.5 GB, and what the forward keeps takes 1.84 GB
-    for each sequence. The backward frees that while it makes the gradients. A tenth stays free, for libraries, and for
-    s03, which takes 3 % more. Other sizes and lengths are not looked at.
+    It is 1 where none fits. s01 took 30.9 GB at 16 on an H100. Weights and AdamW's moments take 1.5 GB, and what the
+    forward keeps takes 1.84 GB for each sequence. Gradients are not counted, because the backward makes them while it
+    frees what the forward kept. A tenth stays free, for libraries, and for s03, which takes 3 % more. Other sizes and
+    lengths are not looked at.
     """
     for batch_size in (16, 8, 4, 2):
         if 1.5e9 + 1.84e9 * batch_size <= 0.9 * total_memory:

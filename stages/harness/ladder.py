@@ -15,9 +15,10 @@ FOLDER = Path(__file__).resolve().parents[1]  # stages/
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: whether FLOPs and bytes
-    do not tell its gain. for_the_loss: whether it may change the loss; all others must leave it as it was. brings: a
-    flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of it.
+    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
+    not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
+    brings: a flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of
+    it.
     """
 
     name: str
@@ -59,7 +60,8 @@ class Effect:
     """What a technique does on the machine of a run.
 
     work: the Work of a micro-batch with it. words: for the column "note". same_computation: whether a step takes as
-    long as one of the stage before, because it computes the same. Only the learning rate may differ.
+    long as one of the stage before, because it computes the same. The learning rate and the groups of tensors may
+    differ.
     """
 
     work: Work
@@ -68,7 +70,7 @@ class Effect:
 
 
 def effect_of(stage, facts):
-    """Return the Effect of a stage, whose work is that of all stages up to it.
+    """Return the Effect of a stage. Its work includes all stages before it.
 
     facts: the header of a run's record and, as "sdpa", the attention kernel that its summary names, or None.
     """

@@ -99,12 +99,12 @@ def cpu_has_bfloat16():
 
 
 def cpu_has_float16():
-    """Tell whether this CPU multiplies float16 matrices in hardware (AMX-FP16). torch 2.11 can't tell: False."""
+    """Tell whether this CPU multiplies float16 matrices in hardware (AMX-FP16). torch 2.11 can't tell: then False."""
     return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
 
 
 def emulates(device, dtype):
-    """Tell whether a CPU has no units for a 16-bit dtype. An accelerator is not asked: the answer is False."""
+    """Tell whether a CPU has no units for a 16-bit dtype. For an accelerator the answer is always False."""
     if device.type != "cpu":
         return False
     return not (cpu_has_float16() if dtype == torch.float16 else cpu_has_bfloat16())
@@ -113,7 +113,7 @@ def emulates(device, dtype):
 def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
-        return cpu_has_float16()  # the same units
+        return cpu_has_float16()  # the units by which PyTorch multiplies in TF32, too
     if device.type != "cuda" or torch.version.hip:  # AMD's cards have none
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -256,7 +256,7 @@ def proc_bytes(path, name):
 
 
 def read_text(path):
-    """Return the text of a file, or "" where this system has no such file."""
+    """Return the text of a file, or "" where it is not there or may not be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -16,7 +16,7 @@ from .rows import WITHOUT_CPU_MEMORY
 NOTHING = "–"  # a cell without a figure
 PATH_TO_STAGES = "../stages/"  # from a page in results/
 TERMINAL_WIDTH = 80  # columns
-NARROWEST = 8  # columns of "what you type", even where a line gets too long by it
+NARROWEST = 8  # columns that "what you type" has, rather than that a line has no more than 80
 BAR = 8  # blocks of the fastest row, so that the table fits a repository's front page
 PARTS_OF_A_BLOCK = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]  # 0 to 7 eighths
 LONG_WARMUP = 10  # seconds that are worth a note
@@ -81,7 +81,7 @@ def markdown(columns, rows):
 
 
 def aligned(columns, rows):
-    """Return a table as lines for a terminal. The second column wraps, so that no line is too long."""
+    """Return a table as lines for a terminal. The second column wraps where a line would be too long."""
     table = [[column.title for column in columns]]
     for row in rows:
         table.append([column.cell(row).replace("`", "") for column in columns])
@@ -164,7 +164,7 @@ def typed_cell(row, above):
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
         text = row.stage.line
-        skipped = skipped[:-1]  # its own stage is told by its line
+        skipped = skipped[:-1]  # its own stage need not be named, since its line is shown
     else:
         text = f"`{row.script}`"
     if not skipped:
@@ -263,11 +263,13 @@ def what_ran(results):
 
 def how(bench):
     """Return how the rows were led."""
-    steps = f"{bench['steps']} steps, of which {bench['warmup']} are warm-up"
+    steps, warmup = bench["steps"], bench["warmup"]
     rounds = "1 round" if bench["rounds"] == 1 else f"{bench['rounds']} rounds, there and back"
     if bench["in_turn"]:
-        return f"All processes were alive at once and took one step each in turn: {steps}. {rounds}."
-    return f"One after the other, each in a fresh process: at most {steps}. {rounds}."
+        counted = f"After {warmup} steps of warm-up each, they took {steps - warmup} in turn"
+        return f"All processes were alive at once. {counted}. {rounds}."
+    most = f"at most {steps} steps, of which {warmup} are warm-up"
+    return f"One after the other, each in a fresh process: {most}. {rounds}."
 
 
 def noise_line(results):

@@ -14,7 +14,8 @@ header, a line for each step, and a summary. An example of each, the header wrap
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "system": "Linux x86_64", "python": "3.11.7",
                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
-     "fallbacks": {"compile": "left out, no C++ compiler found"}, "started": "2026-11-21T02:13:12+00:00"}
+     "fallbacks": {"compile": "left out, Python.h is missing: install python3-dev"},
+     "started": "2026-11-21T02:13:12+00:00"}
     {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
      "memory": 1870000000, "meter": "peak RSS"}
     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
@@ -41,8 +42,8 @@ medians of one round. "warmup" steps are not counted. "flags", and "variables" o
 rows.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
-"start". The steps of the probe have FLOP/s by dtype and bytes per second. In a bench every failure leaves an "error",
-in the record of a single stage an exception does.
+"start". The steps of the probe have FLOP/s by dtype and bytes per second. In a bench every failure leaves an "error".
+A stage that was started by hand leaves one for an exception.
 
     {"kind": "start", "round": 0, "name": "probe"}
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
@@ -98,7 +99,7 @@ class Record:
     def write(self, kind, /, **entry):
         """Write a line, on rank 0 only."""
         if machine.is_rank_0():
-            self.write_from_any_rank({**entry, "kind": kind})
+            self.write_from_any_rank({**entry, "kind": kind})  # ours wins, where a script logs a figure "kind"
 
     def write_from_any_rank(self, line):
         """Write a line, on whatever rank: an exception may come on one alone."""
@@ -121,19 +122,19 @@ class Record:
             wanted = bool(answer.item())
         return wanted
 
-    def tell_failure(self, kind, error, trace):
+    def tell_failure(self, error_type, error, trace):
         """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
 
         This is sys.excepthook once parse_args() has returned. In a worker every rank keeps its exception.
         """
-        # The reader of stdout has gone, as `| head` does: end quietly. A worker's reader is the bench: it has failed.
+        # `| head` has closed stdout: end quietly. A worker's reader is the bench, and its end is a failure.
         if isinstance(error, BrokenPipeError) and not self.args.worker:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
             return
-        sys.__excepthook__(kind, error, trace)
-        message = f"{kind.__name__}: {error}"
+        sys.__excepthook__(error_type, error, trace)
+        message = f"{error_type.__name__}: {error}"
         is_short = re.search(OUT_OF_MEMORY, message) is not None
-        text = "".join(traceback.format_exception(kind, error, trace))
+        text = "".join(traceback.format_exception(error_type, error, trace))
         self.write_from_any_rank({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
         if is_short:
             batch_size = self.args.batch_size

@@ -163,7 +163,7 @@ class Results:
         return figures
 
     def figure(self, row, name):
-        """Return one of the figures of a row, or None where it has none. A figure of 0 was not measured: None, too."""
+        """Return one of the figures of a row, or None where it has none, or 0, which was not measured."""
         figures = self.figures(row)
         if figures is None or figures[name] == 0:
             return None
@@ -273,7 +273,7 @@ class Results:
     def may_be_chance(self, row, base):
         """Tell whether a ratio of two rows is so near 1 that it may be chance: within the noise, or within its spread.
 
-        A ratio of a single sample always may. Where the noise is not known, the answer is False.
+        Where the noise is not known, the answer is False. Otherwise a ratio of a single sample always may be chance.
         """
         ratio, noise = self.compare(row, base), self.noise()
         if ratio is None or noise is None:
@@ -308,7 +308,7 @@ class Results:
             return None
         if row.stage is above.stage and ours.work == theirs.work:
             return None  # what differs is no FLOP and no byte, as between s01 and `plain`
-        # One of the two is empty: a row's stage may come before or after that of the row above.
+        # the stages between the two, whichever comes first: one of these tuples is empty
         crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
         if any(stage.unpredictable for stage in crossed):
             return None
@@ -320,7 +320,7 @@ class Results:
     def peak_share(self, row):
         """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-        A model that is no GPT has none, which is None, nor have several ranks: the probe is a single process.
+        None for a model that is no GPT, and for several ranks, because the probe measures what one process can do.
         """
         facts = self.facts(row)
         if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:

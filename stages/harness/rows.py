@@ -24,10 +24,10 @@ WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESH
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, or a stage's short name; no two rows share one. title: in the first column of the
-    short table. script: the name of a stage, "probe", or the path of another script. launcher, flags: what stands
-    before and behind it in the command. above: the name of the row above. control_of: in a second run, the name of the
-    row that it repeats.
+    name: the command as it was typed, or a stage's short name; no two rows share one. title: what the first column of
+    the short table shows. script: the name of a stage, "probe", or the path of another script. launcher, flags: what
+    stands before and behind it in the command. above: the name of the row above. control_of: in a second run, the name
+    of the row that it repeats.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Row:
     def command(self, flags):
         """Return the command line as a list. flags: those of all rows, which stand before its own.
 
-        In a launcher, python, python3 and torchrun become this Python. Another Python, such as python3.13 or a path,
-        stays as typed. A launcher without a Python, such as env, gets this one behind it.
+        In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
+        typed. Where the launcher names no Python at all, as env, this Python stands between it and the script.
         """
         words = []
         for word in self.launcher:
@@ -72,7 +72,8 @@ class Row:
                 words += [sys.executable, "-m", "torch.distributed.run"]
             else:
                 words.append(word)
-        if not any(re.fullmatch(r"python[\d.]*|torchrun", Path(word).name) for word in self.launcher):
+        programs = [Path(word).name for word in self.launcher if "=" not in word]  # no variable of env
+        if not any(re.fullmatch(r"python[\d.]*|torchrun", program) for program in programs):
             words.append(sys.executable)
         return [*words, str(self.path), *flags, *self.flags]
 
@@ -86,7 +87,8 @@ def row_of(command):
         parts = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    scripts = [part for part in parts if ladder.stage_of(part) or part.endswith(".py")]
+    words = [part for part in parts if "=" not in part]  # no variable of env
+    scripts = [word for word in words if ladder.stage_of(word) or word.endswith(".py")]
     if not scripts:
         last = ladder.STAGES[-1].short
         refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")

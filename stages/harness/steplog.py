@@ -26,7 +26,8 @@ class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
     The clock of a step starts where the step before ended, and the device is synchronized at both ends. So all of the
-    loop is on the clock, and only the log's own work is off it.
+    loop is on the clock, and only the log's own work is off it. A worker ends in finish() after its last step, or in
+    leave() where the bench wants no more steps.
     """
 
     def __init__(self, args, model, loader=None, *, tokens_per_step):
@@ -52,7 +53,7 @@ class StepLog:
         self.profiler = None
         self.profile = None
         if (args.eval or args.save) and not (self.corpus and isinstance(self.model, GPT)):
-            refuse("--eval and --save need the ladder's GPT and its loader, and this script has none")
+            refuse("--eval and --save need the ladder's GPT and its loader, and this script does not have both")
         self.say_what_runs()
         self.header = self.make_header()
         self.record.write("header", **self.header)
@@ -184,7 +185,7 @@ class StepLog:
         taken, asked = len(self.steps), self.args.steps
         if self.args.worker and taken < asked:
             refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
-        # Wait until the bench wants all to end: a process that exits would slow down a step of another worker.
+        # As a worker, wait for the end: a process that exits would slow down a step of another worker.
         self.record.wait_for_request()
         if self.args.save and machine.is_rank_0():
             save(self.model, self.args.save)
@@ -204,13 +205,14 @@ class StepLog:
         summary = {"sdpa": None}
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        is_wanted = self.record.file is not None or self.profile is not None  # nobody else reads the kernel's name
-        if is_wanted and self.shape:
+        kernel_is_wanted = self.record.file is not None or self.profile is not None
+        if kernel_is_wanted and self.shape:
             head_dim = self.shape["n_embd"] // self.shape["n_head"]
             shape_of_q = (self.args.batch_size, self.shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.args.eval and machine.is_rank_0():
-            summary["eval"] = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
+            loss = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
+            summary["eval"] = finite_or_none(loss)
         if self.profile:
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()  # rates.measure() makes large tensors
@@ -235,7 +237,8 @@ class StepLog:
         words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
         self.say(" | ".join(words))
         if "eval" in summary:
-            self.say(f"held-out loss {summary['eval']:.4f}")
+            loss = math.nan if summary["eval"] is None else summary["eval"]
+            self.say(f"held-out loss {loss:.4f}")
         if self.profile:
             for line in self.profile.lines(self.args.stage, self.header | summary):
                 self.say(line)

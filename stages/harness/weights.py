@@ -62,10 +62,10 @@ def from_pretrained(name, attention):
 def held_out_loss(model, ids):
     """Return the mean loss, in nats per token, over the first million tokens of a held-out text, a float.
 
-    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. Windows of
-    block_size lie end to end: the first target of a window is predicted from one id, the last from block_size. The
-    model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids, and for an id past
-    the vocabulary.
+    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. The text is cut
+    into windows of block_size, so the first target of a window is predicted from one id, and its last from block_size
+    ids. The model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids, and for an
+    id past the vocabulary.
     """
     ids = ids[:HELD_OUT_AT_MOST]
     if len(ids) < 2:

@@ -13,7 +13,7 @@ from . import machine
 from .ladder import FOLDER
 from .record import COUNTED_STEPS, WARMUP
 
-PATIENCE = 600  # seconds that a step may take, with its compilation
+PATIENCE = 600  # seconds that an answer may take: the first one includes the start and the compilation
 PATIENCE_AT_THE_END = 40  # seconds that a process has to end after it was told to: torchrun gives its ranks 30
 PAUSE = 0.02  # seconds between the steps of two workers: threads of the one that just stepped may still spin
 # A row that runs alone stops when it has COUNTED_STEPS which took ENOUGH_SECONDS together, in which a card's clock
@@ -113,9 +113,14 @@ class Worker:
         """Return (message, last lines of stderr, whether memory was short) of a process that left no error line."""
         status = self.process.wait()
         self.stderr.seek(0)
-        lines = self.stderr.read().strip().splitlines()
+        text = self.stderr.read()
+        lines = []
+        for line in text.strip().splitlines():
+            if "torch/distributed/elastic/" in line:
+                break  # torchrun reports, below what its ranks wrote
+            lines.append(line)
         said = "\n".join(lines[-LAST_LINES:])
-        if status == -signal.SIGKILL:
+        if status == -signal.SIGKILL or "(SIGKILL)" in text:  # of the process, or of a rank that torchrun started
             return "killed by the system, most likely out of memory", said, True
         if status == 0:
             return "ended without log.finish()", said, False
@@ -137,7 +142,10 @@ class Worker:
             say(error["traceback"])
 
     def stop(self):
-        """End the process and its group. A finished one has time to leave, any other gets SIGTERM, and then SIGKILL."""
+        """End the process and its group. A process that sent its summary may first take its time to leave.
+
+        What is left gets SIGTERM, and then SIGKILL.
+        """
         self.close()
         if self.run.summary:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,6 +166,7 @@ class Worker:
 
 
 def give_up(signal_number, frame):
+    """Raise TimeoutError: what SIGALRM does in wait()."""
     raise TimeoutError
 
 
@@ -177,10 +186,10 @@ def has_enough(run):
 
 
 def lead(rows, results, round_number, tell_turn=None):
-    """Take fresh workers of some rows through the warm-up and the counted steps, one step each in turn.
+    """Take fresh workers of some rows through the warm-up, one after the other, and then through their counted steps.
 
-    results: the Results that keep all lines. tell_turn: called after each turn with its number and the seconds of all
-    turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
+    Counted steps are taken in turn. results: the Results that keep all lines. tell_turn: called after each turn with
+    its number and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be alive at once.
     """
     workers = []
     try:
