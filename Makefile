@@ -1,4 +1,4 @@
-# A target that runs Python first installs what it needs into .venv. PY=python3 uses that one, and installs nothing.
+# A target that runs Python first installs what it needs into .venv. PY=python3 uses that Python, and installs nothing.
 
 ifdef PY
 runtime :=

@@ -48,7 +48,7 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: what load_tokens() took."""
+    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: how load_tokens() finds it."""
 
     name: str
     ids: np.ndarray
@@ -60,7 +60,7 @@ def load_tokens(source=None, split="train"):
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
     of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
-    which no stage trains. Exits with one line where a file is neither.
+    which no stage trains. Exits with one line where a file is no such text.
     """
     if source is None:
         corpus = tiny_shakespeare()

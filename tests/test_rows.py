@@ -54,6 +54,8 @@ def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_pat
     assert row_of("python3 -u mine.py").command([]) == [sys.executable, "-u", str(tmp_path / "mine.py")]
     assert row_of("nice python_2 s01").command([])[:3] == ["nice", "python_2", sys.executable]
     assert row_of("env A=/python B=y.py s01").command([])[:4] == ["env", "A=/python", "B=y.py", sys.executable]
+    (tmp_path / "lr=3.py").touch()
+    assert row_of("lr=3.py").script == "lr=3.py"
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
     named = row_of(f"{tmp_path}/python3.99 mine.py").command([])
     assert named == [f"{tmp_path}/python3.99", str(tmp_path / "mine.py")]

@@ -87,7 +87,7 @@ def row_of(command):
         parts = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    words = [part for part in parts if "=" not in part]  # no variable of env
+    words = [part for part in parts if "=" not in part or Path(part).is_file()]  # without the variables of env
     scripts = [word for word in words if ladder.stage_of(word) or word.endswith(".py")]
     if not scripts:
         last = ladder.STAGES[-1].short
