@@ -24,9 +24,9 @@ class Bytes(NamedTuple):
     fused: int
 
 
-# The comment above an entry says which operations it adds up: those of the forward before the semicolon, those of the
+# A comment above an entry says which operations it adds up: those of the forward before the semicolon, those of the
 # backward behind it. An addition reads two numbers and writes one, so it is a 3. "Fused" counts one kernel for the
-# forward and one for the backward, which read their inputs once and write their outputs once.
+# forward and one for the backward, which read their inputs once and write their outputs once; projections have two.
 BYTES = {
     "float32": {  # the comments count numbers, of 4 bytes each
         # divide 2, mask 4 (it copies, and fills the copy), softmax 2; softmax 3, mask 4, divide 2. Fused: 2; 3.

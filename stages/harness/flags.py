@@ -45,7 +45,7 @@ def learning_rate(text):
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, and open its record, which gets every exception from here on.
+    """Return the flags of a stage as a namespace, and open its record, which keeps an exception from here on.
 
     doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a

@@ -26,8 +26,8 @@ class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
     The clock of a step starts where the step before ended, and the device is synchronized at both ends. So all of the
-    loop is on the clock, and only the log's own work is off it. A worker ends in finish() after its last step, or in
-    leave() where the bench wants no more steps.
+    loop is on the clock, and only the log's own work is off it. A worker waits in finish() after its last step, or
+    ends in leave() where the bench wants no more.
     """
 
     def __init__(self, args, model, loader=None, *, tokens_per_step):
