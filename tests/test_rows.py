@@ -56,6 +56,9 @@ def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_pat
     assert row_of("env A=/python B=y.py s01").command([])[:4] == ["env", "A=/python", "B=y.py", sys.executable]
     (tmp_path / "lr=3.py").touch()
     assert row_of("lr=3.py").script == "lr=3.py"
+    (tmp_path / "a=b").mkdir()
+    (tmp_path / "a=b" / "python").touch(mode=0o755)
+    assert row_of(f"{tmp_path}/a=b/python s01").command([])[:2] == [f"{tmp_path}/a=b/python", str(STAGE_FILES["s01"])]
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
     named = row_of(f"{tmp_path}/python3.99 mine.py").command([])
     assert named == [f"{tmp_path}/python3.99", str(tmp_path / "mine.py")]

@@ -72,10 +72,15 @@ class Row:
                 words += [sys.executable, "-m", "torch.distributed.run"]
             else:
                 words.append(word)
-        programs = [Path(word).name for word in self.launcher if "=" not in word]  # no variable of env
+        programs = [Path(word).name for word in self.launcher if not sets_a_variable(word)]
         if not any(re.fullmatch(r"python[\d.]*|torchrun", program) for program in programs):
             words.append(sys.executable)
         return [*words, str(self.path), *flags, *self.flags]
+
+
+def sets_a_variable(word):
+    """Tell whether a word is a variable and its value, as A=b behind env. The path of a file is none."""
+    return re.match(r"\w+=", word) is not None and not Path(word).is_file()
 
 
 def row_of(command):
@@ -87,7 +92,7 @@ def row_of(command):
         parts = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    words = [part for part in parts if "=" not in part or Path(part).is_file()]  # without the variables of env
+    words = [part for part in parts if not sets_a_variable(part)]
     scripts = [word for word in words if ladder.stage_of(word) or word.endswith(".py")]
     if not scripts:
         last = ladder.STAGES[-1].short
