@@ -24,12 +24,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import machine, page
+from harness import machine
+from harness.bench import page
+from harness.bench.results import Results
+from harness.bench.rows import CPU_MEMORY, rows_of
+from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
 from harness.flags import Parser, new_parser, parse, positive
 from harness.record import COUNTED_STEPS, WARMUP
-from harness.results import Results
-from harness.rows import CPU_MEMORY, rows_of
-from harness.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
 
 from data import TokenLoader, load_tokens, refuse, whole_file
 

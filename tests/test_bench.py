@@ -1,8 +1,9 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
-from harness import ladder, machine, workers
+from harness import ladder, machine
+from harness.bench import workers
+from harness.bench.results import Results
 from harness.record import WARMUP
-from harness.results import Results
 
 import json
 import re
@@ -85,10 +86,10 @@ class Repository:
 def repo(tmp_path, monkeypatch, capsys):
     """A Repository, in a folder with a blank in its name. A test leaves none of its processes."""
     folder = tmp_path / "a folder"
-    (folder / "stages" / "harness").mkdir(parents=True)
+    (folder / "stages" / "harness" / "bench").mkdir(parents=True)
     for stage in ladder.STAGES:
         shutil.copy(FAKE_STAGE, folder / "stages" / f"{stage.name}.py")
-    shutil.copy(FAKE_STAGE, folder / "stages" / "harness" / "probe.py")
+    shutil.copy(FAKE_STAGE, folder / "stages" / "harness" / "bench" / "probe.py")
     (folder / "ids.bin").write_bytes(bytes(20_000))
     lock = tmp_path / "lock"
     lock.touch()

@@ -1,7 +1,7 @@
 """The page: from the figures of a bench to tables and sentences."""
 
-from harness import page
-from harness.rows import WITHOUT_CPU_MEMORY
+from harness.bench import page
+from harness.bench.rows import WITHOUT_CPU_MEMORY
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
 """README, the lessons and the results show what the stages and the records say, and their commands run."""
 
-from harness import page
-from harness.results import Results
+from harness.bench import page
+from harness.bench.results import Results
 
 import difflib
 import re

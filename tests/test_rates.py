@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, python
 
-PROBE = ROOT / "stages" / "harness" / "probe.py"
+PROBE = ROOT / "stages" / "harness" / "bench" / "probe.py"
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 

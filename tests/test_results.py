@@ -1,6 +1,7 @@
 """From the lines of a record to runs, samples, ratios, noise and predictions."""
 
-from harness import intervals, machine, record
+from harness import machine, record
+from harness.bench.results import median_and_spread
 from harness.record import WARMUP
 
 import json
@@ -100,10 +101,10 @@ def test_the_spread_of_a_median_is_the_wider_half_of_its_interval(n, k):
     """k by the tables of the sign test (Conover, Practical Nonparametric Statistics); below 6 the whole range."""
     samples = [float(i**2) for i in range(n)]
     random.Random(n).shuffle(samples)
-    median, spread = intervals.median_and_spread(samples)
+    median, spread = median_and_spread(samples)
     assert median == statistics.median(samples)
     assert spread == (n - k) ** 2 - median  # squares are wider apart above the median
-    assert intervals.median_and_spread([-x for x in samples]) == (-median, spread)
+    assert median_and_spread([-x for x in samples]) == (-median, spread)
 
 
 # ratios

@@ -1,7 +1,7 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
 from harness import ladder
-from harness.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY, row_of, rows_of
+from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY, row_of, rows_of
 
 import sys
 
@@ -90,7 +90,7 @@ def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_
     assert names(all_rows) == ["probe", "s11", "mine.py", "s05", "s05 again"]
     assert [row.above for row in all_rows] == [None, None, "s11", "mine.py", None]
     assert all_rows[-1].control_of == "s05"
-    assert all_rows[0].path == ROOT / "stages" / "harness" / "probe.py"
+    assert all_rows[0].path == ROOT / "stages" / "harness" / "bench" / "probe.py"
 
 
 def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none():

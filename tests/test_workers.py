@@ -1,10 +1,11 @@
 """Workers take a step each when they are asked, in turn, and one that fails says why and costs its own row alone."""
 
-from harness import machine, workers
+from harness import machine
+from harness.bench import workers
+from harness.bench.results import Results
+from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
+from harness.bench.workers import NotEnoughMemory, lead
 from harness.record import WARMUP
-from harness.results import Results
-from harness.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
-from harness.workers import NotEnoughMemory, lead
 
 import json
 import signal

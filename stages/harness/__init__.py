@@ -1,16 +1,7 @@
 """What a stage imports: its flags and its clock. Importing it makes data and model importable.
 
-These are the modules of the harness. A module imports only from lines above its own.
-
-arithmetic, intervals     what is known without a run: FLOPs and bytes; 95 % intervals
-ladder, machine           the twelve stages, a line each; what a device is and can do
-record, rates, weights    the lines that a run leaves; how fast a machine is; weights on disk
-flags, stepprofile        parse_args; what --profile shows
-steplog                   the clock of a stage
-rows                      what the bench starts: each row is a command
-results                   what the bench measured, and what follows from it
-workers, page             the processes of the bench; its tables
-probe                     a script that the bench starts beside its rows: it measures how fast the machine is
+What runs beside a training loop is here, and in harness/bench/ what only bench.py imports. Modules of the bench import
+from here, and never the other way.
 """
 
 import os

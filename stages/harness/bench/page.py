@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import ladder
-from .arithmetic import flops_per_token, shape_name
+from .. import ladder
+from ..arithmetic import flops_per_token, shape_name
 from .rows import WITHOUT_CPU_MEMORY
 
 NOTHING = "–"  # a cell without a figure

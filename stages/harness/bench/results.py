@@ -1,16 +1,16 @@
 """What was measured, kept as it comes, and the ratios, noise and predictions that follow from it."""
 
 import json
+import math
 import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from data import refuse
 
-from . import ladder
-from .arithmetic import Rates, flops_per_token, seconds_per_token
-from .intervals import distance, median_and_spread
-from .record import figures_of, seconds_of_warmup
+from .. import ladder
+from ..arithmetic import Rates, flops_per_token, seconds_per_token
+from ..record import figures_of, seconds_of_warmup
 from .rows import Row
 
 
@@ -346,3 +346,41 @@ class Results:
             if step < len(run.steps):
                 return run.steps[step]["loss"]
         return None
+
+
+# medians and their intervals
+
+
+def order_statistic(n):
+    """Return the largest k for which the k-th smallest and k-th largest of n samples enclose the median.
+
+    They do with a probability of 95 % or more, for independent samples of any distribution: each sample is below the
+    median with probability 1/2, so how many are below it follows the binomial distribution (Conover, Practical
+    Nonparametric Statistics). Below six samples there is no such k, and 1 is returned, for the smallest and the largest
+    sample.
+    """
+    largest = 1
+    missed = 0.0  # the probability that the median lies outside the range from the k-th smallest to the k-th largest
+    for k in range(1, n // 2 + 1):
+        missed += 2 * math.comb(n, k - 1) / 2**n
+        if missed <= 0.05:
+            largest = k
+    return largest
+
+
+def median_and_spread(samples):
+    """Return the median of samples and its spread: the distance to the farther end of its 95 % interval.
+
+    Below six samples their whole range stands for the interval. The spread of a single sample is None.
+    """
+    ordered = sorted(samples)
+    median = statistics.median(ordered)
+    if len(ordered) == 1:
+        return median, None
+    k = order_statistic(len(ordered))
+    return median, max(ordered[-k] - median, median - ordered[k - 1])
+
+
+def distance(ratio):
+    """Return how far a ratio of two speeds is from 1, the same for its inverse: 0.25 for 1.25 and for 0.8."""
+    return max(ratio, 1 / ratio) - 1

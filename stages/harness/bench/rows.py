@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data import refuse
 
-from . import ladder, refuse_namesakes
+from .. import ladder, refuse_namesakes
 
 PROBE = "probe"
 LONGEST_TITLE = 16  # letters
@@ -55,7 +55,7 @@ class Row:
     def path(self):
         """The path of its script."""
         if self.is_probe:
-            return ladder.FOLDER / "harness" / "probe.py"
+            return ladder.FOLDER / "harness" / "bench" / "probe.py"
         return self.stage.path if self.stage else Path(self.script).resolve()
 
     def command(self, flags):

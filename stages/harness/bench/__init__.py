@@ -1,0 +1,1 @@
+"""What only bench.py imports: its rows, their processes, what they measured, and the page that shows it."""
