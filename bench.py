@@ -29,8 +29,8 @@ from harness.bench import page
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, rows_of
 from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
+from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
-from harness.record import COUNTED_STEPS, WARMUP
 
 from data import TokenLoader, load_tokens, refuse, whole_file
 

@@ -41,6 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
+    log.start()
     x, y = loader.next_batch(device)
     optimizer.zero_grad()
     loss = model(x, y)

@@ -37,6 +37,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
+    log.start()
     x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):

@@ -53,6 +53,7 @@ def get_lr(step):
 
 log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
+    log.start()
     x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):

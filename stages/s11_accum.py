@@ -53,6 +53,7 @@ def get_lr(step):
 
 log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
 for step in range(args.steps):
+    log.start()
     optimizer.zero_grad()
     loss_sum = 0.0
     for micro in range(args.accum):

@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
-from harness.record import WARMUP
+from harness.figures import WARMUP
 
 import tiktoken
 import torch

@@ -3,7 +3,7 @@
 from harness import ladder, machine
 from harness.bench import workers
 from harness.bench.results import Results
-from harness.record import WARMUP
+from harness.figures import WARMUP
 
 import json
 import re
@@ -316,6 +316,7 @@ print('{"kind": "summary"}', flush=True)  # as anyone may print
 net = torch.nn.Linear(1, 1)
 log = StepLog(args, net, tokens_per_step=128)
 for step in range(args.steps):
+    log.start()
     loss = net(torch.ones(1)).sum()
     log.step(loss, step=9, peak=0.5, round=7)  # names that the record has, too
 log.finish()
@@ -330,6 +331,8 @@ def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_p
         "few": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps - 1)"),
         "many": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps + 1)"),
         "two_logs": OWN_SCRIPT.replace("log = ", "first_log = StepLog(args, net, tokens_per_step=1)\nlog = "),
+        "no_start": OWN_SCRIPT.replace("    log.start()\n", ""),
+        "no_tokens": OWN_SCRIPT.replace("tokens_per_step=128", "tokens_per_step=0"),
         "no_finish": OWN_SCRIPT.replace("log.finish()", ""),
         "third_step": OWN_SCRIPT.replace("    loss = ", "    loss = 1 / (2 - step) * "),
         "no_memory": OWN_SCRIPT.replace("net = ", "raise torch.OutOfMemoryError('CUDA out of memory')\nnet = "),
@@ -350,6 +353,8 @@ def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_p
         "few": "error: the loop ended after 4 of 5 steps: let it run over range(args.steps)",
         "many": "error: the loop goes on after --steps 5: let it run over range(args.steps)",
         "two_logs": "error: the script has two StepLogs: let one log take all steps",
+        "no_start": "error: log.step() without log.start(): call that at the top of the loop",
+        "no_tokens": "error: tokens_per_step is 0: pass 1 or more",
         "no_finish": "ended without log.finish()",
         "third_step": "ZeroDivisionError: division by zero",
         "no_memory": "OutOfMemoryError: CUDA out of memory",

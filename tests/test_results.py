@@ -2,7 +2,7 @@
 
 from harness import machine, record
 from harness.bench.results import median_and_spread
-from harness.record import WARMUP
+from harness.figures import WARMUP, figures_of
 
 import json
 import random
@@ -71,9 +71,15 @@ def test_a_bench_writes_the_documented_keys_and_so_do_these_tests(monkeypatch):
 def test_the_figures_of_some_steps_are_their_median_quartiles_and_speed():
     """Steps of 25, 36, 49 and 64 s; quartiles as numpy's: 25 + 3/4 * 11, and 49 + 1/4 * 15."""
     steps = [{"dt": dt, "tokens": 980, "memory": memory} for dt, memory in ((25, 4), (36, 3), (49, 2), (64, None))]
-    figures = record.figures_of(steps)
+    figures = figures_of(steps)
     assert (figures["dt_q1_ms"], figures["dt_ms"], figures["dt_q3_ms"]) == (33_250, 42_500, 52_750)
-    assert (figures["tok_per_sec"], figures["memory"]) == (980 / 42.5, 4)
+    assert (figures["tok_per_sec"], figures["memory"]) == (pytest.approx(980 / 42.5, rel=1e-12), 4)
+
+
+def test_the_speed_of_steps_with_different_tokens_is_that_of_the_median_step():
+    """Speeds of 10, 20 and 40 tokens per second; 200 / 10 would be those of the median dt and the first tokens."""
+    steps = [{"dt": dt, "tokens": tokens, "memory": 0} for dt, tokens in ((20, 200), (10, 400), (5, 100), (1, 0))]
+    assert figures_of(steps)["tok_per_sec"] == 20
 
 
 def test_a_rows_figures_are_those_of_all_its_runs():

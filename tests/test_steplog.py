@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,6 +91,7 @@ def small_gpt():
 def take_steps(log, card, count):
     """Take steps of 1, 4, 9, ... seconds, whose mean is not their median, with losses of 5.5, 5.0, ..."""
     for step in range(count):
+        log.start()
         card.now += (step + 1) ** 2
         log.step(torch.tensor(5.5 - 0.5 * step), norm=1.23456, lr=torch.tensor(3e-4))
 
@@ -106,6 +108,7 @@ def test_a_step_is_what_the_device_was_asked_for_in_it_without_the_logs_own_work
     card.queued = 8  # the weights are on their way to the card
     log = new_log()
     for _ in range(6):
+        log.start()
         card.now += 2
         card.queued += 3
         log.step(LOSS)  # it reads the memory, and resets it after the warm-up, which takes time as well
@@ -115,6 +118,7 @@ def test_a_step_is_what_the_device_was_asked_for_in_it_without_the_logs_own_work
 def test_the_memory_of_a_card_is_the_peak_of_the_steps_after_the_warm_up(new_log, card, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
     for peak in (9, 9, 9, 9, 1, 1.5, 1):
+        log.start()
         card.peak = max(card.peak, peak * GB)
         card.now += 1
         log.step(LOSS)
@@ -131,6 +135,7 @@ def test_the_lines_of_a_run(new_log, card, capsys):
     """By hand: 6 (12 L C^2 + V C) + 12 L C T are 39.81 MFLOP a token at T 24, at 72, 1.47 and 2 million a second."""
     log = new_log(model=small_gpt())
     take_steps(log, card, 6)
+    log.start()
     card.now += 49
     log.step(torch.tensor(2.5))  # without figures
     log.finish()
@@ -172,8 +177,31 @@ def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy
     assert asked == ["empty_cache", "measure"]
 
 
+def test_the_profiled_step_is_not_the_median_even_without_another_after_the_warm_up(new_log, card, monkeypatch, capsys):
+    profiler = SimpleNamespace(start=lambda: None, stop=lambda: None, events=list)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
+    monkeypatch.setattr(rates, "measure_beside_a_model", lambda *args: {"peak": {"float32": 1e11}, "copy": 1})
+    log = new_log("--steps", "5", "--profile")
+    take_steps(log, card, 5)
+    log.finish()
+    assert "median 16000.00ms [16000.00, 16000.00] over step 3 alone" in capsys.readouterr().out
+
+
+def test_a_mean_far_above_the_median_is_told_beside_it(new_log, card, capsys):
+    log = new_log()
+    for seconds in (1, 1, 1, 1, 2, 2, 50):
+        log.start()
+        card.now += seconds
+        log.step(LOSS)
+    log.finish()
+    out = capsys.readouterr().out
+    assert "median 2000.00ms" in out and "36,000,000 tok/sec" in out
+    assert "mean 18000.00ms, 4,000,000 tok/sec: some steps take far longer than the median" in out
+
+
 def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_log, card, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
+    log.start()
     card.now += 1
     log.step(LOSS, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99, kind=99)
     own = {"step": 0, "loss": 5, "dt": 1, "tokens": 72_000_000, "memory": GB, "meter": "peak allocated"}
@@ -225,6 +253,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log,
     weights = tmp_path / "weights.pt"
     weights.write_text("of an earlier run")
     log = new_log("--record", tmp_path / "r.jsonl", "--save", weights, model=small_gpt())
+    log.start()
     card.now += 1
     assert f"the loss is {loss} at step 0: try a smaller --lr" in error_of(capsys, log.step, torch.tensor(loss))
     assert lines_of(tmp_path / "r.jsonl")[-1]["loss"] is None
@@ -269,6 +298,7 @@ model = torch.nn.Linear(2, 2)
 log = StepLog(args, model, tokens_per_step=1)
 print("a word of the script")
 for step in range(args.steps):
+    log.start()
     log.step(model(torch.ones(2)).square().sum())
 log.finish()
 """

@@ -1,7 +1,7 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
 from harness import ladder, rates
-from harness.stepprofile import StepProfile, measured_and_predicted, part_of
+from harness.stepprofile import StepProfile, measured_and_predicted, ms_by_arithmetic, part_of
 
 import re
 from types import SimpleNamespace
@@ -63,8 +63,10 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
 
 def profiled(short, parts, amp_dtype="float32"):
     """measured_and_predicted() of a run of gpt2 at B 1, T 1024, on a machine whose rates are round."""
-    run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"rates": RATES, "sdpa": "flash"}
-    return measured_and_predicted(ladder.stage_of(short), run, parts)
+    run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"sdpa": "flash"}
+    stage = ladder.stage_of(short)
+    work = ladder.effect_of(stage, run).work if stage else None
+    return measured_and_predicted(parts, ms_by_arithmetic(work, RATES))
 
 
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():

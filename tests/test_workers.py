@@ -5,7 +5,7 @@ from harness.bench import workers
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
 from harness.bench.workers import NotEnoughMemory, lead
-from harness.record import WARMUP
+from harness.figures import WARMUP
 
 import json
 import signal

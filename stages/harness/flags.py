@@ -12,7 +12,8 @@ from data import refuse
 from model import SIZES
 
 from . import ladder, machine
-from .record import COUNTED_STEPS, WARMUP, Record
+from .figures import COUNTED_STEPS, WARMUP
+from .record import Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each does nothing in the stages before

@@ -1,4 +1,4 @@
-"""The lines that a run leaves: their format, how a run writes them, and the figures of some steps.
+"""The lines that a run leaves: their format, and how a run writes them.
 
 The format of a record
 ======================
@@ -54,7 +54,6 @@ A stage that was started by hand leaves one for an exception.
 import json
 import os
 import re
-import statistics
 import sys
 import traceback
 
@@ -65,8 +64,6 @@ from data import refuse
 
 from . import machine
 
-WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
-COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 # How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
 # oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
 OUT_OF_MEMORY = (
@@ -152,27 +149,3 @@ def take_stdout():
     os.dup2(2, 1)
     print(file=file, flush=True)
     return file
-
-
-def figures_of(counted):
-    """Return the figures of some steps, the same for the line that a stage prints and the row that a table shows.
-
-    counted: the step lines of a record, one or more, without the warm-up. The dict has the median of dt and its
-    quartiles (ms), tokens per second, and memory (bytes, 0 without a meter).
-    """
-    dts = [step["dt"] for step in counted]
-    first_quartile = median = third_quartile = dts[0]
-    if len(dts) > 1:
-        first_quartile, median, third_quartile = statistics.quantiles(dts, n=4, method="inclusive")
-    return {
-        "dt_ms": 1e3 * median,
-        "dt_q1_ms": 1e3 * first_quartile,
-        "dt_q3_ms": 1e3 * third_quartile,
-        "tok_per_sec": counted[0]["tokens"] / median,
-        "memory": max(step["memory"] or 0 for step in counted),
-    }
-
-
-def seconds_of_warmup(steps, warmup=WARMUP):
-    """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
-    return sum(step["dt"] for step in steps[:warmup])

@@ -10,7 +10,7 @@ from data import refuse
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
-from ..record import figures_of, seconds_of_warmup
+from ..figures import figures_of, seconds_of_warmup
 from .rows import Row
 
 
@@ -212,13 +212,9 @@ class Results:
         for (name, round_number), run in self.runs.items():
             if name != row.name:
                 continue
-            if row.is_probe:
-                times = [1 / max(step["peak"].values()) for step in run.counted]
-            else:
-                times = [step["dt"] / step["tokens"] for step in run.counted]
+            times = times_of_probe(run) if row.is_probe else times_of_tokens(run)
             if self.bench["in_turn"]:
-                for turn, time in enumerate(times):
-                    samples[round_number, turn] = time
+                samples |= {(round_number, turn): time for turn, time in enumerate(times)}
             elif times and run.summary:  # a round that was cut off says little
                 samples[round_number] = statistics.median(times)
         return samples
@@ -348,7 +344,17 @@ class Results:
         return None
 
 
-# medians and their intervals
+# samples, medians and their intervals
+
+
+def times_of_tokens(run):
+    """Return the seconds that a token took in each counted step of a row's run."""
+    return [step["dt"] / step["tokens"] for step in run.counted]
+
+
+def times_of_probe(run):
+    """Return the seconds that a FLOP took in each counted step of the probe, of a matmul in its fastest dtype."""
+    return [1 / max(step["peak"].values()) for step in run.counted]
 
 
 def order_statistic(n):

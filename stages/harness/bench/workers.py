@@ -10,8 +10,8 @@ import tempfile
 import time
 
 from .. import machine
+from ..figures import COUNTED_STEPS, WARMUP
 from ..ladder import FOLDER
-from ..record import COUNTED_STEPS, WARMUP
 
 PATIENCE = 600  # seconds that an answer may take: the first one includes the start and the compilation
 PATIENCE_AT_THE_END = 40  # seconds that a process has to end after it was told to: torchrun gives its ranks 30

@@ -1,0 +1,41 @@
+"""The figures of some steps, the same for what a run prints and for the tables of the bench."""
+
+import statistics
+
+WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
+
+
+def figures_of(counted):
+    """Return the figures of some steps as a dict.
+
+    counted: the step lines of a record, one or more, without the warm-up. The dict has the median of dt and its
+    quartiles (ms), the mean of dt (ms), tokens per second, and memory (bytes, 0 without a meter). Tokens per second are
+    those of the step whose time for a token is the median.
+    """
+    dts = [step["dt"] for step in counted]
+    first_quartile = median = third_quartile = dts[0]
+    if len(dts) > 1:
+        first_quartile, median, third_quartile = statistics.quantiles(dts, n=4, method="inclusive")
+    return {
+        "dt_ms": 1e3 * median,
+        "dt_q1_ms": 1e3 * first_quartile,
+        "dt_q3_ms": 1e3 * third_quartile,
+        "dt_mean_ms": 1e3 * statistics.mean(dts),
+        "tok_per_sec": tokens_per_second(counted),
+        "memory": max(step["memory"] or 0 for step in counted),
+    }
+
+
+def tokens_per_second(counted):
+    """Return the tokens per second of some steps: one over the median of the seconds that a token took in each.
+
+    Steps without tokens are left out. It is 0 where no step has any.
+    """
+    seconds_of_a_token = [step["dt"] / step["tokens"] for step in counted if step["tokens"]]
+    return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
+
+
+def seconds_of_warmup(steps, warmup=WARMUP):
+    """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
+    return sum(step["dt"] for step in steps[:warmup])
