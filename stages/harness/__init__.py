@@ -8,8 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # NVIDIA's containers set it, and s01 would have TF32
-os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # it turns TF32 on or off in all stages
+if Path(sys.argv[0]).name != "watch.py":  # a script that is watched keeps its environment
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # NVIDIA's containers set it, and s01 would have TF32
+    os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # it turns TF32 on or off in all stages
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are

@@ -82,6 +82,15 @@ EXPLICIT_ATTENTION_FLOPS = 12
 FLASH_ATTENTION_FLOPS = 7
 
 
+# the names of a shape in the config of a GPT-2, and those in the config of a Llama
+NAMES_IN_CONFIGS = {
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
+
+
 @dataclass(frozen=True)
 class Work:
     """What one micro-batch of one process has to do, forward, backward and its share of the update.
@@ -130,10 +139,10 @@ def shape_of(model, seq_len):
     """
     config = getattr(model, "config", None)
     shape = {}
-    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
-        if not hasattr(config, name):
+    for name, llamas_name in NAMES_IN_CONFIGS.items():
+        shape[name] = getattr(config, name, None) or getattr(config, llamas_name, None)
+        if not isinstance(shape[name], int):
             return None
-        shape[name] = getattr(config, name)
     if shape["vocab_size"] == PADDED_VOCAB:
         shape["vocab_size"] = VOCAB
     shape["seq_len"] = seq_len

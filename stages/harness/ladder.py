@@ -17,6 +17,7 @@ class Stage:
 
     name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
     not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
+    technique: its name in what is said of a script of the reader's own, or None where a script is not looked at for it.
     brings: a flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of
     it.
     """
@@ -25,6 +26,7 @@ class Stage:
     line: str
     unpredictable: bool = False
     for_the_loss: bool = False
+    technique: str | None = None
     brings: str | None = None
     takes_ranks: bool = False
 
@@ -41,15 +43,15 @@ class Stage:
 
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),
-    Stage("s02_tf32", '`set_float32_matmul_precision("high")`'),
-    Stage("s03_bf16", "`with torch.autocast(...):`", brings="amp_dtype"),
-    Stage("s04_compile", "`model = torch.compile(model)`", brings="compile"),
-    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`"),
-    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", unpredictable=True),
+    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', technique="TF32"),
+    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", brings="amp_dtype"),
+    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", brings="compile"),
+    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
+    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a vocabulary in 64s", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True),
     Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True),
-    Stage("s10_fused", "`AdamW(..., fused=True)`"),
+    Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update"),
     Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),
 )
@@ -147,3 +149,60 @@ def brought_by(flag):
 def heeds(stage, flag):
     """Tell whether a flag that some stage brings has an effect in a stage. In the reader's own script any may have."""
     return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))
+
+
+SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
+
+
+def has_and_lacks(techniques):
+    """Return (has, lacks, remarks) of a watched script, three lists of words.
+
+    techniques: what find_techniques() returned. What would do nothing on this machine, or can't be told, is in neither
+    list; a remark says why where that is not plain.
+    """
+    machine = techniques["machine"]
+    in_16_bits = techniques["weights"] in ("bfloat16", "float16")
+    has, lacks, remarks = [], [], []
+    for stage in STAGES:
+        match stage.name:
+            case "s02_tf32":
+                used, useful = techniques["tf32"], machine["tf32"]
+                used = used and useful
+            case "s03_bf16":
+                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and not in_16_bits
+                if techniques["emulated"]:
+                    remarks.append(f"this CPU has no units for {techniques['autocast']}, and is slow in it")
+                if in_16_bits:
+                    remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
+            case "s04_compile":
+                used, useful = techniques["compile"], machine["compile"]
+            case "s05_flash":
+                used, useful = flash_attention_of(techniques, remarks)
+            case "s06_vocab":
+                rows = techniques["vocabulary"]
+                used = rows is not None and rows % 64 == 0
+                useful = rows is not None and rows >= SMALL_VOCABULARY
+                used = used and useful
+            case "s10_fused":
+                used, useful = techniques["fused"], techniques["fused"] is not None
+            case _:
+                continue
+        words = f"{stage.technique} ({stage.short})"
+        if used:
+            has.append(words)
+        elif useful:
+            lacks.append(words)
+    return has, lacks, remarks
+
+
+def flash_attention_of(techniques, remarks):
+    """Return (whether a script has flash attention, whether it lacks it). A remark says why it can't be told."""
+    kernel = techniques["sdpa"]
+    if kernel not in (None, "math"):
+        return True, True
+    if kernel == "math" and techniques["drops"]:
+        remarks.append("it calls scaled_dot_product_attention with dropout, for which this device has no fused kernel")
+    if kernel is None and techniques["compile"] and techniques["drops"]:
+        remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
+        return False, False
+    return False, techniques["attention"]

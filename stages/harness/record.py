@@ -129,14 +129,18 @@ class Record:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
             return
         sys.__excepthook__(error_type, error, trace)
-        message = f"{error_type.__name__}: {error}"
-        is_short = re.search(OUT_OF_MEMORY, message) is not None
         text = "".join(traceback.format_exception(error_type, error, trace))
-        self.write_from_any_rank({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
+        is_short = self.write_error(f"{error_type.__name__}: {error}", text)
         if is_short:
             batch_size = self.args.batch_size
             remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
             print(f"memory is short at batch size {batch_size}: try {remedy}", file=sys.stderr)
+
+    def write_error(self, message, text):
+        """Write the line of a failure, from any rank. Return whether memory was short. text: the traceback."""
+        is_short = re.search(OUT_OF_MEMORY, message) is not None
+        self.write_from_any_rank({"kind": "error", "message": message, "traceback": text, "out_of_memory": is_short})
+        return is_short
 
 
 def take_stdout():

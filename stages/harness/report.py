@@ -19,13 +19,17 @@ class Report:
     facts: what is known of a run before its first step, a dict. title: the first line that is printed. script: its
     name in the record. device: a torch.device. shape: of a GPT, as shape_of() returns it, or None. parameters: how many
     the model has. batch_size, seq_len: of a micro-batch; seq_len is None for what is no text. tokens: of a whole step.
-    unit: what is counted as a token, "tok" or "sample" or "step". corpus: the name of the text, or None. settings,
-    fallbacks: see record.py.
+    first_step: the number of the first step. unit: what is counted as a token, "tok" or "sample" or "step". corpus: the
+    name of the text, or None. settings, fallbacks: see record.py.
     """
 
-    def __init__(self, record, facts, prints):
-        """Print the title, and write the header. record: a Record. prints: whether to print."""
+    def __init__(self, record, facts, prints, out=None):
+        """Print the title, and write the header.
+
+        record: a Record. prints: whether to print. out: where to, instead of sys.stdout.
+        """
         self.record = record
+        self.out = out
         self.facts = facts
         self.prints = prints
         self.steps = []
@@ -43,6 +47,8 @@ class Report:
         batch = []
         if facts["seq_len"]:
             batch = [f"B {facts['batch_size']}, T {facts['seq_len']}, {facts['tokens']:,} tokens per step"]
+        elif facts["unit"] == "sample":
+            batch = [f"B {facts['batch_size']}, {facts['tokens']:,} samples per step"]
         device = machine.device_name(facts["device"])
         if facts["device"].type == "cpu":
             device += f", threads {torch.get_num_threads()}"
@@ -66,16 +72,17 @@ class Report:
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
 
-    def add_step(self, loss, dt, tokens, figures):
+    def add_step(self, loss, dt, tokens, figures, **unprinted):
         """Record a step and print its line.
 
         loss: a float, or None where it is not known. dt: seconds. figures: what the script logs beside it, {name:
-        float}, of which none replaces one of ours.
+        float}, of which none replaces one of ours. unprinted: more figures, for the record alone.
         """
         memory, meter = machine.peak_memory(self.facts["device"])
         entry = {
             **{name: finite_or_none(value) for name, value in figures.items()},
-            "step": len(self.steps),
+            **unprinted,
+            "step": self.facts["first_step"] + len(self.steps),
             "loss": finite_or_none(loss),
             "dt": dt,
             "tokens": tokens,
@@ -101,6 +108,8 @@ class Report:
     def words_on_speed(self, tokens_per_second):
         """Return a speed in words: tokens per second and, for a GPT, the FLOP/s that they need."""
         words = [f"{tokens_per_second:,.0f} {self.facts['unit']}/sec"]
+        if self.facts["unit"] == "step":
+            words = [f"{tokens_per_second:.2f} steps/sec"]
         if self.facts["shape"]:
             words.append(f"{flops_per_token(self.facts['shape']) * tokens_per_second / 1e12:.3g} TFLOP/s")
         return words
@@ -132,7 +141,7 @@ class Report:
     def counted_steps(self):
         """Return (steps, words on which these are): those after the warm-up, without profiled ones where others are."""
         without_profiled = [step for step in self.steps if step["step"] not in self.profiled_steps]
-        counted = [step for step in without_profiled if step["step"] >= WARMUP]
+        counted = [step for step in self.steps[WARMUP:] if step in without_profiled]
         if counted:
             return counted, f"{len(counted)} steps after {WARMUP} of warm-up"
         last = (without_profiled or self.steps)[-1]
@@ -141,7 +150,7 @@ class Report:
     def say(self, line):
         """Print a line of progress."""
         if self.prints:
-            print(line, flush=True)
+            print(line, file=self.out, flush=True)
 
 
 def finite_or_none(value):

@@ -77,6 +77,7 @@ class StepLog:
             "batch_size": args.batch_size,
             "seq_len": args.seq_len if shape else None,
             "tokens": self.tokens_per_step,
+            "first_step": 0,
             "unit": "tok",
             "corpus": corpus,
             "settings": settings,

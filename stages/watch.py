@@ -1,0 +1,209 @@
+"""Runs any training script as it is, times each step of its optimizer, and says what it has of the ladder and lacks.
+
+    python stages/watch.py ../nanoGPT/train.py --batch_size=8
+    python stages/watch.py --steps 30 --profile ../nanoGPT/train.py --batch_size=8
+    python stages/watch.py -m scripts.base_train --depth=4
+    torchrun --standalone --nproc_per_node=2 stages/watch.py train.py
+
+Flags before the script are watch.py's own, and those behind it are the script's. Nothing in the script changes. PyTorch
+calls watch.py after each step of an optimizer: there a step ends, and the next one begins.
+"""
+
+from harness import machine  # first: it makes data and model importable from here
+from harness import watcher as watcher_module
+from harness.figures import COUNTED_STEPS, WARMUP
+from harness.flags import Parser, positive
+from harness.record import Record
+from harness.watcher import Watcher, end_process, watch_pytorch
+
+import os
+import random
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data import refuse
+
+ROOT = Path(__file__).resolve().parent.parent
+OUR_FILES = (__file__, watcher_module.__file__, "<frozen runpy>", runpy.__file__)  # left out of a script's traceback
+
+
+def parse_command(argv):
+    """Return watch.py's own flags as a namespace, with script, is_module and script_argv, its own flags.
+
+    Exits with one line and status 2 where there is no script, or it can't be watched.
+    """
+    own, script, is_module, script_argv = split_command(argv)
+    parser = Parser(__doc__, usage="watch.py [flags] SCRIPT.py | -m MODULE [its own flags]")
+    add = parser.add_argument
+    steps_help = f"stop the script after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
+    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} (50; {WARMUP + COUNTED_STEPS} without a GPU)")
+    add(
+        "--seed",
+        type=int,
+        default=1337,
+        metavar="S",
+        help="of random, numpy and torch (%(default)s)",
+    )
+    add("--profile", action="store_true", help="at the end, show where the last step's time went")
+    add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
+    args = parser.parse_args(own)
+    if script is None:
+        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
+    if args.steps is None:
+        args.steps = 50 if torch.accelerator.is_available() else WARMUP + COUNTED_STEPS
+    if args.steps == "all":
+        args.steps = None
+        if args.profile:
+            refuse("--profile shows the last step, and --steps all has none that is known before: pass a number")
+    if not is_module:
+        check_script(script)
+    args.script, args.is_module, args.script_argv = script, is_module, script_argv
+    args.title = f"-m {script}" if is_module else script
+    args.worker = False
+    return args
+
+
+def split_command(argv):
+    """Return (own flags, script or module or None, whether it is a module, the script's own flags)."""
+    for place, word in enumerate(argv):
+        if word == "-m" and place + 1 < len(argv):
+            return argv[:place], argv[place + 1], True, argv[place + 2 :]
+        if word.endswith(".py") and (place == 0 or argv[place - 1] != "--record"):
+            return argv[:place], word, False, argv[place + 1 :]
+    return argv, None, False, []
+
+
+def steps_or_all(text):
+    """Return the number in a text, or "all"."""
+    return text if text == "all" else positive(text)
+
+
+def check_script(script):
+    """Exit with one line where a script is not there, or logs its steps by itself, as a stage and its copies do."""
+    path = Path(script)
+    if not path.is_file():
+        refuse(f"there is no script {script}")
+    folder = path.resolve().parent
+    has_own_harness = folder != ROOT / "stages" and (folder / "harness").exists()
+    uses_harness = re.search(r"^(from|import) harness\b", path.read_text("utf-8", "replace"), re.MULTILINE)
+    if uses_harness and not has_own_harness:
+        refuse(f"{script} logs its steps by itself: start it by python {script}")
+
+
+def leave_home_to(args):
+    """Make this process the script's own: its folder on the path, its flags, an empty stdin, none of our modules."""
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("harness", "data", "model"):
+            del sys.modules[name]
+    sys.path.remove(str(ROOT))
+    sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
+    sys.argv = [args.script, *args.script_argv]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+
+
+def run(args):
+    """Run the script to its end. Raises what it raises."""
+    if args.is_module:
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(args.script, run_name="__main__")
+
+
+def its_own_traceback(error):
+    """Return the traceback of a script's exception as text, without our frames."""
+    told = traceback.TracebackException.from_exception(error)
+    chain = [told]
+    while chain:
+        link = chain.pop()
+        frames = [frame for frame in link.stack if frame.filename not in OUR_FILES]
+        link.stack = traceback.StackSummary.from_list(frames)
+        chain += [cause for cause in (link.__cause__, link.__context__) if cause]
+    return "".join(told.format())
+
+
+def say_end(watcher, reason):
+    """Print the summary of what was timed, and below it how the script ended before its steps were taken."""
+    watcher.finish()
+    taken = len(watcher.report.steps) if watcher.report else 0
+    asked = watcher.args.steps
+    of_asked = f" of {asked}" if asked else ""
+    line = f"{watcher.args.title} {reason} after {taken}{of_asked} timed steps"
+    if watcher.optimizer is None:
+        line = f"{watcher.args.title} {reason}, and no step of a torch optimizer was seen in this process. "
+        line += "Where it starts ranks of its own, start them by torchrun: see --help"
+    print(line, file=sys.stderr)
+
+
+def watch(args, watcher):
+    """Run the script under the watcher. Return the exit status."""
+
+    def leave_by_exit(status):
+        """What os._exit is for the script: in this process it first tells what was timed."""
+        if os.getpid() == watcher.pid:
+            say_end(watcher, f"called os._exit({status})")
+            watcher.leave(status)
+        end_process(status)
+
+    os._exit = leave_by_exit
+    try:
+        run(args)
+    except SystemExit as end:
+        return status_of(end, watcher)
+    except KeyboardInterrupt:
+        say_end(watcher, "was interrupted")
+        return 130
+    except BrokenPipeError:  # `| head` has closed stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except BaseException as error:
+        text = its_own_traceback(error)
+        print(text, end="", file=sys.stderr)
+        args.record.write_error(f"{type(error).__name__}: {error}", text)
+        say_end(watcher, f"failed by {type(error).__name__}")
+        return 1
+    if args.steps is None and watcher.report:
+        watcher.finish()
+        return 0
+    say_end(watcher, "ended")
+    return 0 if watcher.report and watcher.report.steps else 2
+
+
+def status_of(end, watcher):
+    """Print how a script left by sys.exit(). Return the exit status that Python would give it."""
+    if end.code is None or end.code == 0:
+        say_end(watcher, "ended")
+        return 0 if watcher.report and watcher.report.steps else 2
+    status = end.code
+    if not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+        status = 1
+    say_end(watcher, f"ended with exit status {status}")
+    return status
+
+
+def main(argv):
+    args = parse_command(argv)
+    args.record = Record(args)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+    watcher = Watcher(args, out)
+    if machine.is_rank_0():
+        until = f"stops after {args.steps} timed steps" if args.steps else "lets it end"
+        print(f"watching {args.title}: {until}, seeds it with {args.seed}, and waits for the device after each step")
+        sys.stdout.flush()
+    watch_pytorch(watcher)
+    leave_home_to(args)
+    status = watch(args, watcher)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
