@@ -16,12 +16,14 @@ from harness.flags import Parser, positive
 from harness.record import Record
 from harness.watcher import Watcher, end_process, watch_pytorch
 
+import builtins
+import importlib.util
 import os
 import random
 import re
-import runpy
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,7 @@ import torch
 from data import refuse
 
 ROOT = Path(__file__).resolve().parent.parent
-OUR_FILES = (__file__, watcher_module.__file__, "<frozen runpy>", runpy.__file__)  # left out of a script's traceback
+OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceback
 
 
 def parse_command(argv):
@@ -111,11 +113,26 @@ def leave_home_to(args):
 
 
 def run(args):
-    """Run the script to its end. Raises what it raises."""
+    """Run the script to its end, as the module __main__. Raises what it raises.
+
+    runpy would do the same, but a loader that starts processes also finds the script's classes in __mp_main__, which
+    multiprocessing set to watch.py.
+    """
     if args.is_module:
-        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        spec = importlib.util.find_spec(args.script)
+        if spec and spec.submodule_search_locations:  # a package: python -m runs its __main__
+            spec = importlib.util.find_spec(f"{args.script}.__main__")
+        if spec is None:
+            refuse(f"there is no module {args.script}: python -m looks from this folder, {os.getcwd()}")
+        code, path, package = spec.loader.get_code(spec.name), spec.origin, spec.parent
+        sys.argv[0] = path
     else:
-        runpy.run_path(args.script, run_name="__main__")
+        path, spec, package = args.script, None, None
+        code = compile(Path(path).read_bytes(), path, "exec")
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__file__=path, __spec__=spec, __package__=package, __builtins__=builtins)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
+    exec(code, main_module.__dict__)
 
 
 def its_own_traceback(error):

@@ -201,7 +201,7 @@ def flash_attention_of(techniques, remarks):
     if kernel not in (None, "math"):
         return True, True
     if kernel == "math" and techniques["drops"]:
-        remarks.append("it calls scaled_dot_product_attention with dropout, for which this device has no fused kernel")
+        remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
     if kernel is None and techniques["compile"] and techniques["drops"]:
         remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
         return False, False

@@ -16,14 +16,15 @@ def find_techniques(models, optimizer, device, autocast, events):
     """Return what a step used, a dict for JSON.
 
     models: the modules that were called. optimizer: the one whose steps are counted. autocast: the dtype of the step's
-    autocast, as "bfloat16", or None. events: those of torch.profiler for one step, or None where none was profiled: "profiled" is then False, and the rest is what flags alone tell.
+    autocast, as "bfloat16", or None. events: those of torch.profiler for one step, or None where none was profiled:
+    "profiled" is then False, and the rest is what flags alone tell.
 
     tf32: whether float32 matmuls may use it. weights: the dtype of most weights. compile: whether a compiled graph ran
     outside of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any
     attention was seen. drops: whether dropout was inside of attention, or may have been. vocabulary: the rows of the
     largest embedding, or None. fused: whether one kernel did the update, or None for an optimizer that can't.
-    optimizer: its class. emulated: whether a CPU has no units for autocast's dtype. parameters: how many there are. machine: what this machine could use, {tf32, amp_dtype,
-    compile}.
+    optimizer: its class. emulated: whether a CPU has no units for autocast's dtype. parameters: how many there are.
+    machine: what this machine could use, {tf32, amp_dtype, compile}.
     """
     modules = [module for model in models for module in model.modules()]
     parameters = {id(p): p for model in models for p in model.parameters()}

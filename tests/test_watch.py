@@ -1,0 +1,330 @@
+"""watch.py on small scripts, in real processes: what it counts, what it says of them, and how they end."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, python
+
+WATCH = ROOT / "stages" / "watch.py"
+
+# Four sequences of 8 tokens in each of 2 micro-batches. It keeps its own clock and its own sum of losses.
+TRAIN = """
+import json, sys, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ids = torch.arange(36).view(4, 9) % 50
+model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+own, ended = [], None
+for step in range(7):
+    time.sleep(0.1)
+    loss_sum = 0.0
+    for micro in range(2):
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()) / 2
+        loss.backward()
+        loss_sum += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    if ended:
+        own.append((time.perf_counter() - ended, loss_sum))
+    ended = time.perf_counter()
+    json.dump(own, open("own.json", "w"))
+"""
+
+
+def watch(folder, text, *words, own_flags=(), launcher=(), **env):
+    """The Ended of watch.py on a script with this text, and the lines of its record."""
+    (folder / "train.py").write_text(text)
+    record = folder / "record.jsonl"
+    ended = python(*launcher, WATCH, "--record", record, *words, "train.py", *own_flags, folder=folder, **env)
+    if record.exists():
+        ended.lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return ended
+
+
+def test_a_loop_is_timed_as_it_times_itself_and_stopped(tmp_path):
+    ended = watch(tmp_path, TRAIN, "--steps", "5")
+    assert ended.status == 0
+    settings = ended.header["settings"]
+    assert (settings["batch_size"], settings["seq_len"], settings["accum"], settings["world_size"]) == (4, 8, 2, 1)
+    assert ended.figures("tokens") == [64] * 5
+    own = json.loads((tmp_path / "own.json").read_text())
+    assert len(own) == 4  # watch.py stopped it at the end of the fifth timed step, before its own clock
+    for step, (own_dt, own_loss) in zip(ended.of_kind("step"), own, strict=False):
+        assert step["loss"] == pytest.approx(own_loss, abs=1e-6)
+        assert step["dt"] < own_dt + 0.001
+        assert step["dt"] > 0.1  # the pause is on the clock, and before the first forward
+        assert 0.1 <= step["wait"] < step["dt"]
+    assert own[-1][0] == pytest.approx(ended.of_kind("step")[3]["dt"], abs=0.05)
+    assert ended.summary["wait"] > 0.5
+    assert re.search(r"^waits   \d\d % of a step .*: this is mostly the wait for data$", ended.out, re.MULTILINE)
+
+
+def test_the_losses_are_those_of_the_script_without_a_watcher(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN.replace("import torch\n", "import torch\ntorch.manual_seed(3)\n", 1))
+    python("train.py", folder=tmp_path)
+    alone = [loss for _, loss in json.loads((tmp_path / "own.json").read_text())]
+    ended = watch(tmp_path, (tmp_path / "train.py").read_text(), "--steps", "all")
+    assert ended.figures("loss") == pytest.approx(alone, abs=1e-6)
+    assert "after" not in ended.err
+    assert ended.out.count("median") == 1
+
+
+AT_HOME = """
+import multiprocessing, os, subprocess, sys
+import torch
+import data, model, harness
+
+class Item:
+    pass
+
+def same(item):
+    return item
+
+def is_stages(path):
+    return os.path.exists(os.path.join(path, "s01_baseline.py"))
+
+if __name__ == "__main__":
+    assert (data.OWN, model.OWN, harness.OWN) == (1, 2, 3)
+    assert sys.argv == ["train.py", "--steps", "9", "-m", "x"], sys.argv
+    assert sys.stdin.read() == ""
+    assert sys.path[0] == os.getcwd(), sys.path
+    assert not [path for path in sys.path if is_stages(path)]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert type(pool.map(same, [Item()])[0]) is Item
+    first = torch.rand(1)  # before anything else drew a number
+    torch.manual_seed(1337)
+    assert torch.equal(first, torch.rand(1))
+    print("at home")
+"""
+
+
+def test_a_script_is_at_home(tmp_path):
+    for number, name in enumerate(("data", "model", "harness"), 1):
+        (tmp_path / f"{name}.py").write_text(f"OWN = {number}\n")
+    ended = watch(tmp_path, AT_HOME, own_flags=("--steps", "9", "-m", "x"))
+    assert "at home\n" in ended.out, ended.err
+    assert ended.status == 2
+    [line] = ended.err.splitlines()
+    assert line.startswith("train.py ended, and no step of a torch optimizer was seen")
+
+
+def test_a_module_of_a_package_is_run_by_m(tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "settings.py").write_text("STEPS = 7\n")
+    (tmp_path / "pack" / "train.py").write_text("from .settings import STEPS\nassert STEPS == 7\n" + TRAIN)
+    ended = python(WATCH, "--steps", "2", "-m", "pack.train", "--own", "1", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "step    2 | loss" in ended.out
+
+
+SCALED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ids = torch.zeros(2, 3, dtype=torch.int64)
+encoder = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+head = nn.Linear(4, 5)
+optimizers = [torch.optim.SGD(encoder.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)]
+scaler = torch.amp.GradScaler("cpu", init_scale=3e38, growth_interval=1000)  # the first gradients overflow
+reentrant = REENTRANT
+for step in range(6):
+    for micro in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = checkpoint(encoder[1], encoder[0](ids), use_reentrant=reentrant)
+            loss = head(hidden).float().square().sum() + 7
+        scaler.scale(loss).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_skipped_updates_two_optimizers_a_head_and_checkpoints_are_counted_once(tmp_path, reentrant):
+    """Three micro-batches of 2 x 3 ids, each with a loss of 7 and a little, before the scaler multiplies it."""
+    ended = watch(tmp_path, SCALED.replace("REENTRANT", str(reentrant)), "--steps", "4")
+    assert ended.status == 0, ended.err
+    assert ended.figures("tokens") == [18] * 4
+    assert ended.header["settings"]["accum"] == 3
+    assert all(21 < loss < 200 for loss in ended.figures("loss"))
+    assert ended.of_kind("techniques")[0]["autocast"] == "bfloat16"
+
+
+START, PAUSE = "own, ended = [], None", "    time.sleep(0.1)"
+
+
+@pytest.mark.parametrize(
+    "change, status, told",
+    [
+        ((START, "raise KeyError('early')"), 1, "train.py failed by KeyError, and no step"),
+        (
+            ("    time.sleep(0.1)", "    1 / (4 - step)"),
+            1,
+            "failed by ZeroDivisionError after 3 of 9",
+        ),
+        (
+            ("    time.sleep(0.1)", "    sys.exit('enough') if step == 4 else 0"),
+            1,
+            "exit status 1 after 3 of 9",
+        ),
+        (
+            ("    time.sleep(0.1)", "    __import__('os')._exit(5) if step == 4 else 0"),
+            5,
+            "called os._exit(5) after 3 of 9",
+        ),
+        (
+            ("    time.sleep(0.1)", "    sys.stdout.close() if step == 1 else 0"),
+            0,
+            "train.py ended after 6 of 9",
+        ),
+        ((PAUSE, "    input()"), 1, "train.py failed by EOFError"),
+    ],
+)
+def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, change, status, told):
+    ended = watch(tmp_path, TRAIN.replace(*change), "--steps", "9")
+    assert ended.status == status, ended.err
+    assert told in ended.err.splitlines()[-1]
+    assert ("median" in ended.out) == ("timed steps" in ended.err)
+    assert "watcher.py" not in ended.err
+    if "failed" in told:
+        assert ended.of_kind("error")[0]["traceback"] in ended.err
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ((), "pass a script"),
+        (("nothing.py",), "there is no script nothing.py"),
+        (("--batch-size", "4", "train.py"), "unrecognized arguments: --batch-size 4"),
+        (("--profile", "--steps", "all", "train.py"), "--steps all has none that is known before"),
+        ((ROOT / "stages" / "s05_flash.py",), "logs its steps by itself"),
+    ],
+)
+def test_a_wrong_command_is_one_line(tmp_path, words, told):
+    (tmp_path / "train.py").write_text(TRAIN)
+    ended = python(WATCH, *words, folder=tmp_path)
+    [line] = ended.err.splitlines()
+    assert ended.status == 2 and line.startswith("error: ") and told in line
+
+
+DDP = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+LAUNCH
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.ones(8, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_all_ranks_of_torchrun_are_counted(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    ended = watch(tmp_path, DDP.replace("LAUNCH", ""), "--steps", "3", launcher=launcher)
+    assert ended.status == 0, ended.err
+    assert ended.figures("tokens") == [16] * 3
+    assert ended.out.count("sample/sec | memory") == 1
+
+
+def test_ranks_that_a_script_starts_by_itself_are_refused_with_the_command(tmp_path):
+    text = DDP.replace(
+        "LAUNCH", "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='0', WORLD_SIZE='1', RANK='0')"
+    )
+    text = text.replace("dist.init_process_group", "dist.get_world_size = lambda: 2\ndist.init_process_group")
+    ended = watch(tmp_path, text)
+    assert ended.status == 2
+    assert "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py" in ended.err.splitlines()[-1]
+
+
+# What it says of a script
+
+GPT2 = """
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+ids = torch.zeros(2, 16, dtype=torch.int64)
+config = GPT2Config(vocab_size=2048, n_positions=16, n_embd=64, n_layer=2, n_head=2, attn_pdrop=DROPOUT)
+model = GPT2LMHeadModel(config)
+CHANGE
+optimizer = torch.optim.AdamW(model.parameters(), fused=FUSED)
+for step in range(9):
+    with torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def gpt2(dropout=0.0, change="", fused=False, autocast=False):
+    text = GPT2.replace("DROPOUT", str(dropout)).replace("CHANGE", change)
+    return text.replace("FUSED", str(fused)).replace("AUTOCAST", str(autocast))
+
+
+def test_a_gpt_of_transformers_has_its_techniques_its_shape_and_its_parts(tmp_path):
+    """By hand: 12 L C^2 + V C are 229,376 weights; positions, biases and LayerNorms are the others of 232,000."""
+    change = "model.transformer = torch.compile(model.transformer, backend='eager')"
+    ended = watch(tmp_path, gpt2(change=change, fused=True, autocast=True), "--steps", "6", "--profile")
+    assert ended.status == 0, ended.err
+    techniques = ended.of_kind("techniques")[0]
+    expected = {"profiled": True, "autocast": "bfloat16", "compile": True, "sdpa": "flash", "fused": True}
+    assert {name: techniques[name] for name in expected} == expected
+    assert (techniques["vocabulary"], techniques["optimizer"], techniques["weights"]) == (2048, "AdamW", "float32")
+    assert ended.header["shape"] == {"vocab_size": 2048, "n_layer": 2, "n_head": 2, "n_embd": 64, "seq_len": 16}
+    assert "TFLOP/s" in ended.out
+    has = re.search(r"^has     (.*)$", ended.out, re.MULTILINE)[1]
+    assert (
+        "autocast (s03), compile (s04), flash attention (s05), a vocabulary in 64s (s06), a fused update (s10)" in has
+    )
+    assert {"matmuls", "attention", "optimizer"} <= ended.summary["parts"].keys()
+    assert re.search(r"^ +\d+\.\d\d +\d+\.\d\d the step$", ended.out, re.MULTILINE)  # measured and predicted
+    assert "over 1 steps after 4 of warm-up" in ended.out  # without the one that was profiled
+
+
+def test_a_gpt_lacks_what_it_does_not_use_and_the_reason_stands_beside_it(tmp_path):
+    ended = watch(tmp_path, gpt2(dropout=0.1, change="model.lm_head.weight.data[0] = 0"), "--steps", "5")
+    lacks = re.search(r"^lacks   (.*)$", ended.out, re.MULTILINE)[1]
+    assert "flash attention (s05)" in lacks and "a fused update (s10)" in lacks
+    assert "its attention has dropout" in ended.out
+
+
+def test_weights_in_16_bits_lack_no_autocast(tmp_path):
+    ended = watch(tmp_path, gpt2(change="model.bfloat16()"), "--steps", "5")
+    assert "autocast (s03)" not in ended.out
+    assert "its weights are bfloat16" in ended.out
+
+
+def test_a_script_that_profiles_itself_keeps_its_profile_and_lacks_nothing(tmp_path):
+    text = TRAIN.replace(
+        "for step in range(7):", "profiler = torch.profiler.profile()\nprofiler.start()\nfor step in range(7):"
+    )
+    text += "profiler.stop()\nassert len(profiler.events()) > 100\nprint('its own profile')\n"
+    ended = watch(tmp_path, text, "--steps", "all")
+    assert ended.status == 0, ended.err
+    assert "its own profile" in ended.out
+    assert "lacks   unknown, since the script profiles itself" in ended.out
+
+
+def test_a_compiled_function_that_calls_the_model_counts_steps(tmp_path):
+    text = TRAIN.replace(
+        "own, ended = [], None",
+        "own, ended = [], None\n@torch.compile(backend='eager')\ndef call(x):\n    return model(x)",
+    )
+    ended = watch(tmp_path, text.replace("(model(ids[:, :-1])", "(call(ids[:, :-1])"), "--steps", "5")
+    assert ended.status == 0, ended.err
+    assert ended.figures("tokens") == [1] * 5
+    assert "1,650 parameters" in ended.out  # 50 x 16 + 16 x 50 + 50
+    assert re.search(r"\d\.\d\d steps/sec", ended.out)
