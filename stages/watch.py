@@ -32,6 +32,7 @@ import torch
 from data import refuse
 
 ROOT = Path(__file__).resolve().parent.parent
+ENDED = "ended"
 OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceback
 
 
@@ -155,8 +156,9 @@ def say_end(watcher, reason):
     of_asked = f" of {asked}" if asked else ""
     line = f"{watcher.args.title} {reason} after {taken}{of_asked} timed steps"
     if watcher.optimizer is None:
-        line = f"{watcher.args.title} {reason}, and no step of a torch optimizer was seen in this process. "
-        line += "Where it starts ranks of its own, start them by torchrun: see --help"
+        line = f"{watcher.args.title} {reason}, and no step of a torch optimizer was seen in this process"
+        if reason == ENDED:
+            line += ". Where it starts ranks of its own, start them by torchrun: see --help"
     print(line, file=sys.stderr)
 
 
@@ -190,14 +192,14 @@ def watch(args, watcher):
     if args.steps is None and watcher.report:
         watcher.finish()
         return 0
-    say_end(watcher, "ended")
+    say_end(watcher, ENDED)
     return 0 if watcher.report and watcher.report.steps else 2
 
 
 def status_of(end, watcher):
     """Print how a script left by sys.exit(). Return the exit status that Python would give it."""
     if end.code is None or end.code == 0:
-        say_end(watcher, "ended")
+        say_end(watcher, ENDED)
         return 0 if watcher.report and watcher.report.steps else 2
     status = end.code
     if not isinstance(end.code, int):

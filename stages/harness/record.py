@@ -49,6 +49,15 @@ A stage that was started by hand leaves one for an exception.
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
      "out_of_memory": false}
+
+A script that watch.py watches leaves a line more, before its second step. techniques.find_techniques() explains it:
+
+    {"kind": "techniques", "profiled": true, "tf32": true, "weights": "float32", "compile": false, "sdpa": "flash",
+     "attention": true, "drops": false, "vocabulary": 50304, "fused": false, "optimizer": "AdamW", "autocast": null,
+     "emulated": false, "parameters": 7242880, "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
+
+Its settings are those that can be seen, its first step is number 1, and each step has "wait", the seconds before its
+first forward. "tokens" are samples where the script has none. The "wait" of its summary is their share of the time.
 """
 
 import json
