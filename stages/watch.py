@@ -120,11 +120,7 @@ def run(args):
     multiprocessing set to watch.py.
     """
     if args.is_module:
-        spec = importlib.util.find_spec(args.script)
-        if spec and spec.submodule_search_locations:  # a package: python -m runs its __main__
-            spec = importlib.util.find_spec(f"{args.script}.__main__")
-        if spec is None:
-            refuse(f"there is no module {args.script}: python -m looks from this folder, {os.getcwd()}")
+        spec = find_module(args.script)
         code, path, package = spec.loader.get_code(spec.name), spec.origin, spec.parent
         sys.argv[0] = path
     else:
@@ -134,6 +130,20 @@ def run(args):
     main_module.__dict__.update(__file__=path, __spec__=spec, __package__=package, __builtins__=builtins)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)
+
+
+def find_module(name):
+    """Return the spec of a module, or of the __main__ of a package. Exits with one line where there is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        print(f"error: there is no module {name}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
+        end_process(2)
+    return spec
 
 
 def its_own_traceback(error):
@@ -180,10 +190,9 @@ def watch(args, watcher):
     except KeyboardInterrupt:
         say_end(watcher, "was interrupted")
         return 130
-    except BrokenPipeError:  # `| head` has closed stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and stdout_is_closed(watcher):  # by `| head`
+            return 1
         text = its_own_traceback(error)
         print(text, end="", file=sys.stderr)
         args.record.write_error(f"{type(error).__name__}: {error}", text)
@@ -196,8 +205,19 @@ def watch(args, watcher):
     return 0 if watcher.report and watcher.report.steps else 2
 
 
+def stdout_is_closed(watcher):
+    """Tell whether nobody reads our lines any more, and let what is left of them go nowhere."""
+    try:
+        print(file=watcher.out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, watcher.out.fileno())
+        return True
+    return False
+
+
 def status_of(end, watcher):
-    """Print how a script left by sys.exit(). Return the exit status that Python would give it."""
+    """Print how a script left by sys.exit(). Return its exit status, or 2 where it ended well without a step."""
     if end.code is None or end.code == 0:
         say_end(watcher, ENDED)
         return 0 if watcher.report and watcher.report.steps else 2

@@ -166,7 +166,7 @@ def has_and_lacks(techniques):
     for stage in STAGES:
         match stage.name:
             case "s02_tf32":
-                used, useful = techniques["tf32"], machine["tf32"]
+                used, useful = techniques["tf32"], machine["tf32"] and not in_16_bits
                 used = used and useful
             case "s03_bf16":
                 used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and not in_16_bits

@@ -141,7 +141,7 @@ class Report:
     def counted_steps(self):
         """Return (steps, words on which these are): those after the warm-up, without profiled ones where others are."""
         without_profiled = [step for step in self.steps if step["step"] not in self.profiled_steps]
-        counted = [step for step in self.steps[WARMUP:] if step in without_profiled]
+        counted = [step for step in self.steps[WARMUP:] if step["step"] not in self.profiled_steps]
         if counted:
             return counted, f"{len(counted)} steps after {WARMUP} of warm-up"
         last = (without_profiled or self.steps)[-1]

@@ -1,7 +1,7 @@
 """Watches a training script from outside: PyTorch tells of its forwards, its backwards and the steps of its optimizer.
 
 A step of the optimizer ends a step, and begins the next one. So data, forward, backward, update and whatever else the
-loop does are on the clock. The script's own text is never read and never changed.
+loop does are on the clock. The script is not changed, and what it uses is not guessed from its text.
 """
 
 import contextlib
@@ -103,7 +103,6 @@ class Watcher:
         self.profiler_of_parts = torch.profiler.profile(acc_events=True)
         self.techniques = None
         self.profile = None
-        self.waits = []  # for each step, the seconds before its first forward
         self.t0 = None
 
     # what PyTorch tells
@@ -123,7 +122,9 @@ class Watcher:
 
     def saw_backward(self, tensors):
         """Note what backward() is called on."""
-        loss = tensors if torch.is_tensor(tensors) or len(tensors) != 1 else tensors[0]
+        loss = tensors
+        if not torch.is_tensor(tensors) and len(tensors) == 1:
+            loss = tensors[0]
         if self.unscaled_loss is not None:
             loss, self.unscaled_loss = self.unscaled_loss, None
         self.seen.add_loss(loss)
@@ -132,7 +133,8 @@ class Watcher:
         """Note a step of an optimizer, also one that a GradScaler skipped. The first optimizer's ends the step."""
         if self.optimizer is None:
             self.optimizer = optimizer
-            self.device = optimizer.param_groups[0]["params"][0].device
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.device = parameters[0].device
         if optimizer is self.optimizer:
             self.optimizer_steps += 1
             self.end_step()
@@ -200,10 +202,9 @@ class Watcher:
         facts = self.report.facts
         counts = {"tok": seen.tokens, "sample": seen.samples, "step": 1}
         tokens = counts[facts["unit"]] * facts["settings"]["world_size"]
-        wait = 0.0
+        wait = None
         if seen.first_forward is not None:
-            wait = max(0.0, seen.first_forward - self.t0)
-        self.waits.append(wait)
+            wait = seen.first_forward - self.t0
         loss = None if seen.loss is None else seen.loss.item()
         self.report.add_step(loss, dt, tokens, {}, wait=wait)
 
@@ -242,7 +243,10 @@ class Watcher:
     def keep_techniques(self, events):
         """Find out what the step used, and write that to the record at once. events: of the profiler, or None."""
         models = list(self.models.values())
-        self.techniques = find_techniques(models, self.optimizer, self.device, self.seen.autocast, events)
+        autocast = self.seen.autocast
+        if autocast is None and torch.is_autocast_enabled(self.device.type):  # entered once, around the loop
+            autocast = machine.dtype_name(torch.get_autocast_dtype(self.device.type))
+        self.techniques = find_techniques(models, self.optimizer, self.device, autocast, events)
         self.args.record.write("techniques", **self.techniques)
 
     # the end
@@ -274,8 +278,11 @@ class Watcher:
         return self.profile.lines(work, summary["rates"])
 
     def waiting_share(self):
-        """Return which share of the counted steps' time passed before their first forward, from 0 to 1."""
+        """Return which share of the counted steps' time passed before their first forward; None where none was seen."""
         counted, _ = self.report.counted_steps()
+        counted = [step for step in counted if step["wait"] is not None]
+        if not counted:
+            return None
         return sum(step["wait"] for step in counted) / sum(step["dt"] for step in counted)
 
     def answer(self):
@@ -288,6 +295,8 @@ class Watcher:
             lines.append("lacks   unknown, since the script profiles itself: two profilers empty one another")
         lines += [f"        {remark}" for remark in remarks]
         share = self.waiting_share()
+        if share is None:
+            return [*lines, "waits   unknown, since no forward of a module was seen"]
         waits = f"waits   {100 * share:.0f} % of a step passes before its first forward"
         if share > LONG_WAIT:
             waits += ": this is mostly the wait for data"
