@@ -9,7 +9,7 @@ Flags before the script are watch.py's own, and those behind it are the script's
 calls watch.py after each step of an optimizer: there a step ends, and the next one begins.
 """
 
-from harness import machine  # first: it makes data and model importable from here
+from harness import ROOT, machine  # first: it makes data and model importable from here
 from harness import watcher as watcher_module
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive
@@ -31,7 +31,6 @@ import torch
 
 from data import refuse
 
-ROOT = Path(__file__).resolve().parent.parent
 ENDED = "ended"
 OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceback
 
@@ -46,13 +45,7 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop the script after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
     add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} (50; {WARMUP + COUNTED_STEPS} without a GPU)")
-    add(
-        "--seed",
-        type=int,
-        default=1337,
-        metavar="S",
-        help="of random, numpy and torch (%(default)s)",
-    )
+    add("--seed", type=int, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="at the end, show where the last step's time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     args = parser.parse_args(own)
@@ -198,11 +191,17 @@ def watch(args, watcher):
         args.record.write_error(f"{type(error).__name__}: {error}", text)
         say_end(watcher, f"failed by {type(error).__name__}")
         return 1
-    if args.steps is None and watcher.report:
+    return end_well(watcher)
+
+
+def end_well(watcher):
+    """Print the summary of a script that ended without an error. Return the exit status, 2 without a timed step."""
+    has_steps = watcher.report is not None and len(watcher.report.steps) > 0
+    if has_steps and watcher.args.steps is None:  # it was to run to its end
         watcher.finish()
-        return 0
-    say_end(watcher, ENDED)
-    return 0 if watcher.report and watcher.report.steps else 2
+    else:
+        say_end(watcher, ENDED)
+    return 0 if has_steps else 2
 
 
 def stdout_is_closed(watcher):
@@ -217,10 +216,9 @@ def stdout_is_closed(watcher):
 
 
 def status_of(end, watcher):
-    """Print how a script left by sys.exit(). Return its exit status, or 2 where it ended well without a step."""
+    """Print how a script left by sys.exit(). Return the exit status."""
     if end.code is None or end.code == 0:
-        say_end(watcher, ENDED)
-        return 0 if watcher.report and watcher.report.steps else 2
+        return end_well(watcher)
     status = end.code
     if not isinstance(end.code, int):
         print(end.code, file=sys.stderr)

@@ -330,11 +330,13 @@ def test_a_script_that_profiles_itself_keeps_its_profile_and_lacks_nothing(tmp_p
     text = TRAIN.replace(
         "for step in range(7):", "profiler = torch.profiler.profile()\nprofiler.start()\nfor step in range(7):"
     )
+    text = text.replace("        loss = ", "        with torch.autocast('cpu', torch.bfloat16):\n            loss = ")
     text += "profiler.stop()\nassert len(profiler.events()) > 100\nprint('its own profile')\n"
     ended = watch(tmp_path, text, "--steps", "all")
     assert ended.status == 0, ended.err
     assert "its own profile" in ended.out
     assert "lacks   unknown, since the script profiles itself" in ended.out
+    assert "autocast (s03)" in re.search(r"^has     (.*)$", ended.out, re.MULTILINE)[1]
 
 
 def test_a_compiled_function_that_calls_the_model_counts_steps(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work
 
 FOLDER = Path(__file__).resolve().parents[1]  # stages/
+SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,6 @@ def brought_by(flag):
 def heeds(stage, flag):
     """Tell whether a flag that some stage brings has an effect in a stage. In the reader's own script any may have."""
     return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))
-
-
-SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
 def has_and_lacks(techniques):

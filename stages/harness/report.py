@@ -124,9 +124,9 @@ class Report:
         figures = figures_of(counted)
         self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] over {which}")
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
-            tokens = sum(step["tokens"] for step in counted)
-            by_the_mean = f"{1e3 * tokens / len(counted) / figures['dt_mean_ms']:,.0f} {self.facts['unit']}/sec"
-            self.say(f"mean {figures['dt_mean_ms']:.2f}ms, {by_the_mean}: some steps take far longer than the median")
+            seconds = sum(step["dt"] for step in counted)
+            speed = self.words_on_speed(sum(step["tokens"] for step in counted) / seconds)[0]
+            self.say(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
         meter = self.steps[-1]["meter"]
         words = self.words_on_speed(figures["tok_per_sec"])
         words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
@@ -141,7 +141,7 @@ class Report:
     def counted_steps(self):
         """Return (steps, words on which these are): those after the warm-up, without profiled ones where others are."""
         without_profiled = [step for step in self.steps if step["step"] not in self.profiled_steps]
-        counted = [step for step in self.steps[WARMUP:] if step["step"] not in self.profiled_steps]
+        counted = [step for step in without_profiled if step["step"] >= self.facts["first_step"] + WARMUP]
         if counted:
             return counted, f"{len(counted)} steps after {WARMUP} of warm-up"
         last = (without_profiled or self.steps)[-1]

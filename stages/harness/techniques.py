@@ -27,10 +27,7 @@ def find_techniques(models, optimizer, device, autocast, events):
     machine: what this machine could use, {tf32, amp_dtype, compile}.
     """
     modules = [module for model in models for module in model.modules()]
-    parameters = {id(p): p for model in models for p in model.parameters()}
-    for group in optimizer.param_groups:  # all that is known where a compiled function calls the model
-        parameters |= {id(p): p for p in group["params"]}
-    parameters = list(parameters.values())
+    parameters = parameters_of(models, optimizer)
     vocabularies = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
     techniques = {
         "profiled": events is not None,
@@ -55,6 +52,19 @@ def find_techniques(models, optimizer, device, autocast, events):
     if events is not None:
         techniques |= seen_in(events, techniques)
     return techniques
+
+
+def parameters_of(models, optimizer):
+    """Return the parameters of all models and of an optimizer, each once.
+
+    Those of the optimizer are all that is known where a compiled function calls the model.
+    """
+    parameters = {}
+    for model in models:
+        parameters |= {id(p): p for p in model.parameters()}
+    for group in optimizer.param_groups:
+        parameters |= {id(p): p for p in group["params"]}
+    return list(parameters.values())
 
 
 def seen_in(events, flags):

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ladder, machine, rates
 from .report import Report
 from .stepprofile import StepProfile
-from .techniques import find_techniques, gpt_shape, work_of
+from .techniques import find_techniques, gpt_shape, parameters_of, work_of
 
 end_process = os._exit  # watch.py replaces os._exit for the script
 LONG_WAIT = 0.1  # of the time: what waits longer for its data is told so
@@ -64,6 +64,19 @@ class MicroBatches:
             self.samples += rows
             if self.seq_len is None:
                 self.batch_size = rows
+
+    @property
+    def unit(self):
+        """What can be counted: "tok", "sample" where there are no tokens, or "step" where nothing was seen."""
+        if self.tokens:
+            return "tok"
+        return "sample" if self.samples else "step"
+
+    def count_of(self, unit):
+        """Return how many tokens, samples or steps these are. unit: as above, of the first step that was seen."""
+        if unit == "tok":
+            return self.tokens
+        return self.samples if unit == "sample" else 1
 
     def add_loss(self, loss):
         """Add what backward() is called on, and close the micro-batch."""
@@ -133,8 +146,7 @@ class Watcher:
         """Note a step of an optimizer, also one that a GradScaler skipped. The first optimizer's ends the step."""
         if self.optimizer is None:
             self.optimizer = optimizer
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.device = parameters[0].device
+            self.device = parameters_of([], optimizer)[0].device
         if optimizer is self.optimizer:
             self.optimizer_steps += 1
             self.end_step()
@@ -181,12 +193,12 @@ class Watcher:
             "script": self.args.script,
             "device": self.device,
             "shape": shape,
-            "parameters": find_techniques(models, self.optimizer, self.device, None, None)["parameters"],
+            "parameters": sum(p.numel() for p in parameters_of(models, self.optimizer)),
             "batch_size": seen.batch_size,
             "seq_len": seen.seq_len,
-            "tokens": (seen.tokens or seen.samples) * ranks,
+            "tokens": seen.count_of(seen.unit) * ranks,
             "first_step": 1,
-            "unit": unit_of(seen),
+            "unit": seen.unit,
             "corpus": None,
             "settings": settings,
             "fallbacks": {},
@@ -197,11 +209,11 @@ class Watcher:
     def report_step(self, dt):
         """Report a step that took dt seconds."""
         seen = self.seen
-        if self.profiler:
-            self.stop_profiler(1e3 * dt)
+        events = self.stop_profiler(1e3 * dt) if self.profiler else None
+        if self.techniques is None:
+            self.keep_techniques(events)
         facts = self.report.facts
-        counts = {"tok": seen.tokens, "sample": seen.samples, "step": 1}
-        tokens = counts[facts["unit"]] * facts["settings"]["world_size"]
+        tokens = seen.count_of(facts["unit"]) * facts["settings"]["world_size"]
         wait = None
         if seen.first_forward is not None:
             wait = seen.first_forward - self.t0
@@ -228,17 +240,16 @@ class Watcher:
         self.profiler.start()
 
     def stop_profiler(self, step_ms):
-        """Take from the profiler what it saw."""
+        """Return what the profiler saw, a list of events, or None where the script began to profile in this step."""
         profiler, self.profiler = self.profiler, None
         profiler.stop()
         self.report.profiled_steps.append(self.report.facts["first_step"] + len(self.report.steps))
-        if self.script_profiles:  # it began in the middle of this step
-            return
+        if self.script_profiles:
+            return None
         events = profiler.events()
         if profiler is self.profiler_of_parts:
             self.profile = StepProfile(events, self.device, step_ms)
-        if self.techniques is None:
-            self.keep_techniques(events)
+        return events
 
     def keep_techniques(self, events):
         """Find out what the step used, and write that to the record at once. events: of the profiler, or None."""
@@ -255,14 +266,12 @@ class Watcher:
         """Write and print the summary, and what the script has, lacks and waits for. Nothing without a timed step."""
         if self.report is None or not self.report.steps:
             return
-        if self.techniques is None:
-            self.keep_techniques(None)
         summary = {"sdpa": self.techniques["sdpa"], "wait": self.waiting_share()}
         lines = []
         if self.profile:
             lines = self.profile_lines(summary)
         self.report.end(summary, lines)
-        for line in self.answer():
+        for line in self.answer(summary["wait"]):
             self.report.say(line)
 
     def profile_lines(self, summary):
@@ -285,8 +294,11 @@ class Watcher:
             return None
         return sum(step["wait"] for step in counted) / sum(step["dt"] for step in counted)
 
-    def answer(self):
-        """Return lines that say what the script has of the ladder, what it lacks, and what it waits for."""
+    def answer(self, share):
+        """Return lines that say what the script has of the ladder, what it lacks, and what it waits for.
+
+        share: what waiting_share() returned.
+        """
         has, lacks, remarks = ladder.has_and_lacks(self.techniques)
         lines = [f"has     {', '.join(has) or 'nothing of the ladder'}"]
         if self.techniques["profiled"]:
@@ -294,7 +306,6 @@ class Watcher:
         else:
             lines.append("lacks   unknown, since the script profiles itself: two profilers empty one another")
         lines += [f"        {remark}" for remark in remarks]
-        share = self.waiting_share()
         if share is None:
             return [*lines, "waits   unknown, since no forward of a module was seen"]
         waits = f"waits   {100 * share:.0f} % of a step passes before its first forward"
@@ -328,13 +339,6 @@ def tensors_in(values):
         elif isinstance(value, (list, tuple)):
             tensors += tensors_in(value)
     return tensors
-
-
-def unit_of(seen):
-    """Return what is counted of a script: "tok", "sample" where it has no tokens, or "step" where nothing was seen."""
-    if seen.tokens:
-        return "tok"
-    return "sample" if seen.samples else "step"
 
 
 def flush(stream):
