@@ -10,11 +10,13 @@ dev := .venv/dev
 endif
 N ?= 2
 
-.PHONY: help setup bench amp limit scale test diff clean
+.PHONY: help setup bench climb amp limit scale test diff clean
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
 	@echo 'make bench         all stages, a table      (ARGS="--steps 20" for flags of bench.py)'
+	@echo 'make climb SCRIPT="../nanoGPT/train.py --batch_size=8"'
+	@echo '                   your own script, with a technique more in each row'
 	@echo 'make amp           s03 in float32, bfloat16 and float16'
 	@echo 'make limit         s11 with larger and larger batches, on a card'
 	@echo 'make scale N=2     s12 in one process and in several'
@@ -37,6 +39,10 @@ setup: $(runtime)
 
 bench: $(runtime)
 	@$(PY) bench.py $(ARGS)
+
+climb: export COMMAND := $(SCRIPT)
+climb: $(runtime)
+	@$(PY) bench.py --climb "$$COMMAND" $(ARGS)
 
 amp: $(runtime)
 	@$(PY) bench.py "s03 --amp-dtype float32" "s03 --amp-dtype bfloat16" "s03 --amp-dtype float16" $(ARGS)

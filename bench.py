@@ -1,20 +1,28 @@
 """Runs stages and scripts side by side, each in a process of its own, and writes a table of what each is worth here.
 
     python bench.py                                                    the twelve stages
-    python bench.py s05 s11 my/train.py                                some of them, and a script of your own
+    python bench.py s10 "my/train.py --batch_size=8"                   one of them, and a script of your own, as it is
+    python bench.py my/train.py "+bf16 my/train.py"                    your script, and what autocast would bring it
+    python bench.py --climb "my/train.py --batch_size=8"               your script, and a technique more in each row
     python bench.py "s11 --batch-size 16" "s11 --batch-size 64"        one stage with other flags
     python bench.py s12 "torchrun --standalone --nproc_per_node=2 s12" one process and two
 
-A row is a command: a stage or a script, the flags behind it, and what launches it in front. Flags outside of quotes go
-to all rows: python stages/s01_baseline.py --help lists them. Each row is compared with the one above and with the
-first. The table goes to results/NAME.md, each step to results/NAME.jsonl as it is measured.
+A row is a command: a stage or a script, the flags behind it, and what launches it in front. +tf32, +bf16, +compile and
++fused add a technique to a script from outside. A script runs in the folder that you are in, and in its own where it
+lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
+
+Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
+scripts, and --device cpu hides the cards from these. Each row is compared with the one above and with the first. The
+table goes to results/NAME.md, each step to results/NAME.jsonl as it is measured.
 
 On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
 hold them all, they run one after the other, in three rounds. In each round a row then stops when it has counted 20
 steps or more that took six seconds together, and at the latest after 160.
 """
 
+import contextlib
 import shlex
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -24,16 +32,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import machine
+from harness import ladder, machine
 from harness.bench import page
+from harness.bench.reaper import Reaper
 from harness.bench.results import Results
-from harness.bench.rows import CPU_MEMORY, rows_of
+from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
 from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
 from data import TokenLoader, load_tokens, refuse, whole_file
 
+FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
 ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
 TELL_EVERY = 5  # turns
 
@@ -41,8 +51,8 @@ TELL_EVERY = 5  # turns
 def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
-    The namespace also has rows and reference, as rows_of() returns them; shared_flags, the list of flags that all rows
-    share; and shared_args, these flags as a stage parses them.
+    The namespace also has rows, all that is started; reference, the name of the row that all are compared with;
+    shared_flags, the list of flags that all stages share; and shared_args, these flags as a stage parses them.
     """
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
@@ -53,31 +63,62 @@ def parse_command(argv):
     steps_help += f"({steps_in_turn} in turn, {steps_alone} alone)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
+    add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     commands = []  # all words before the first flag
     for word in argv:
-        if word.startswith("-"):
+        if word.startswith("-") and not word.startswith("-m "):
             break
         commands.append(word)
     args, flags = parser.parse_known_args(argv[len(commands) :])
     args.name = args.out if args.render is None else args.render
     if not args.name or "/" in args.name:
         refuse(f"{args.name!r}: pass a name, since all pages are in results/")
-    if args.render is not None and (commands or flags or args.rounds or args.steps):
+    if args.render is not None and (commands or flags or args.rounds or args.steps or args.climb):
         refuse("--render runs nothing: pass no rows and no other flags")
+    if args.climb and commands:
+        refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-    # A word that neither parser knows, and that is no flag, is a row which was typed too late. Where an unknown flag
-    # comes before it, parse_flags() refuses that below.
+    # what no parser knows is a flag of a script without quotes, or a row which was typed too late
     _, strays = new_parser(None).parse_known_args(flags)
+    has_scripts = args.climb or not all(ladder.stage_of(word) for word in commands)
+    if strays and strays[0].startswith("-") and has_scripts:
+        refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
     args.shared_flags = flags
     args.shared_args = parse_flags(flags)
-    args.rows, args.reference = rows_of(commands, args.shared_args.device)
-    for row in args.rows:
-        parse_flags([*flags, *row.flags])
+    rows = rows_of_command(args, commands)
+    args.reference = rows[0].name
+    if not (commands or args.climb):
+        args.reference = [row.name for row in rows if row.stage and not row.launcher][0]  # s01, and not `plain`
+    args.rows = all_rows(rows)
+    check_flags(args)
     return args
+
+
+def rows_of_command(args, commands):
+    """Return the Rows of the table: those of --climb, of the commands, or without any those of the ladder."""
+    device = args.shared_args.device
+    if args.climb:
+        rows = rows_of_climb(args.climb, device)
+        for name, reason in useless_here(device).items():
+            say(f"+{name} is left out: {reason}")
+        return rows
+    if commands:
+        return [row_of(command) for command in commands]
+    return rows_of_ladder(device)
+
+
+def check_flags(args):
+    """Exit with one line where the flags of all rows, or of a stage, are wrong or go to nobody."""
+    stages = [row for row in args.rows if not row.is_watched and not row.is_probe]
+    for row in stages:
+        parse_flags([*args.shared_flags, *row.flags])
+    for flag in () if stages else args.shared_flags:
+        if flag.startswith("--") and not flag.startswith(FLAGS_OF_ALL):
+            refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
 
 
 def parse_flags(flags):
@@ -89,10 +130,12 @@ def parse_flags(flags):
 
 
 def prepare_text(args):
-    """Load the text once, before any row starts. Where another one took its place, all rows are to take that, too.
+    """Load the text once, before any stage starts. Where another one took its place, all are to take that, too.
 
     Exits with one line where the text is too short for a sequence.
     """
+    if all(row.is_watched or row.is_probe for row in args.rows):
+        return
     corpus = load_tokens(args.shared_args.data)
     TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short
     if corpus.source != args.shared_args.data:
@@ -106,6 +149,7 @@ def new_bench(args, argv, in_turn):
     else:
         steps, rounds = WARMUP + MOST_COUNTED_STEPS, ROUNDS
     steps, rounds = args.steps or steps, args.rounds or rounds
+    on_cpu = args.shared_args.device.type == "cpu"
     return {
         "kind": "bench",
         "in_turn": in_turn,
@@ -115,22 +159,33 @@ def new_bench(args, argv, in_turn):
         "rounds": rounds,
         "rows": [asdict(row) for row in args.rows],
         "flags": ["--steps", str(steps), *args.shared_flags],
-        "variables": CPU_MEMORY if args.shared_args.device.type == "cpu" else {},
+        "variables": CPU_MEMORY if on_cpu else {},
+        "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared_args.seed)],
+        "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {},
         "environment": machine.environment(args.shared_args.device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
 
 
+def tell_where_scripts_run(rows, in_turn):
+    """Print in which folders the scripts run, since several may write the same files there."""
+    folders = {str(row.folder): None for row in rows if row.is_watched}
+    at_once = ", several at once" if in_turn else ""
+    for folder in folders:
+        say(f"scripts run in {folder}{at_once}; {{row}} in a flag is the row's number, for those that write files")
+
+
 def measure(args, argv, path):
-    """Run a new bench, and return its Results. After Ctrl-C, show what was measured so far."""
+    """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
     in_turn = args.shared_args.device.type == "cpu"
     path.parent.mkdir(exist_ok=True)
-    with open(path, "x", encoding="utf-8") as file:
+    tell_where_scripts_run(args.rows, in_turn)
+    with open(path, "x", encoding="utf-8") as file, contextlib.closing(Reaper()) as reaper:
         while True:  # a second time where memory does not hold all rows at once
             results = Results(new_bench(args, argv, in_turn), file)
             try:
-                measure_rounds(results, path)
+                measure_rounds(results, path, reaper)
                 return results
             except NotEnoughMemory as error:
                 say(f"{error}, so they run one after the other, in {args.rounds or ROUNDS} rounds")
@@ -143,7 +198,7 @@ def measure(args, argv, path):
                 raise
 
 
-def measure_rounds(results, path):
+def measure_rounds(results, path, reaper):
     """Measure all rounds, and show the table after each.
 
     Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
@@ -157,10 +212,10 @@ def measure_rounds(results, path):
     for round_number in range(bench["rounds"]):
         order = [probe, *rows]
         if bench["in_turn"]:
-            lead(order, results, round_number, teller_of_turns(results))
+            lead(order, results, round_number, reaper, teller_of_turns(results))
         else:
             for row in order:
-                lead([row], results, round_number)
+                lead([row], results, round_number, reaper)
                 ended += 1
                 seconds_left = (time.monotonic() - began) / ended * (total - ended)
                 say(f"{speed_of(results, row)}; {ended} of {total} runs, {about(seconds_left)} left")
@@ -183,10 +238,10 @@ def teller_of_turns(results):
 def speed_of(results, row):
     """Return words on a row that has ended: its tokens per second, and its ratio to the row above."""
     if row.is_probe or not results.counted(row):
-        return f"{row.name} has ended"
-    words = f"{row.name}: {results.figure(row, 'tok_per_sec'):,.0f} tok/sec"
+        return f"{row.label} has ended"
+    words = f"{row.label}: {results.figure(row, 'tok_per_sec'):,.0f} tok/sec"
     compared = results.compare(row, results.above(row))
-    return f"{words}, {compared.value:.2f} x {results.above(row).name}" if compared else words
+    return f"{words}, {compared.value:.2f} x {results.above(row).label}" if compared else words
 
 
 def show(results, path):
@@ -206,8 +261,17 @@ def exit_status(results):
     return 0
 
 
+class Interrupted(KeyboardInterrupt):
+    """The bench was asked to end, by the signal of this number."""
+
+
+def interrupt(signal_number, frame):
+    """Raise Interrupted: what a signal does that ends the bench."""
+    raise Interrupted(signal_number)
+
+
 def main(argv):
-    """Measure, or draw what was measured. Return the exit status, which is 130 after Ctrl-C."""
+    """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
     args = parse_command(argv)
     path = ROOT / "results" / f"{args.name}.jsonl"
     if args.render is not None:
@@ -216,11 +280,14 @@ def main(argv):
         return 0
     if path.exists() or path.with_suffix(".md").exists():
         refuse(f"results/{path.stem} is there already: pass another --out")
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(signal_number, interrupt)
     try:
         prepare_text(args)
         return exit_status(measure(args, argv, path))
-    except KeyboardInterrupt:
-        return 130
+    except Interrupted as interrupted:
+        return 128 + interrupted.args[0]
 
 
 if __name__ == "__main__":

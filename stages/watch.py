@@ -2,25 +2,27 @@
 
     python stages/watch.py ../nanoGPT/train.py --batch_size=8
     python stages/watch.py --steps 30 --profile ../nanoGPT/train.py --batch_size=8
+    python stages/watch.py +bf16 +compile ../nanoGPT/train.py --batch_size=8
     python stages/watch.py -m scripts.base_train --depth=4
     torchrun --standalone --nproc_per_node=2 stages/watch.py train.py
 
 Flags before the script are watch.py's own, and those behind it are the script's. Nothing in the script changes. PyTorch
-calls watch.py after each step of an optimizer: there a step ends, and the next one begins.
+calls watch.py after each step of an optimizer: there a step ends, and the next one begins. +tf32, +bf16, +compile and
++fused add a technique from outside.
 """
 
-from harness import ROOT, machine  # first: it makes data and model importable from here
+from harness import ROOT, ladder, machine  # first: it makes data and model importable from here
 from harness import watcher as watcher_module
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive
 from harness.record import Record
+from harness.scripts import folder_of, logs_by_itself
 from harness.watcher import Watcher, end_process, watch_pytorch
 
 import builtins
 import importlib.util
 import os
 import random
-import re
 import sys
 import traceback
 import types
@@ -38,10 +40,13 @@ OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceb
 def parse_command(argv):
     """Return watch.py's own flags as a namespace, with script, is_module and script_argv, its own flags.
 
+    It also has added, the techniques to add; folder, where the script runs; and title, the script as it was typed.
     Exits with one line and status 2 where there is no script, or it can't be watched.
     """
     own, script, is_module, script_argv = split_command(argv)
-    parser = Parser(__doc__, usage="watch.py [flags] SCRIPT.py | -m MODULE [its own flags]")
+    added = [word[1:] for word in own if word.startswith("+")]
+    own = [word for word in own if not word.startswith("+")]
+    parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     add = parser.add_argument
     steps_help = f"stop the script after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
     add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} (50; {WARMUP + COUNTED_STEPS} without a GPU)")
@@ -57,11 +62,17 @@ def parse_command(argv):
         args.steps = None
         if args.profile:
             refuse("--profile shows the last step, and --steps all has none that is known before: pass a number")
+    for name in added:
+        if name not in ladder.ADDED:
+            refuse(f"+{name} is no technique that can be added from outside: --help lists them")
+    args.folder = Path.cwd()
+    args.title = f"-m {script}" if is_module else script
     if not is_module:
         check_script(script)
-    args.script, args.is_module, args.script_argv = script, is_module, script_argv
-    args.title = f"-m {script}" if is_module else script
-    args.worker = False
+        args.folder = folder_of(script)
+        if args.folder != Path.cwd():
+            script = str(Path(script).resolve())
+    args.script, args.is_module, args.script_argv, args.added = script, is_module, script_argv, added
     return args
 
 
@@ -82,18 +93,15 @@ def steps_or_all(text):
 
 def check_script(script):
     """Exit with one line where a script is not there, or logs its steps by itself, as a stage and its copies do."""
-    path = Path(script)
-    if not path.is_file():
+    if not Path(script).is_file():
         refuse(f"there is no script {script}")
-    folder = path.resolve().parent
-    has_own_harness = folder != ROOT / "stages" and (folder / "harness").exists()
-    uses_harness = re.search(r"^(from|import) harness\b", path.read_text("utf-8", "replace"), re.MULTILINE)
-    if uses_harness and not has_own_harness:
+    if logs_by_itself(script):
         refuse(f"{script} logs its steps by itself: start it by python {script}")
 
 
 def leave_home_to(args):
-    """Make this process the script's own: its folder on the path, its flags, an empty stdin, none of our modules."""
+    """Make this process the script's own: its folders, its flags, an empty stdin, none of our modules."""
+    os.chdir(args.folder)
     for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "data", "model"):
             del sys.modules[name]
@@ -151,18 +159,25 @@ def its_own_traceback(error):
     return "".join(told.format())
 
 
-def say_end(watcher, reason):
-    """Print the summary of what was timed, and below it how the script ended before its steps were taken."""
-    watcher.finish()
+def say_end(watcher, reason, said=""):
+    """Tell how the script ended before its steps were taken, below the summary of those that it took.
+
+    said: its own last words.
+    """
+    args = watcher.args
     taken = len(watcher.report.steps) if watcher.report else 0
-    asked = watcher.args.steps
-    of_asked = f" of {asked}" if asked else ""
-    line = f"{watcher.args.title} {reason} after {taken}{of_asked} timed steps"
+    of_asked = f" of {args.steps}" if args.steps else ""
     if watcher.optimizer is None:
-        line = f"{watcher.args.title} {reason}, and no step of a torch optimizer was seen in this process"
-        if reason == ENDED:
+        line = f"{reason}, and no step of a torch optimizer was seen in this process"
+        if reason == ENDED and not args.record.is_led:
             line += ". Where it starts ranks of its own, start them by torchrun: see --help"
-    print(line, file=sys.stderr)
+    else:
+        line = f"{reason} after {taken}{of_asked} timed steps"
+    if args.record.is_led:
+        args.record.write_error(line, said)
+    else:
+        watcher.finish()
+        print(f"{args.title} {line}", file=sys.stderr)
 
 
 def watch(args, watcher):
@@ -189,7 +204,8 @@ def watch(args, watcher):
         text = its_own_traceback(error)
         print(text, end="", file=sys.stderr)
         args.record.write_error(f"{type(error).__name__}: {error}", text)
-        say_end(watcher, f"failed by {type(error).__name__}")
+        if not args.record.is_led:
+            say_end(watcher, f"failed by {type(error).__name__}")
         return 1
     return end_well(watcher)
 
@@ -219,11 +235,12 @@ def status_of(end, watcher):
     """Print how a script left by sys.exit(). Return the exit status."""
     if end.code is None or end.code == 0:
         return end_well(watcher)
-    status = end.code
-    if not isinstance(end.code, int):
-        print(end.code, file=sys.stderr)
-        status = 1
-    say_end(watcher, f"ended with exit status {status}")
+    if isinstance(end.code, int):
+        status, said = end.code, ""
+    else:
+        status, said = 1, str(end.code)  # as Python does
+        print(said, file=sys.stderr)
+    say_end(watcher, f"ended with exit status {status}", said)
     return status
 
 
@@ -232,9 +249,10 @@ def main(argv):
     args.record = Record(args)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     watcher = Watcher(args, out)
-    if machine.is_rank_0():
+    if machine.is_rank_0() and not args.record.is_led:
         until = f"stops after {args.steps} timed steps" if args.steps else "lets it end"
-        print(f"watching {args.title}: {until}, seeds it with {args.seed}, and waits for the device after each step")
+        print(f"watching {args.title} in {args.folder}")
+        print(f"this {until}, seeds it with {args.seed}, and waits for the device after each step")
         sys.stdout.flush()
     watch_pytorch(watcher)
     leave_home_to(args)

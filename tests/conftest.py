@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
+from harness.bench import workers
+from harness.bench.reaper import Reaper
+from harness.bench.results import Results
 from harness.figures import WARMUP
 
 import tiktoken
@@ -135,6 +138,23 @@ def python(*words, folder=ROOT, stdin="", **env):
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def led_by_the_bench(row, flags, steps):
+    """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
+    bench = {"rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "in_turn": True, "variables": {}}
+    bench |= {"flags": ["--steps", "24", *flags], "flags_of_scripts": ["--steps", "24"], "variables_of_scripts": {}}
+    lines = []
+    results = Results(bench)
+    keep = results.add
+    results.add = lambda line: lines.append(line) or keep(line)
+    with contextlib.closing(Reaper()) as reaper:
+        worker = workers.Worker(row, results, 0, reaper)
+        worker.take_steps(steps)
+        worker.close()
+        worker.wait()
+        workers.stop([worker])
+    return Ended(worker.process.returncode, worker.printed(), "", lines)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from harness.figures import WARMUP
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ from harness import ladder
 import bench
 bench.ROOT = Path({folder!r})
 ladder.FOLDER = bench.ROOT / "stages"
-bench.main(sys.argv[1:])
+sys.exit(bench.main(sys.argv[1:]))
 """
 
 
@@ -98,21 +99,25 @@ def repo(tmp_path, monkeypatch, capsys):
     class NamedWorker(workers.Worker):
         """A worker whose fake knows of which row and round it is."""
 
-        def __init__(self, row, results, number):
+        def __init__(self, row, results, number, reaper):
             repo.live.append(row.name)
             repo.most_alive = max(repo.most_alive, len(repo.live))
             monkeypatch.setenv("FAKE_ROW", row.name)
             monkeypatch.setenv("FAKE_ROUND", str(number))
-            super().__init__(row, results, number)
+            super().__init__(row, results, number, reaper)
 
-        def stop(self):
-            repo.live.remove(self.row.name)
-            super().stop()
+    def stop_and_note(stopped):
+        for worker in stopped:
+            repo.live.remove(worker.row.name)
+        stop(stopped)
+
+    stop = workers.stop
 
     monkeypatch.setenv("FAKE_LOCK", str(lock))
     monkeypatch.setattr(bench, "ROOT", folder)
     monkeypatch.setattr(ladder, "FOLDER", folder / "stages")
     monkeypatch.setattr(workers, "Worker", NamedWorker)
+    monkeypatch.setattr(workers, "stop", stop_and_note)
     monkeypatch.setattr(workers, "PATIENCE", 60)
     monkeypatch.setattr(workers, "PAUSE", 0)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
@@ -151,6 +156,11 @@ def gpu(monkeypatch):
         (["--render", "old", "--rounds", "2"], "--render runs nothing"),
         (["s01", "--render", "old"], "--render runs nothing"),
         (["--render", "old", "--seed", "5"], "--render runs nothing"),
+        (["--render", "old", "--climb", "mine.py"], "--render runs nothing"),
+        (["s01", "--climb", "mine.py"], "--climb makes the rows itself: leave out 's01'"),
+        (["--climb", "gone.py"], "there is no gone.py"),
+        (["mine.py", "--hidden", "128"], "--hidden is no flag of a stage: put a script and its own flags into quotes"),
+        (["mine.py", "--batch-size", "4"], "--batch-size is for stages, and no row is one"),
         (["s01", "s05 'x"], "No closing quotation"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--out", "old"], "results/old is there already"),
@@ -162,6 +172,7 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     monkeypatch.chdir(repo.folder)
     (repo.folder / "results").mkdir()
     files = {
+        "mine.py": b"",
         "short.bin": bytes(200),
         "results/old.jsonl": b'{"kind": "bench", "rows": []}\n{}\n',
         "results/page.md": b"",
@@ -281,17 +292,34 @@ def test_ctrl_c_before_the_first_step_leaves_a_page_all_the_same(repo):
     assert "No row got as far as its first step." in repo.page.read_text()
 
 
-def test_a_killed_bench_leaves_no_process_and_a_record_that_can_be_drawn(repo):
-    repo.plan(s03={"do": "kill the bench", "at": WARMUP})
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can_be_drawn(repo, how):
+    repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": how})
     script = BENCH.format(root=str(ROOT), folder=str(repo.folder))
     words = ["s01", "s02", "s03", *repo.flags, f"--steps={STEPS}", "--out=x"]
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
-    assert done.returncode == -9
-    with repo.records.open("a") as record:
-        record.write('{"kind": "step", "rou')  # as a kill in the middle of a line leaves it
+    if how == signal.SIGKILL:
+        assert done.returncode == -how
+        with repo.records.open("a") as record:
+            record.write('{"kind": "step", "rou')  # as a kill in the middle of a line leaves it
+    else:
+        assert done.returncode == 128 + how
+        assert repo.page.exists()
     ended = repo.command("--render", "x")
     assert ended.status == 0
     assert re.search(r"^s01 .* 8,000 ", ended.out, re.MULTILINE)
+
+
+def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypatch):
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": signal.SIGHUP, "round": 0})
+    monkeypatch.setattr(workers, "PATIENCE", 1)  # the fake that sends it takes no more steps
+    monkeypatch.setattr(workers, "POLL", 0.1)
+    try:
+        assert repo.run().status == 1
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
+    assert repo.steps_taken()["s02"] == [STEPS]
 
 
 def test_render_draws_the_page_again_and_measures_nothing(repo):
@@ -306,64 +334,96 @@ def test_render_draws_the_page_again_and_measures_nothing(repo):
 
 # Scripts of the reader's own, in real processes
 
+# It has a model.py of its own, and a flag that is called as one of ours.
 OWN_SCRIPT = """
-print("half a line ", end="")
-from harness import StepLog, parse_args
+import argparse, os, sys, time
 import torch
+from torch.nn import functional as F
+from model import net
 
-args = parse_args("My own.")
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--lr", type=float)
+args = parser.parse_args()
+optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr or 0.1)
+ids = torch.arange(128).view(4, 32)
 print('{"kind": "summary"}', flush=True)  # as anyone may print
-net = torch.nn.Linear(1, 1)
-log = StepLog(args, net, tokens_per_step=128)
 for step in range(args.steps):
-    log.start()
-    loss = net(torch.ones(1)).sum()
-    log.step(loss, step=9, peak=0.5, round=7)  # names that the record has, too
-log.finish()
+    # here
+    loss = F.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
-# put in place of "log = ": a config as nanoGPT's, which has another block_size
-GPT = "net.config = type('Config', (), dict(vocab_size=300, block_size=999, n_layer=1, n_head=1, n_embd=32))\nlog = "
-LOGGER = "class Logger:\n    write = flush = lambda *words: None\nimport sys\nsys.stdout = Logger()\n"
+NET = "import torch\nnet = torch.nn.Sequential(torch.nn.Embedding(200, 16), torch.nn.Linear(16, 200))\n"
 
 
-def test_scripts_of_ones_own_are_rows_and_one_that_is_wrong_says_why(repo, tmp_path, monkeypatch):
-    scripts = {
-        "few": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps - 1)"),
-        "many": OWN_SCRIPT.replace("range(args.steps)", "range(args.steps + 1)"),
-        "two_logs": OWN_SCRIPT.replace("log = ", "first_log = StepLog(args, net, tokens_per_step=1)\nlog = "),
-        "no_start": OWN_SCRIPT.replace("    log.start()\n", ""),
-        "no_tokens": OWN_SCRIPT.replace("tokens_per_step=128", "tokens_per_step=0"),
-        "no_finish": OWN_SCRIPT.replace("log.finish()", ""),
-        "third_step": OWN_SCRIPT.replace("    loss = ", "    loss = 1 / (2 - step) * "),
-        "no_memory": OWN_SCRIPT.replace("net = ", "raise torch.OutOfMemoryError('CUDA out of memory')\nnet = "),
-        "syntax": "x = (1,",
-        "a_gpt": OWN_SCRIPT.replace("log = ", GPT),
-        "no_stdout": LOGGER + OWN_SCRIPT.replace("log.step(loss", "log.step(loss.item()"),
-    }
-    for name, text in scripts.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setattr(ladder, "FOLDER", ROOT / "stages")  # where the harness is
+@pytest.fixture
+def own_scripts(repo, tmp_path, monkeypatch):
+    """own_scripts(name="what it does in each step"): scripts in the folder that the bench runs in."""
+    (repo.folder / "stages" / "watch.py").symlink_to(ROOT / "stages" / "watch.py")
     monkeypatch.chdir(tmp_path)
-    flags = ("--size=tiny", "--no-compile", "--amp-dtype=float32", "--seq-len=64")
-    ended = repo.run("s05", *(f"{name}.py" for name in scripts), *flags, steps=WARMUP + 1)
+    repo.flags = ["--device", "cpu"]
+    (tmp_path / "model.py").write_text(NET)
+
+    def write(**lines):
+        for name, line in lines.items():
+            (tmp_path / f"{name}.py").write_text(OWN_SCRIPT.replace("# here", line or "pass"))
+
+    return write
+
+
+def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_happened_to_it(repo, own_scripts):
+    own_scripts(
+        good=None,
+        ends="if step == 3: break",
+        raises="loss = 1 / (3 - step)",
+        leaves="if step == 3: sys.exit(5)",
+        segfaults="if step == 3: os.kill(os.getpid(), 11)",
+        asks="input()",
+        no_memory="if step == 1: raise torch.OutOfMemoryError('CUDA out of memory')",
+    )
+    names = ("ends", "raises", "leaves", "segfaults", "asks", "no_memory")
+    ended = repo.run("good.py --steps 50 --lr 1", *(f"{name}.py" for name in names), "--seed=4", steps=WARMUP + 2)
     assert ended.status == 1
     results = Results.load(repo.records)
     errors = {row.title: results.error(row) for row in results.table_rows}
     assert {title: error["message"] for title, error in errors.items() if error} == {
-        "few": "error: the loop ended after 4 of 5 steps: let it run over range(args.steps)",
-        "many": "error: the loop goes on after --steps 5: let it run over range(args.steps)",
-        "two_logs": "error: the script has two StepLogs: let one log take all steps",
-        "no_start": "error: log.step() without log.start(): call that at the top of the loop",
-        "no_tokens": "error: tokens_per_step is 0: pass 1 or more",
-        "no_finish": "ended without log.finish()",
-        "third_step": "ZeroDivisionError: division by zero",
+        "ends": "ended after 2 of 6 timed steps",
+        "raises": "ZeroDivisionError: division by zero",
+        "leaves": "ended with exit status 5 after 2 of 6 timed steps",
+        "segfaults": "killed by SIGSEGV",
+        "asks": "EOFError: EOF when reading a line",
         "no_memory": "OutOfMemoryError: CUDA out of memory",
-        "syntax": "SyntaxError: '(' was never closed",
     }
     assert [title for title, error in errors.items() if error and error["out_of_memory"]] == ["no_memory"]
-    assert "loss = 1 / (2 - step)" in errors["third_step"]["traceback"]
-    assert "loss = 1 / (2 - step)" in ended.err
-    a_gpt, no_stdout = results.rows["a_gpt.py"], results.rows["no_stdout.py"]
-    assert results.compare(a_gpt, results.rows["s05"]) is not None
-    assert results.compare(no_stdout, a_gpt) is None  # its tokens are another thing
-    assert re.search(r"^no_stdout +no_stdout.py .* – +– ", ended.out, re.MULTILINE)
+    assert "loss = 1 / (3 - step)" in errors["raises"]["traceback"] and "loss = 1 / (3 - step)" in ended.err
+    good = results.rows["good.py --steps 50 --lr 1"]
+    assert len(results.counted(good)) == 2
+    assert results.facts(good)["settings"]["batch_size"] == 4
+    assert results.facts(good)["settings"]["seed"] == 4
+    assert "good.py --steps 50 --lr 1: has nothing of the ladder; lacks " in ended.out
+
+
+def test_a_climb_adds_to_a_script_what_it_lacks_and_measures_each(repo, own_scripts, monkeypatch):
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(machine, "compile_problem", lambda device: "no compiler")
+    own_scripts(train=None)
+    ended = repo.command("--climb", "train.py --lr 0.01", "--device=cpu", f"--steps={WARMUP + 2}", "--out=x")
+    assert ended.status == 0, ended.err
+    assert "+compile is left out: no compiler" in ended.err
+    results = Results.load(repo.records)
+    assert [row.title for row in results.table_rows] == ["plain", "train", "+ bf16", "+ fused"]
+    assert results.reference.title == "plain"
+    used = [results.facts(row)["techniques"] for row in results.table_rows]
+    assert [(each["autocast"], each["fused"]) for each in used] == [
+        (None, False),
+        (None, False),
+        ("bfloat16", False),
+        ("bfloat16", True),
+    ]
+    losses = [results.loss_at(row, WARMUP) for row in results.table_rows]
+    assert losses[1] == losses[0]
+    assert losses[2] == pytest.approx(losses[0], rel=0.02) and losses[2] != losses[0]
+    assert losses[3] == pytest.approx(losses[2], rel=1e-3)
+    assert re.search(r"^\+ fused +AdamW\(\.\.\., fused=True\) ", ended.out, re.MULTILINE)

@@ -152,12 +152,3 @@ def test_a_stage_needs_nothing_that_windows_lacks():
     script = f"import sys; {hidden}; import harness; print('imported')"
     run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent))
     assert run.out == "imported\n", run.err
-
-
-def test_a_script_beside_a_model_of_its_own_is_told_to_rename_it(tmp_path):
-    (tmp_path / "model.py").write_text("raise SystemExit('imported')\n")
-    (tmp_path / "script.py").write_text("import harness\n")
-    run = python(tmp_path / "script.py", PYTHONPATH=str(STAGE_FILES["s01"].parent))
-    assert run.status == 2
-    name = tmp_path / "model.py"
-    assert run.err == f"error: {name} has the name of the ladder's model.py: rename it, as my_model\n"

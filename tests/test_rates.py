@@ -1,15 +1,14 @@
 """The rates: each part against a clock that is known, and the probe as the bench starts it."""
 
 from harness import machine, rates
+from harness.bench.rows import PROBE, Row
 
-import json
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, python
+from conftest import led_by_the_bench
 
-PROBE = ROOT / "stages" / "harness" / "bench" / "probe.py"
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
@@ -97,10 +96,9 @@ def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
     assert queued == ["wait", "work", "work", "wait"]
 
 
-def test_the_probe_measures_once_for_each_line_of_its_stdin():
-    flags = ("--device", "cpu", "--amp-dtype", "float32", "--worker", "--steps", "3")
-    run = python(PROBE, *flags, stdin="\n\n", PYTHONPATH=str(ROOT / "stages"))
-    first, second, summary = [json.loads(line) for line in run.out.splitlines()[1:]]
+def test_the_probe_measures_once_for_each_request():
+    run = led_by_the_bench(Row(PROBE, PROBE, PROBE), ("--device", "cpu", "--amp-dtype", "float32"), steps=2)
+    _, first, second, summary = run.lines
     assert [first["step"], second["step"], summary["kind"]] == [0, 1, "summary"]
     assert second["peak"].keys() <= {"float32", "tf32"}
     assert min(second["peak"]["float32"], second["copy"], second["dt"]) > 0

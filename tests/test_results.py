@@ -11,7 +11,7 @@ import statistics
 import pytest
 import torch
 from conftest import FLOAT32
-from fixtures.records import CPU, failure, header, probed, results_of, row, rows_of_names, run, summary
+from fixtures.records import CPU, MINI, failure, header, probed, results_of, row, rows_of_names, run, summary
 
 import bench
 
@@ -149,9 +149,59 @@ def test_speed_is_in_tokens_and_not_in_steps():
 
 
 def test_a_gpt_is_not_compared_with_a_model_whose_tokens_are_another_thing():
-    results = results_of(run("a", [1.0]), run("b", [1.0], shape=None), run("c", [0.5], shape=None))
+    results = results_of(run("a", [1.0]), run("b", [1.0], unit="sample"), run("c", [0.5], unit="sample"))
     assert ratio(results, "b", "a") is None
     assert ratio(results, "c", "b")[0] == 2
+
+
+def test_the_ratio_of_two_models_is_told_and_is_no_verdict():
+    other = {"shape": MINI | {"n_embd": 99}}
+    results = results_of(run("a", [1.0] * 2), run("a again", [1.1] * 2), run("b", [1.0] * 2, **other))
+    assert ratio(results, "b", "a")[0] == 1
+    assert not may_be_chance(results, "b")
+    same = results_of(run("a", [1.0] * 2), run("a again", [1.1] * 2), run("b", [1.0] * 2))
+    assert may_be_chance(same, "b")
+
+
+def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together():
+    """Two batches come at once, and none for a while: 4 steps of 1000 tokens in 2 s, and in halves of 1 s each."""
+    bursts = {"dts": [0.99, 0.01, 0.99, 0.01], "wait": 0.4, "warmup_dt": 0.5}
+    steady = {"dts": [0.99, 0.01, 0.99, 0.01], "wait": 0.01, "warmup_dt": 0.5}
+    results = results_of(run("a", [0.25] * 4), run("b", **bursts), run("c", **steady), in_turn=True)
+    b, c = results.rows["b"], results.rows["c"]
+    assert results.figure(b, "tok_per_sec") == pytest.approx(2000)
+    assert ratio(results, "b", "a") == (pytest.approx(0.5), pytest.approx(0))
+    assert results.figure(c, "tok_per_sec") == pytest.approx(2000)  # the median is the mean of the two in the middle
+    assert results.compare(c, results.rows["a"]).spread > 12
+
+
+def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
+    """In bfloat16 the matmuls, which are nearly all of a step here, should take half the time."""
+    rates = probed(float32=1e9, bfloat16=2e9, copy=1e15)
+    about = {"techniques": {}, "parameters": 30_000_000}
+    rows = [row("probe"), row("train.py")]
+    rows.append(row("+ bf16", above="train.py", script="train.py"))
+    rows.append(row("+ bf16 more", above="+ bf16", script="train.py"))
+    rows.append(row("other.py", above="+ bf16 more"))
+    results = results_of(
+        rates,
+        run("train.py", [1.0], **about),
+        run("+ bf16", [1.0], **about | {"techniques": {"autocast": "bfloat16"}}),
+        run("+ bf16 more", [1.0], **about | {"techniques": {"autocast": "bfloat16"}}),
+        run("other.py", [1.0], **about),
+        rows=rows,
+    )
+    assert results.predicted(results.rows["+ bf16"]) == pytest.approx(2, rel=0.05)
+    assert results.predicted(results.rows["+ bf16 more"]) is None  # in it already
+    assert results.predicted(results.rows["other.py"]) is None  # who knows what else it does
+
+
+def test_losses_stand_beside_by_the_numbers_of_their_steps():
+    """A watched script counts from 1: the first step of its optimizer only starts the clock."""
+    watched = [line | {"step": line["step"] + 1} if line["kind"] == "step" else line for line in run("b", [1.0] * 2)]
+    results = results_of(run("a", [1.0] * 2), watched)
+    assert results.last_common_step() == 5
+    assert [results.loss_at(row, 5) for row in results.table_rows] == [4.5, 4.6]
 
 
 def test_the_share_of_the_peak_is_by_the_models_shape():

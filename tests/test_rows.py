@@ -1,8 +1,10 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
-from harness import ladder
-from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY, row_of, rows_of
+from harness import ladder, machine
+from harness.bench import rows
+from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
 
+import re
 import sys
 
 import pytest
@@ -15,10 +17,10 @@ SHORTS = [stage.short for stage in ladder.STAGES]
 
 @pytest.fixture(autouse=True)
 def own_scripts(tmp_path, monkeypatch):
-    """A folder to be in, with a script, and a copy of a stage in another folder."""
-    (tmp_path / "mine.py").touch()
+    """A folder to be in, with a script, and with two more in a folder of it."""
     (tmp_path / "my").mkdir()
-    (tmp_path / "my" / "s12_ddp.py").touch()
+    for name in ("mine.py", "my/train.py", "my/s12_ddp.py"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
 
 
@@ -28,79 +30,127 @@ def names(rows):
 
 
 @pytest.mark.parametrize(
-    "word, name, title, script, launcher, flags",
+    "word, title, script, launcher, flags",
     [
-        ("s05", "s05", "s05", "s05_flash", "", ""),
-        ("s05_flash", "s05", "s05", "s05_flash", "", ""),
-        ("s11 --batch-size 16", "s11 --batch-size 16", "s11", "s11_accum", "", "--batch-size 16"),
-        ("mine.py", "mine.py", "mine", "mine.py", "", ""),
-        ("my/s12_ddp.py --accum 8", "my/s12_ddp.py --accum 8", "s12_ddp", "my/s12_ddp.py", "", "--accum 8"),
-        ("torchrun --x 2 s12", "torchrun --x 2 s12", "s12", "s12_ddp", "torchrun --x 2", ""),
-        ("env A=b mine.py", "env A=b mine.py", "mine", "mine.py", "env A=b", ""),
+        ("s05", "s05", "s05_flash", "", ""),
+        ("s05_flash", "s05", "s05_flash", "", ""),
+        ("s11 --batch-size 16", "s11", "s11_accum", "", "--batch-size 16"),
+        ("s11 --data s05", "s11", "s11_accum", "", "--data s05"),
+        ("s11 --data gen.py", "s11", "s11_accum", "", "--data gen.py"),
+        ("mine.py", "mine", "mine.py", "", ""),
+        ("mine.py --steps 8 --device cpu config/a.py", "mine", "mine.py", "", "--steps 8 --device cpu config/a.py"),
+        ("-m my.train --depth=4", "train", "-m my.train", "", "--depth=4"),
+        ("python -u -m my.train", "train", "-m my.train", "python -u", ""),
+        ("python -m torch.distributed.run -n 2 mine.py", "mine", "mine.py", "python -m torch.distributed.run -n 2", ""),
+        ("torchrun -n 2 -m my.train", "train", "-m my.train", "torchrun -n 2", ""),
+        ("accelerate launch --cpu mine.py -m", "mine", "mine.py", "accelerate launch --cpu", "-m"),
+        ("my/s12_ddp.py --accum 8", "s12_ddp", "my/s12_ddp.py", "", "--accum 8"),
+        ("torchrun --x 2 s12", "s12", "s12_ddp", "torchrun --x 2", ""),
+        ("torchrun --log-dir s05 --standalone s12", "s12", "s12_ddp", "torchrun --log-dir s05 --standalone", ""),
+        ("env A=b mine.py", "mine", "mine.py", "env A=b", ""),
+        ("env A=b.py mine.py", "mine", "mine.py", "env A=b.py", ""),
+        (f"mine.py --text {'x' * 300}", "mine", "mine.py", "", f"--text {'x' * 300}"),
     ],
 )
-def test_a_word_is_a_launcher_a_script_and_flags(word, name, title, script, launcher, flags):
+def test_a_word_is_a_launcher_a_script_and_flags(monkeypatch, word, title, script, launcher, flags):
+    monkeypatch.setattr(rows.shutil, "which", lambda program: program)  # accelerate need not be here
     row = row_of(word)
-    assert (row.name, row.title, row.script) == (name, title, script)
+    assert (row.title, row.script) == (title, script)
     assert (row.launcher, row.flags) == (tuple(launcher.split()), tuple(flags.split()))
 
 
-def test_a_command_runs_this_python_on_the_shared_flags_and_then_its_own(tmp_path):
-    command = row_of("env A=b s11 --accum 8").command(["--steps", "9"])
-    assert command == ["env", "A=b", sys.executable, str(STAGE_FILES["s11"]), "--steps", "9", "--accum", "8"]
-    command = row_of("env A=b torchrun --nproc_per_node=2 mine.py").command([])
+BENCH = {"flags": ["--steps", "9", "--lr", "1"], "flags_of_scripts": ["--steps", "9"]}
+WATCH = [str(ROOT / "stages" / "watch.py"), "--steps", "9"]
+
+
+def test_a_stage_runs_on_the_shared_flags_and_then_its_own(tmp_path):
+    command = row_of("env A=b s11 --accum 8").command(BENCH)
+    assert command == ["env", "A=b", sys.executable, str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]
+    (tmp_path / "copy.py").write_text("from harness import StepLog\n")
+    assert row_of("copy.py --accum 8").command(BENCH)[1:] == [f"{tmp_path}/copy.py", *BENCH["flags"], "--accum", "8"]
+
+
+def test_a_script_is_watched_with_its_own_flags_alone():
+    assert row_of("mine.py --lr 2").command(BENCH) == [sys.executable, *WATCH, "mine.py", "--lr", "2"]
+    assert row_of("-m my.train --lr 2").command(BENCH) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
+    assert row_of("+bf16 +fused mine.py").command(BENCH) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
+
+
+def test_this_python_runs_a_command_that_names_no_other(tmp_path):
+    command = row_of("env A=b torchrun --nproc_per_node=2 mine.py").command(BENCH)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    assert command == ["env", "A=b", *torchrun, str(tmp_path / "mine.py")]
-    assert row_of("python3 -u mine.py").command([]) == [sys.executable, "-u", str(tmp_path / "mine.py")]
-    assert row_of("nice python_2 s01").command([])[:3] == ["nice", "python_2", sys.executable]
-    assert row_of("env A=/python B=y.py s01").command([])[:4] == ["env", "A=/python", "B=y.py", sys.executable]
+    assert command == ["env", "A=b", *torchrun, *WATCH, "mine.py"]
+    assert row_of("python3 -u s01").command(BENCH)[:3] == [sys.executable, "-u", str(STAGE_FILES["s01"])]
+    assert row_of("nice python_2 s01").command(BENCH)[:3] == ["nice", "python_2", sys.executable]
+    assert row_of("env A=/python B=y.py s01").command(BENCH)[:4] == ["env", "A=/python", "B=y.py", sys.executable]
     (tmp_path / "lr=3.py").touch()
     assert row_of("lr=3.py").script == "lr=3.py"
     (tmp_path / "a=b").mkdir()
     (tmp_path / "a=b" / "python").touch(mode=0o755)
-    assert row_of(f"{tmp_path}/a=b/python s01").command([])[:2] == [f"{tmp_path}/a=b/python", str(STAGE_FILES["s01"])]
+    command = row_of(f"{tmp_path}/a=b/python s01").command(BENCH)
+    assert command[:2] == [f"{tmp_path}/a=b/python", str(STAGE_FILES["s01"])]
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
-    named = row_of(f"{tmp_path}/python3.99 mine.py").command([])
-    assert named == [f"{tmp_path}/python3.99", str(tmp_path / "mine.py")]
+    named = row_of(f"{tmp_path}/python3.99 mine.py").command(BENCH)
+    assert named == [f"{tmp_path}/python3.99", *WATCH, "mine.py"]
+
+
+def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    bench = {"variables": CPU_MEMORY, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}}
+    assert row_of("mine.py").variables(bench) == CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
+    assert row_of("s05").variables(bench) == CPU_MEMORY | {"PYTHONPATH": str(ROOT / "stages")}
 
 
 @pytest.mark.parametrize(
     "word, reason",
     [
         ("--x", "'--x' names no stage"),
+        ("", "'' names no stage"),
+        ("+bf16", "'\\+bf16' names no stage"),
+        ("python -m torch.distributed.run", "names no stage and no script"),
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
+        ("+bf17 mine.py", "\\+bf17 is no technique .* \\+tf32, \\+bf16, \\+compile, \\+fused"),
+        ("+bf16 s05", "\\+bf16 is for a script of your own"),
+        ("s05 --steps 9", "put --steps behind all rows"),
     ],
 )
 def test_a_word_that_can_not_run_is_one_line(capsys, word, reason):
-    assert reason in error_of(capsys, row_of, word)
-
-
-@pytest.mark.parametrize("name", ["model.py", "data.py", "model/__init__.py"])
-def test_a_script_beside_a_namesake_of_the_ladders_modules_is_one_line(capsys, tmp_path, name):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).touch()
-    assert "rename it" in error_of(capsys, row_of, "mine.py")
-    row_of("s05")
+    assert re.search(reason, error_of(capsys, row_of, word))
 
 
 def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_above():
-    all_rows, reference = rows_of(["s11", "mine.py", "s05"], CPU)
-    assert reference == "s11"
-    assert names(all_rows) == ["probe", "s11", "mine.py", "s05", "s05 again"]
-    assert [row.above for row in all_rows] == [None, None, "s11", "mine.py", None]
-    assert all_rows[-1].control_of == "s05"
-    assert all_rows[0].path == ROOT / "stages" / "harness" / "bench" / "probe.py"
+    together = all_rows([row_of(word) for word in ("s11", "mine.py", "s05", "s06")])
+    assert names(together) == ["probe", "s11", "mine.py", "s05", "s05 again", "s06"]
+    assert [row.above for row in together] == [None, None, "s11", "mine.py", None, "s05"]
+    assert together[4].control_of == "s05"
+    assert together[0].path == ROOT / "stages" / "harness" / "bench" / "probe.py"
 
 
-def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none():
-    words = ["mine.py", "my/s12_ddp.py", "s01", "s02", "s03"]
-    assert "s02 again" in names(rows_of(words, CUDA)[0])
-    assert "my/s12_ddp.py again" in names(rows_of(words[:2], CUDA)[0])
+def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none_and_of_two_the_first():
+    words = ["mine.py", "my/train.py", "s01", "s02", "s03"]
+    for count, repeated in ((5, "s02"), (2, "mine.py")):
+        together = all_rows([row_of(word) for word in words[:count]])
+        assert [row.control_of for row in together if row.control_of] == [repeated]
+
+
+def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart():
+    together = all_rows([row_of("mine.py --out=o/{row}/x"), row_of("+tf32 mine.py --out=o/{row}/x")])
+    flags = [row.flags for row in together[1:]]
+    assert flags == [("--out=o/1/x",), ("--out=o/2/x",), ("--out=o/3/x",)]  # that of the control, too
+
+
+def test_scripts_of_one_name_are_titled_by_their_folders(tmp_path):
+    (tmp_path / "mine" / "train.py").parent.mkdir()
+    (tmp_path / "mine" / "train.py").touch()
+    words = ["my/train.py", "mine/train.py", "mine.py", "+bf16 mine.py"]
+    titles = [row.title for row in all_rows([row_of(word) for word in words]) if not row.control_of]
+    assert titles == ["probe", "my/train", "mine/train", "mine", "mine"]
 
 
 def test_two_rows_of_one_name_are_one_line(capsys):
-    assert "two rows are 's05'" in error_of(capsys, rows_of, ["s05", "s11", "s05_flash"], CPU)
+    words = ["s05", "s11", "s05_flash"]
+    assert "two rows are 's05'" in error_of(capsys, all_rows, [row_of(word) for word in words])
 
 
 def test_plain_goes_without_each_of_the_memory_variables():
@@ -108,17 +158,39 @@ def test_plain_goes_without_each_of_the_memory_variables():
     assert [*CPU_MEMORY] == [*WITHOUT_CPU_MEMORY[2::2]]
 
 
-def test_without_words_the_ladder_runs_on_a_cpu_with_plain_above_it():
-    all_rows, reference = rows_of([], CPU)
-    table = [row for row in all_rows if not row.is_probe and not row.control_of]
+def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
+    table = rows_of_ladder(CPU)
     assert names(table) == ["plain", *SHORTS]
-    assert reference == table[1].name == table[2].above
-    assert table[0].command([]) == [*WITHOUT_CPU_MEMORY, sys.executable, str(STAGE_FILES["s01"])]
-    assert table[1].command([]) == [sys.executable, str(STAGE_FILES["s01"])]
+    assert table[0].command(BENCH)[:-4] == [*WITHOUT_CPU_MEMORY, sys.executable, str(STAGE_FILES["s01"])]
+    assert table[1].command(BENCH)[:-4] == [sys.executable, str(STAGE_FILES["s01"])]
+    assert names(rows_of_ladder(CUDA)) == SHORTS
+    assert names(rows_of_ladder(MPS)) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
 
 
-def test_without_words_the_ladder_runs_on_a_card_and_on_apples_chip_without_several_ranks():
-    table = [name for name in names(rows_of([], CUDA)[0]) if name in SHORTS]
-    assert table == SHORTS
-    table = [name for name in names(rows_of([], MPS)[0]) if name in SHORTS]
-    assert table == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
+def climb(device, monkeypatch, tf32=False, amp_dtype=torch.bfloat16, compile_problem=None):
+    """{title: (launcher, added)} of a climb on a machine of that kind."""
+    monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: amp_dtype)
+    monkeypatch.setattr(machine, "compile_problem", lambda device: compile_problem)
+    return {row.title: (row.launcher, row.added) for row in rows_of_climb("torchrun mine.py --lr 1", device)}
+
+
+def test_a_climb_adds_a_technique_in_each_row_and_leaves_out_what_does_nothing_here(monkeypatch):
+    launched = ("torchrun",)
+    assert climb(CUDA, monkeypatch, tf32=True) == {
+        "mine": (launched, ()),
+        "+ tf32": (launched, ("tf32",)),
+        "+ bf16": (launched, ("tf32", "bf16")),
+        "+ compile": (launched, ("tf32", "bf16", "compile")),
+        "+ fused": (launched, ("tf32", "bf16", "compile", "fused")),
+    }
+    assert climb(CPU, monkeypatch, amp_dtype=torch.float32, compile_problem="no compiler") == {
+        "plain": ((*WITHOUT_CPU_MEMORY, *launched), ()),
+        "mine": (launched, ()),
+        "+ fused": (launched, ("fused",)),
+    }
+    assert rows.useless_here(CPU)["compile"] == "no compiler"
+
+
+def test_a_stage_does_not_climb(capsys):
+    assert "pass a script of your own" in error_of(capsys, rows_of_climb, "s05", CPU)

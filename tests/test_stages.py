@@ -2,6 +2,7 @@
 
 import harness
 from harness import ladder, machine
+from harness.bench.rows import row_of
 from harness.weights import load
 
 import argparse
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_script, run_stage
+from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, led_by_the_bench, python, run_script, run_stage
 from torch.nn import functional as F
 from watch import watching
 
@@ -330,11 +331,10 @@ def test_two_ranks_train_as_one_process_that_takes_every_micro_batch(stage, tmp_
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
-def test_two_ranks_that_the_bench_leads_take_a_step_for_each_line_and_end_well(stages, stage):
-    both = python(*TORCHRUN, STAGE_FILES[stage], *FLOAT32, "--worker", stdin="\n\n\n")
-    assert both.status == 0, both.err  # gloo's threads once aborted it
-    both.lines = [json.loads(line) for line in both.out.splitlines() if line]
-    assert [line["kind"] for line in both.lines] == ["header", "step", "step", "step", "summary"]
+def test_two_ranks_that_the_bench_leads_take_a_step_for_each_request_and_end_well(stages, stage):
+    both = led_by_the_bench(row_of(f"torchrun --standalone --nproc_per_node=2 {stage}"), FLOAT32, steps=3)
+    assert both.status == 0, both.out  # gloo's threads once aborted it
+    assert [line["kind"] for line in both.lines] == ["start", "header", "step", "step", "step", "summary"]
     assert both.figures("loss") == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:3], abs=1e-4)
 
 

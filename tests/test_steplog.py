@@ -4,7 +4,6 @@ from harness import machine, parse_args, rates, steplog
 from harness.steplog import StepLog
 
 import errno
-import io
 import json
 import math
 import subprocess
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FLOAT32, STAGE_FILES, error_of, python
+from conftest import FLOAT32, STAGE_FILES, error_of
 from torch.nn import functional as F
 
 from data import VOCAB, Corpus, TokenLoader, load_tokens
@@ -62,23 +61,23 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GB)
     monkeypatch.setattr(machine, "device_name", lambda device: "A card")
-    monkeypatch.setattr(machine, "environment", lambda device: {"device": device.type})
+    monkeypatch.setattr(machine, "environment", lambda device: {"device": device.type, "tf32": False})
+    kernel = machine.sdpa_kernel
+    monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: kernel(q, dtype, CPU))
     return card
 
 
 @pytest.fixture
 def new_log(monkeypatch, card):
-    """new_log("--steps", "7"): a StepLog of s11 with these flags, of a worker where there is a Bench."""
+    """new_log("--steps", "7"): a StepLog of s11 with these flags, led by a Bench where there is one."""
 
-    def new_log(*flags, model=None, loader=LOADER, device=CARD, bench=None, tokens=72_000_000):
+    def new_log(*flags, loader=LOADER, device=CARD, bench=None):
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
         monkeypatch.setattr(sys, "argv", [STAGE_FILES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 11 · accum: a title.\n\nA text.")
         args.device = device
-        if bench:
-            args.worker, args.record.file = True, bench.record
-            monkeypatch.setattr(sys, "stdin", bench)
-        return StepLog(args, model or torch.nn.Linear(2, 2), loader, tokens_per_step=tokens)
+        args.record.leader = bench
+        return StepLog(args, small_gpt(), loader, tokens_per_step=72_000_000)
 
     return new_log
 
@@ -133,7 +132,7 @@ def test_the_memory_of_a_card_is_the_peak_of_the_steps_after_the_warm_up(new_log
 
 def test_the_lines_of_a_run(new_log, card, capsys):
     """By hand: 6 (12 L C^2 + V C) + 12 L C T are 39.81 MFLOP a token at T 24, at 72, 1.47 and 2 million a second."""
-    log = new_log(model=small_gpt())
+    log = new_log()
     take_steps(log, card, 6)
     log.start()
     card.now += 49
@@ -165,6 +164,7 @@ def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy
             return []
 
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: Profiler())
+    monkeypatch.setattr(machine, "sdpa_kernel", lambda *args: "flash")
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: asked.append("empty_cache"))
     monkeypatch.setattr(
         rates, "measure", lambda *args: asked.append("measure") or {"peak": {"float32": 1e11}, "copy": 1}
@@ -180,6 +180,7 @@ def test_the_profiler_starts_before_the_clock_and_the_card_has_room_for_the_copy
 def test_the_profiled_step_is_not_the_median_even_without_another_after_the_warm_up(new_log, card, monkeypatch, capsys):
     profiler = SimpleNamespace(start=lambda: None, stop=lambda: None, events=list)
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
+    monkeypatch.setattr(machine, "sdpa_kernel", lambda *args: "flash")
     monkeypatch.setattr(rates, "measure_beside_a_model", lambda *args: {"peak": {"float32": 1e11}, "copy": 1})
     log = new_log("--steps", "5", "--profile")
     take_steps(log, card, 5)
@@ -218,7 +219,7 @@ def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_lo
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     flags = ("--steps", "1", "--batch-size", "3", "--amp-dtype", "bfloat16", "--record", tmp_path / "r.jsonl")
-    log = new_log(*flags, model=small_gpt(), device=CPU)
+    log = new_log(*flags, device=CPU)
     take_steps(log, card, 1)
     log.finish()
     assert calls == [((3, 2, 24, 64), torch.bfloat16, True, {"is_causal": True})]  # (B, n_head, T, head_dim)
@@ -229,7 +230,7 @@ def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, m
     evaluated = []
     monkeypatch.setattr(steplog, "held_out_loss", lambda model, ids: evaluated.append(ids.tolist()) or math.nan)
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "mine.bin")
-    log = new_log("--eval", model=small_gpt(), loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5))
+    log = new_log("--eval", loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5))
     take_steps(log, card, 1)
     log.finish()
     assert "held-out loss nan" in capsys.readouterr().out
@@ -240,19 +241,11 @@ def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, m
 # How a run fails
 
 
-@pytest.mark.parametrize("flags", [("--eval",), ("--save", "mine.pt")])
-@pytest.mark.parametrize("model, loader", [(None, LOADER), (small_gpt(), None)], ids=["no GPT", "no loader"])
-def test_only_a_gpt_with_a_loader_is_evaluated_or_saved(new_log, capsys, flags, model, loader):
-    assert "need the ladder's GPT and its loader" in error_of(
-        capsys, lambda: new_log(*flags, model=model, loader=loader)
-    )
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log, card, capsys, tmp_path, loss):
     weights = tmp_path / "weights.pt"
     weights.write_text("of an earlier run")
-    log = new_log("--record", tmp_path / "r.jsonl", "--save", weights, model=small_gpt())
+    log = new_log("--record", tmp_path / "r.jsonl", "--save", weights)
     log.start()
     card.now += 1
     assert f"the loss is {loss} at step 0: try a smaller --lr" in error_of(capsys, log.step, torch.tensor(loss))
@@ -290,72 +283,53 @@ def test_a_failure_is_told_whole_and_below_it_what_to_try(new_log, capsys, tmp_p
     assert "raise error\n" in line["traceback"]
 
 
-OWN_SCRIPT = """
-from harness import StepLog, parse_args
-import torch
-args = parse_args("My own.")
-model = torch.nn.Linear(2, 2)
-log = StepLog(args, model, tokens_per_step=1)
-print("a word of the script")
-for step in range(args.steps):
-    log.start()
-    log.step(model(torch.ones(2)).square().sum())
-log.finish()
-"""
-
-
-@pytest.fixture
-def own_script(tmp_path, monkeypatch):
-    """The path of a script without a GPT and a loader."""
-    monkeypatch.setenv("PYTHONPATH", str(STAGE_FILES["s01"].parent))
+def test_who_reads_only_the_head_of_a_run_sees_no_traceback(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
-    path = tmp_path / "mine.py"
-    path.write_text(OWN_SCRIPT)
-    return path
-
-
-def test_who_reads_only_the_head_of_a_run_sees_no_traceback(own_script):
-    words = [sys.executable, own_script, *FLOAT32, "--steps", "5000"]  # more lines than a pipe holds
+    words = [sys.executable, STAGE_FILES["s11"], *FLOAT32, "--steps", "30"]
     run = subprocess.run(["sh", "-c", '"$0" "$@" | head -2', *words], capture_output=True, text=True, timeout=100)
     assert run.stderr == ""
 
 
-# A worker, which the bench leads
+# A run that the bench leads
 
 
-class Bench(io.StringIO):
-    """A worker's stdin, from which each line takes 50 seconds. Notes what the worker had written before."""
+class Bench:
+    """The bench, as a run sees it. Each request takes 50 seconds. Notes what the run had written before."""
 
-    def __init__(self, card, lines):
-        super().__init__("\n" * lines)
+    def __init__(self, card, requests):
         self.card = card
-        self.record = io.StringIO()
+        self.requests = requests
+        self.lines = []
         self.kinds_before = []
 
-    def readline(self):
+    def tell(self, line):
+        self.lines.append(line)
+
+    def wait_for_request(self):
         self.card.now += 50
         self.kinds_before.append(self.kinds())
-        return super().readline()
+        self.requests -= 1
+        return self.requests >= 0
 
     def kinds(self):
-        return [json.loads(line)["kind"] for line in self.record.getvalue().splitlines()]
+        return [line["kind"] for line in self.lines]
 
 
-def test_a_worker_takes_a_step_for_each_line_and_waits_at_the_end(new_log, card, capsys):
-    bench = Bench(card, lines=2)
+def test_a_led_run_takes_a_step_for_each_request_and_waits_at_the_end(new_log, card, capsys):
+    bench = Bench(card, requests=2)
     log = new_log("--steps", "2", bench=bench)
     take_steps(log, card, 2)
     log.finish()
     assert [step["dt"] for step in log.steps] == [1, 4]  # the waiting does not count
-    # the summary, too, waits until stdin is closed: others may be on the clock
+    # the summary, too, waits for the bench: others may be on the clock
     assert bench.kinds_before == [["header"], ["header", "step"], ["header", "step", "step"]]
     assert bench.kinds() == ["header", "step", "step", "summary"]
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("lines, kinds", [(0, ["header"]), (1, ["header", "step", "summary"])])
-def test_a_worker_that_is_to_stop_early_ends_well(new_log, card, lines, kinds):
-    bench = Bench(card, lines)
+@pytest.mark.parametrize("requests, kinds", [(0, ["header"]), (1, ["header", "step", "summary"])])
+def test_a_led_run_that_is_to_stop_early_ends_well(new_log, card, requests, kinds):
+    bench = Bench(card, requests)
     with pytest.raises(SystemExit) as ending:
         take_steps(new_log(bench=bench), card, 7)
     assert ending.value.code is None
@@ -363,10 +337,14 @@ def test_a_worker_that_is_to_stop_early_ends_well(new_log, card, lines, kinds):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_worker_that_fails_before_its_clock_says_so_in_its_record_from_whatever_rank(own_script, rank):
-    own_script.write_text(OWN_SCRIPT.replace("log = ", "raise KeyError('wte')\nlog = "))
-    run = python(own_script, *FLOAT32, "--worker", RANK=rank)
-    [line] = [json.loads(line) for line in run.out.splitlines() if line]
+def test_a_led_run_that_fails_says_so_from_whatever_rank(new_log, card, monkeypatch, rank):
+    bench = Bench(card, requests=7)
+    new_log(bench=bench)
+    monkeypatch.setenv("RANK", rank)
+    try:
+        raise KeyError("wte")
+    except KeyError:
+        sys.excepthook(*sys.exc_info())
+    line = bench.lines[-1]
     assert (line["kind"], line["message"], line["out_of_memory"]) == ("error", "KeyError: 'wte'", False)
-    assert "raise KeyError('wte')" in line["traceback"]
-    assert "raise KeyError('wte')" in run.err
+    assert 'raise KeyError("wte")' in line["traceback"]

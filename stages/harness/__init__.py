@@ -8,26 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-if Path(sys.argv[0]).name != "watch.py":  # a script that is watched keeps its environment
+if Path(sys.argv[0]).name not in ("watch.py", "bench.py"):  # a script that is watched keeps its environment
     os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # NVIDIA's containers set it, and s01 would have TF32
     os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # it turns TF32 on or off in all stages
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are
-
-
-def refuse_namesakes(folder):
-    """Exit with one line where a folder has a data or model of its own, which its script would not get."""
-    if folder == ROOT:
-        return
-    for name in ("data", "model"):
-        for path in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if path.exists():
-                print(f"error: {path} has the name of the ladder's {name}.py: rename it, as my_{name}", file=sys.stderr)
-                sys.exit(2)  # refuse() is in data, which can't be imported yet
-
-
-refuse_namesakes(Path(sys.argv[0]).resolve().parent)
 sys.path.insert(0, str(ROOT))
 
 from .flags import parse_args

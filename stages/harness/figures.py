@@ -3,6 +3,8 @@
 import statistics
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
+UNEVEN = 1.2  # where the mean of dt is more than so many times its median, both are told
+LONG_WAIT = 0.1  # of the time: what waits longer for its data is told so
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 
 
@@ -10,8 +12,7 @@ def figures_of(counted):
     """Return the figures of some steps as a dict.
 
     counted: the step lines of a record, one or more, without the warm-up. The dict has the median of dt and its
-    quartiles (ms), the mean of dt (ms), tokens per second, and memory (bytes, 0 without a meter). Tokens per second are
-    those of the step whose time for a token is the median.
+    quartiles (ms), the mean of dt (ms), tokens per second, and memory (bytes, 0 without a meter).
     """
     dts = [step["dt"] for step in counted]
     first_quartile = median = third_quartile = dts[0]
@@ -30,10 +31,30 @@ def figures_of(counted):
 def tokens_per_second(counted):
     """Return the tokens per second of some steps: one over the median of the seconds that a token took in each.
 
-    Steps without tokens are left out. It is 0 where no step has any.
+    Where they wait for their data, it is all tokens over all seconds: a loader brings some batches together and none
+    for a while, so that no step is typical. Steps without tokens are left out of the median. It is 0 where no step has
+    any.
     """
+    if waits_for_data(counted):
+        return sum(step["tokens"] for step in counted) / sum(step["dt"] for step in counted)
     seconds_of_a_token = [step["dt"] / step["tokens"] for step in counted if step["tokens"]]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
+
+
+def waiting_share(steps):
+    """Return which share of the time of a watched script's steps passed before their first forwards.
+
+    None where no forward was seen, and for a stage, whose wait is not measured.
+    """
+    watched = [step for step in steps if step.get("wait") is not None]
+    if not watched:
+        return None
+    return sum(step["wait"] for step in watched) / sum(step["dt"] for step in watched)
+
+
+def waits_for_data(steps):
+    """Tell whether a watched script spends much of its steps before their first forwards. A stage never does."""
+    return (waiting_share(steps) or 0) > LONG_WAIT
 
 
 def seconds_of_warmup(steps, warmup=WARMUP):

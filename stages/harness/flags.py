@@ -50,8 +50,7 @@ def parse_args(doc):
 
     doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
-    ladder.Stage or None; title; record; and log, the StepLog once there is one. Exits with one line and status 2 for a
-    wrong flag.
+    ladder.Stage or None; title; and record. Exits with one line and status 2 for a wrong flag.
     """
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
@@ -59,7 +58,6 @@ def parse_args(doc):
     check(args, stage)
     args.script, args.stage = script, stage
     args.title = (doc or script.stem).strip().splitlines()[0]
-    args.log = None
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     args.record = Record(args)
@@ -119,8 +117,6 @@ def new_parser(doc):
     add("--profile", action="store_true", help=profile_help)
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="FILE", help="write the weights there at the end")
-    # The bench passes it. The process then takes one step for each request: see record.Record.
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -3,6 +3,7 @@
 Below the table, add_technique() says what each technique does on the machine of a run, in a case for each stage.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ class Stage:
     name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
     not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
     technique: its name in what is said of a script of the reader's own, or None where a script is not looked at for it.
-    brings: a flag that has an effect from this stage on. takes_ranks: whether torchrun may start several processes of
-    it.
+    added_as: "bf16" where "+bf16 train.py" adds the technique to a script from outside. brings: a flag that has an
+    effect from this stage on. takes_ranks: whether torchrun may start several processes of it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Stage:
     unpredictable: bool = False
     for_the_loss: bool = False
     technique: str | None = None
+    added_as: str | None = None
     brings: str | None = None
     takes_ranks: bool = False
 
@@ -41,21 +43,29 @@ class Stage:
         """The path of its file."""
         return FOLDER / f"{self.name}.py"
 
+    @property
+    def lesson(self):
+        """Its section in the lessons, as a link from stages/."""
+        return f"README.md#{self.name.replace('_', '--')}"
+
 
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),
-    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', technique="TF32"),
-    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", brings="amp_dtype"),
-    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", brings="compile"),
+    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', technique="TF32", added_as="tf32"),
+    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", added_as="bf16", brings="amp_dtype"),
+    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile", brings="compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a vocabulary in 64s", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True),
     Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True),
-    Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update"),
+    Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update", added_as="fused"),
     Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),
 )
+
+
+ADDED = {stage.added_as: stage for stage in STAGES if stage.added_as}
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,7 @@ def add_technique(stage, work, facts):
 
 def stage_of(word):
     """Return the Stage that a word names: s05, s05_flash, or the path of its file. None for any other word or file."""
-    if word.endswith(".py") and Path(word).is_file():
+    if word.endswith(".py") and os.path.isfile(word):  # Path.is_file() raises for a long word
         found = [stage for stage in STAGES if stage.path == Path(word).resolve()]
     else:
         found = [stage for stage in STAGES if word.removesuffix(".py") in (stage.name, stage.short)]
@@ -153,7 +163,7 @@ def heeds(stage, flag):
 
 
 def has_and_lacks(techniques):
-    """Return (has, lacks, remarks) of a watched script, three lists of words.
+    """Return (has, lacks, remarks) of a watched script: two lists of Stages, and one of words.
 
     techniques: what find_techniques() returned. What would do nothing on this machine, or can't be told, is in neither
     list; a remark says why where that is not plain.
@@ -185,11 +195,10 @@ def has_and_lacks(techniques):
                 used, useful = techniques["fused"], techniques["fused"] is not None
             case _:
                 continue
-        words = f"{stage.technique} ({stage.short})"
         if used:
-            has.append(words)
+            has.append(stage)
         elif useful:
-            lacks.append(words)
+            lacks.append(stage)
     return has, lacks, remarks
 
 
@@ -204,3 +213,30 @@ def flash_attention_of(techniques, remarks):
         remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
         return False, False
     return False, techniques["attention"]
+
+
+def uses(techniques, name):
+    """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
+    match name:
+        case "bf16":
+            return techniques["autocast"] is not None
+        case "fused":
+            return techniques["fused"] is True
+        case _:
+            return techniques[name]
+
+
+def words_on_missing(techniques, name):
+    """Return why "+NAME" is not seen in a script to which it was added."""
+    match name:
+        case "tf32":
+            reason = "the script turns it off"
+        case "bf16":
+            reason = "no forward of a module was seen in training"
+        case "compile":
+            reason = "no module ran compiled"
+        case "fused" if techniques["fused"] is None:
+            reason = f"its optimizer {techniques['optimizer']} has none"
+        case "fused":
+            reason = "the script asks for another update"
+    return f"+{name} could not be added: {reason}"

@@ -7,10 +7,8 @@ import torch
 
 from . import machine
 from .arithmetic import flops_per_token, shape_name
-from .figures import WARMUP, figures_of, seconds_of_warmup
+from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup
 from .ladder import FOLDER
-
-UNEVEN = 1.2  # where the mean of dt is more than so many times its median, both are told
 
 
 class Report:
@@ -67,6 +65,8 @@ class Report:
             "commit": machine.commit(FOLDER.parent),
             "settings": facts["settings"],
             "shape": facts["shape"],
+            "parameters": facts["parameters"],
+            "unit": facts["unit"],
             "environment": machine.environment(facts["device"]),
             "fallbacks": facts["fallbacks"],
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import TokenLoader, load_tokens, refuse
-from model import GPT
+from data import load_tokens, refuse
 
 from . import ladder, machine, rates
 from .arithmetic import shape_of
@@ -21,36 +20,27 @@ from .weights import held_out_loss, save
 class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
-    A step is on the clock from start() to step(), and the device is synchronized at both ends. A worker waits for the
-    bench in start(), and in finish() after its last step. It ends in leave() where the bench wants no more.
+    A step is on the clock from start() to step(), and the device is synchronized at both ends. Where the bench leads
+    the run, start() waits for its request, and so does finish() after the last step. A run ends in leave() where the
+    bench wants no more.
     """
 
-    def __init__(self, args, model, loader=None, *, tokens_per_step):
+    def __init__(self, args, model, loader, *, tokens_per_step):
         """Begin the record.
 
-        args: what parse_args() returned. model: any nn.Module; a GPT has a config, by which its FLOPs are counted.
-        loader: a TokenLoader, whose text is named in the record; another loader, or None, names no text.
-        tokens_per_step: of all ranks and micro-batches, 1 or more. Exits with one line where it is less, where the
-        script has a StepLog already, and where --eval or --save is given and the model or the loader is not the
-        ladder's.
+        args: what parse_args() returned. model: a GPT, as it is or inside of torch.compile or DistributedDataParallel.
+        loader: a TokenLoader, whose text is named in the record. tokens_per_step: of all ranks and micro-batches.
         """
-        if args.log:
-            refuse("the script has two StepLogs: let one log take all steps")
-        if tokens_per_step < 1:
-            refuse(f"tokens_per_step is {tokens_per_step}: pass 1 or more")
-        args.log = self
         self.args = args
         self.device = args.device
         self.record = args.record
         self.model = unwrapped(model)
-        self.corpus = loader.corpus if isinstance(loader, TokenLoader) else None
-        self.tokens_per_step = int(tokens_per_step)
+        self.corpus = loader.corpus
+        self.tokens_per_step = tokens_per_step
         self.t0 = None  # when the step began, where one has
         self.profiler = None
         self.profile = None
-        if (args.eval or args.save) and not (self.corpus and isinstance(self.model, GPT)):
-            refuse("--eval and --save need the ladder's GPT and its loader, and this script does not have both")
-        self.report = Report(args.record, self.facts(), prints=machine.is_rank_0() and not args.worker)
+        self.report = Report(args.record, self.facts(), prints=machine.is_rank_0() and not args.record.is_led)
 
     @property
     def steps(self):
@@ -65,43 +55,35 @@ class StepLog:
             settings[name] = getattr(args, name)
         settings["world_size"] = machine.world_size()
         settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
-        corpus = self.corpus.name if self.corpus else None
-        settings["corpus"] = corpus
-        shape = shape_of(self.model, args.seq_len)
+        settings["corpus"] = self.corpus.name
         return {
             "title": args.title,
             "script": args.script.stem,
             "device": self.device,
-            "shape": shape,
+            "shape": shape_of(self.model, args.seq_len),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "batch_size": args.batch_size,
-            "seq_len": args.seq_len if shape else None,
+            "seq_len": args.seq_len,
             "tokens": self.tokens_per_step,
             "first_step": 0,
             "unit": "tok",
-            "corpus": corpus,
+            "corpus": self.corpus.name,
             "settings": settings,
             "fallbacks": args.fallbacks,
         }
 
     def start(self):
-        """Start the clock of a step. A worker waits for the bench first, and ends here where that wants no more.
-
-        Exits with one line where the script takes more steps than --steps.
-        """
-        step = len(self.steps)
-        if step == self.args.steps:
-            refuse(f"the loop goes on after --steps {step}: let it run over range(args.steps)")
+        """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""
         if not self.record.wait_for_request():
             self.leave()
-        if self.args.profile and step + 1 == self.args.steps:
+        if self.args.profile and len(self.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
         machine.synchronize(self.device)
         self.t0 = time.perf_counter()
 
     def leave(self):
-        """End the process of a worker before its last step: the rest of the script does not run."""
+        """End the process before its last step: the rest of the stage does not run."""
         self.write_summary()
         settle()
         if dist.is_initialized():
@@ -134,14 +116,9 @@ class StepLog:
     def finish(self):
         """End the run: save the weights with --save, then write and print the summary.
 
-        The summary has the held-out loss with --eval, and the parts of the last step with --profile. Exits with one
-        line where the bench leads the run and is owed more steps.
+        The summary has the held-out loss with --eval, and the parts of the last step with --profile.
         """
-        taken, asked = len(self.steps), self.args.steps
-        if self.args.worker and taken < asked:
-            refuse(f"the loop ended after {taken} of {asked} steps: let it run over range(args.steps)")
-        # As a worker, wait for the end: a process that exits would slow down a step of another worker.
-        self.record.wait_for_request()
+        self.record.wait_for_request()  # a process that exits would slow down a step of another row
         if self.args.save and machine.is_rank_0():
             save(self.model, self.args.save)
             self.report.say(f"saved to {self.args.save}")
@@ -160,8 +137,7 @@ class StepLog:
         shape = self.report.facts["shape"]
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        kernel_is_wanted = self.record.file is not None or self.profile is not None
-        if kernel_is_wanted and shape:
+        if self.record.is_kept or self.profile:
             head_dim = shape["n_embd"] // shape["n_head"]
             shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
@@ -178,7 +154,7 @@ class StepLog:
         if self.profile is None:
             return []
         work = None
-        if self.args.stage and self.report.facts["shape"]:
+        if self.args.stage:
             work = ladder.effect_of(self.args.stage, self.report.header | summary).work
         return self.profile.lines(work, summary["rates"])
 

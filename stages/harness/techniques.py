@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from . import machine
+from .added import is_compiled
 from .arithmetic import ADAMW, FUSED_ADAMW, Work, matmul_weights, shape_of
 from .stepprofile import names_with_callers
 
@@ -105,11 +106,6 @@ def dtype_of_most(parameters):
     return max(counts, key=counts.get, default=torch.float32)
 
 
-def is_compiled(module):
-    """Tell whether torch.compile() or module.compile() was called on a module."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
 def fused_flag(optimizer):
     """Return whether an optimizer was asked for a fused kernel, or None where it has no such setting."""
     group = optimizer.param_groups[0]
@@ -142,7 +138,7 @@ def matrix_weights(model):
     return sum(matrices.values())
 
 
-def work_of(techniques, shape, batch_size, micro_batches, device):
+def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
     """Return the Work of a watched GPT's micro-batch, from what its step used."""
     amp_dtype = techniques["autocast"] or techniques["weights"]
     matmul_dtype = amp_dtype
@@ -153,7 +149,7 @@ def work_of(techniques, shape, batch_size, micro_batches, device):
         batch_size,
         matmul_dtype=matmul_dtype,
         amp_dtype=amp_dtype,
-        on_cuda=device.type == "cuda",
+        on_cuda=on_cuda,
         compiled=techniques["compile"],
         flash=techniques["sdpa"] not in (None, "math"),
         update=FUSED_ADAMW if techniques["fused"] else ADAMW,

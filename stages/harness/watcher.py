@@ -9,6 +9,8 @@ import functools
 import multiprocessing
 import os
 import sys
+import sysconfig
+import threading
 import time
 
 import torch
@@ -17,12 +19,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import ladder, machine, rates
+from .added import Added
+from .figures import LONG_WAIT, waiting_share
 from .report import Report
 from .stepprofile import StepProfile
 from .techniques import find_techniques, gpt_shape, parameters_of, work_of
 
 end_process = os._exit  # watch.py replaces os._exit for the script
-LONG_WAIT = 0.1  # of the time: what waits longer for its data is told so
+SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
 
 
 class MicroBatches:
@@ -105,6 +109,10 @@ class Watcher:
         self.report = None
         self.seen = MicroBatches()
         self.models = {}  # {id: module} of all that were called in training
+        self.added = Added(args.added)
+        self.forwards = 0  # of outermost modules, also in evaluation
+        self.backwards = 0
+        self.waits_for_bench = False
         self.in_backward = False
         self.unscaled_loss = None  # what a GradScaler multiplied, until backward() is called
         self.script_profiles = False
@@ -121,7 +129,8 @@ class Watcher:
     # what PyTorch tells
 
     def saw_forward(self, module, args, kwargs):
-        """Note a call of the outermost module."""
+        """Note a call of the outermost module, and add to it what is to be added."""
+        self.forwards += 1
         if self.seen.first_forward is None:
             self.seen.first_forward = time.perf_counter()
         # in a backward, activation checkpointing calls modules again
@@ -132,9 +141,12 @@ class Watcher:
             return
         self.models[id(module)] = module
         self.seen.add_forward(tensors)
+        self.added.before_forward(module)
 
     def saw_backward(self, tensors):
         """Note what backward() is called on."""
+        self.backwards += 1
+        self.added.before_backward()
         loss = tensors
         if not torch.is_tensor(tensors) and len(tensors) == 1:
             loss = tensors[0]
@@ -154,7 +166,11 @@ class Watcher:
     # a step
 
     def end_step(self):
-        """End a step: stop the clock, report, and start the clock again. The first call only starts it."""
+        """End a step: stop the clock, report, and start the clock again. The first call only starts it.
+
+        Where the bench leads, wait for its request before the clock starts.
+        """
+        self.added.before_backward()  # where a script calls no backward()
         machine.synchronize(self.device)
         now = time.perf_counter()
         flush(sys.stdout)  # so that the script's own lines stand before ours
@@ -162,7 +178,10 @@ class Watcher:
             self.begin_report(now)
         else:
             self.report_step(now - self.t0)
-        if len(self.report.steps) == self.args.steps:
+        self.waits_for_bench = True
+        is_asked_for_more = self.args.record.wait_for_request()
+        self.waits_for_bench = False
+        if not is_asked_for_more or len(self.report.steps) == self.args.steps:
             self.finish()
             self.leave(0)
         self.seen = MicroBatches()
@@ -175,7 +194,9 @@ class Watcher:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={ranks} stages/watch.py {self.args.title}"
-            print(f"error: {self.args.title} starts {ranks} ranks by itself: start them by {remedy}", file=sys.stderr)
+            line = f"{self.args.title} starts {ranks} ranks by itself: start them by {remedy}"
+            print(f"error: {line}", file=sys.stderr)
+            self.args.record.write_error(line)
             self.leave(2)
         seen = self.seen
         models = list(self.models.values())
@@ -203,7 +224,8 @@ class Watcher:
             "settings": settings,
             "fallbacks": {},
         }
-        self.report = Report(self.args.record, facts, machine.is_rank_0(), self.out)
+        prints = machine.is_rank_0() and not self.args.record.is_led
+        self.report = Report(self.args.record, facts, prints, self.out)
         self.report.say(f"step    0 ended {now - self.began:.1f} s after the start, and the clock starts here")
 
     def report_step(self, dt):
@@ -266,7 +288,8 @@ class Watcher:
         """Write and print the summary, and what the script has, lacks and waits for. Nothing without a timed step."""
         if self.report is None or not self.report.steps:
             return
-        summary = {"sdpa": self.techniques["sdpa"], "wait": self.waiting_share()}
+        counted, _ = self.report.counted_steps()
+        summary = {"sdpa": self.techniques["sdpa"], "wait": waiting_share(counted)}
         lines = []
         if self.profile:
             lines = self.profile_lines(summary)
@@ -281,28 +304,23 @@ class Watcher:
         dtype = techniques["autocast"] or techniques["weights"]
         if facts["shape"]:
             accum = facts["settings"]["accum"] // facts["settings"]["world_size"]
-            work = work_of(techniques, facts["shape"], facts["batch_size"], accum, self.device)
+            work = work_of(techniques, facts["shape"], facts["batch_size"], accum, self.device.type == "cuda")
         summary["rates"] = rates.measure_beside_a_model(self.device, getattr(torch, dtype))
         summary["parts"] = self.profile.parts
         return self.profile.lines(work, summary["rates"])
 
-    def waiting_share(self):
-        """Return which share of the counted steps' time passed before their first forward; None where none was seen."""
-        counted, _ = self.report.counted_steps()
-        counted = [step for step in counted if step["wait"] is not None]
-        if not counted:
-            return None
-        return sum(step["wait"] for step in counted) / sum(step["dt"] for step in counted)
-
     def answer(self, share):
         """Return lines that say what the script has of the ladder, what it lacks, and what it waits for.
 
-        share: what waiting_share() returned.
+        share: what figures.waiting_share() returned.
         """
         has, lacks, remarks = ladder.has_and_lacks(self.techniques)
-        lines = [f"has     {', '.join(has) or 'nothing of the ladder'}"]
+        for name in self.args.added:
+            if not ladder.uses(self.techniques, name):
+                remarks.append(ladder.words_on_missing(self.techniques, name))
+        lines = [f"has     {names_of(has) or 'nothing of the ladder'}"]
         if self.techniques["profiled"]:
-            lines.append(f"lacks   {', '.join(lacks) or 'nothing of the ladder that this machine could use'}")
+            lines.append(f"lacks   {names_of(lacks) or 'nothing of the ladder that this machine could use'}")
         else:
             lines.append("lacks   unknown, since the script profiles itself: two profilers empty one another")
         lines += [f"        {remark}" for remark in remarks]
@@ -320,6 +338,11 @@ class Watcher:
         for child in multiprocessing.active_children():
             child.terminate()
         end_process(status)
+
+
+def names_of(stages):
+    """Return the names of what some Stages bring, and where they are in the ladder, in words."""
+    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
 
 
 def are_ids(tensor):
@@ -347,8 +370,35 @@ def flush(stream):
         stream.flush()
 
 
+def tell_of_silence(watcher):
+    """Tell now and then where a script is that shows no step: compiling, evaluating, or in a loop without an end.
+
+    This runs in a thread of its own, as long as the process.
+    """
+    main_thread = threading.main_thread().ident
+    while True:
+        t0 = watcher.t0
+        time.sleep(SILENCE)
+        if watcher.t0 != t0 or watcher.waits_for_bench:
+            continue
+        seconds = time.perf_counter() - (t0 or watcher.began)
+        where = line_of_script(sys._current_frames()[main_thread])
+        message = f"no step in {seconds:.0f} s: it is at {where}, after {watcher.forwards} forwards "
+        message += f"and {watcher.backwards} backwards"
+        watcher.args.record.tell(message)
+
+
+def line_of_script(frame):
+    """Return the place in the reader's own code, "train.py:228", from which a frame was called."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
+    while frame.f_back and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def watch_pytorch(watcher):
     """Let PyTorch tell the watcher of each forward, backward and step, until the process ends."""
+    threading.Thread(target=tell_of_silence, args=[watcher], daemon=True).start()
     call_module = nn.Module.__call__
 
     def watched_call(module, *args, **kwargs):

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from .. import ladder
 from ..arithmetic import flops_per_token, shape_name
+from ..figures import UNEVEN, waiting_share
+from .results import unit_of
 from .rows import WITHOUT_CPU_MEMORY
 
 NOTHING = "–"  # a cell without a figure
@@ -39,7 +41,7 @@ def short_columns(results):
     return [
         Column("row", lambda row: row.title, is_text=True),
         Column("what you type", lambda row: typed_cell(row, results.above(row)), is_text=True),
-        Column("tok/sec", lambda row: number_cell(results.figure(row, "tok_per_sec"), "{:,.0f}")),
+        Column("tok/sec", lambda row: speed_cell(results, row)),
         Column("x above", lambda row: ratio_cell(results, row, results.above(row), 2)),
         Column(f"x {reference.title}", lambda row: ratio_alone_cell(results, row, reference)),
         Column("GB", lambda row: number_cell(results.figure(row, "memory"), "{:.2f}", scale=1e-9)),
@@ -61,7 +63,7 @@ def full_columns(results):
     last = results.last_common_step()
     title_of_loss = "loss" if last is None else f"loss, step {last}"
     return [
-        Column("row", lambda row: row.name, is_text=True),
+        Column("row", lambda row: row.label, is_text=True),
         Column("predicted", lambda row: number_cell(results.predicted(row), "{:.3f}")),
         Column("x above", lambda row: ratio_cell(results, row, results.above(row), 3)),  # neighbors differ by little
         Column("dt ms [IQR]", lambda row: step_time_cell(results, row)),
@@ -103,12 +105,15 @@ def aligned(columns, rows):
 
 
 def terminal(results):
-    """Return what the terminal shows: the short table, and below it which rows failed and what is no difference."""
+    """Return what the terminal shows: the short table, and below it what scripts have, what failed, what is noise."""
     lines = [aligned(short_columns(results), results.table_rows)]
     for row in results.table_rows:
         error = results.error(row)
+        words = words_on_script(results, row, name_of_technique)
         if error:
-            lines.append(textwrap.fill(f"{row.name}: {failure(error)}", TERMINAL_WIDTH))
+            words.append(failure(error))
+        if words:
+            lines.append(textwrap.fill(f"{row.label}: {'; '.join(words)}", TERMINAL_WIDTH))
     noise = results.noise()
     if noise is None:
         words = "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that "
@@ -124,6 +129,15 @@ def terminal(results):
 def number_cell(value, form, scale=1):
     """Return the cell of a number, which may be None."""
     return NOTHING if value is None else form.format(scale * value)
+
+
+def speed_cell(results, row):
+    """Return the cell of a row's tokens per second; its unit stands beside it where it counts something else."""
+    cell = number_cell(results.figure(row, "tok_per_sec"), "{:,.0f}")
+    facts = results.facts(row)
+    if cell == NOTHING or unit_of(facts) == "tok":
+        return cell
+    return f"{cell} {unit_of(facts)}s"
 
 
 def ratio_alone_cell(results, row, base):
@@ -158,8 +172,14 @@ def typed_cell(row, above):
     skipped = ()
     if row.stage and above and above.stage:
         skipped = ladder.between(above.stage, row.stage)
-    if row.launcher == WITHOUT_CPU_MEMORY:
+    if row.added:
+        text = ladder.ADDED[row.added[-1]].line
+    elif goes_without_cpu_memory(row):
         text = "without the memory variables"
+    elif above and goes_without_cpu_memory(above) and row.is_watched:
+        text = "with the memory variables"
+    elif row.is_watched:
+        text = f"`{shlex.join([*row.launcher, *row.script.split(), *row.flags])}`"
     elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
@@ -172,6 +192,11 @@ def typed_cell(row, above):
     if len(skipped) == 1:
         return f"{skipped[0].short}, {text}"
     return f"{skipped[0].short} to {skipped[-1].short}, {text}"
+
+
+def goes_without_cpu_memory(row):
+    """Tell whether a row runs without the variables that keep memory on a CPU."""
+    return row.launcher[: len(WITHOUT_CPU_MEMORY)] == WITHOUT_CPU_MEMORY
 
 
 def bar_cell(speed, fastest):
@@ -198,9 +223,14 @@ def note_cell(results, row):
         parts.append(failure(error))
     elif ended < rounds:
         parts.append(f"{ended} of {rounds} rounds")
+    above = results.above(row)
+    if above and results.compare(row, above) and results.trains_another_model(row, above):
+        ours, theirs = [f"{results.facts(each)['parameters'] / 1e6:.1f}M" for each in (row, above)]
+        parts.append(f"another model: {ours} parameters beside {theirs}")
     effect = results.effect(row)
     if effect:
         parts.append(effect.words)
+    parts += words_on_script(results, row, linked_technique)
     if results.repeats_the_row_above(row):
         parts.append("same computation as the row above")
     warmup = results.figure(row, "warmup_s")
@@ -210,6 +240,48 @@ def note_cell(results, row):
     if reserved:
         parts.append(f"{reserved / 1e9:.2f} GB reserved")
     return "; ".join(part for part in parts if part)
+
+
+def words_on_script(results, row, name):
+    """Return what is said of a watched script, a list of words: what it has of the ladder, lacks, and waits for.
+
+    For a row that adds a technique to the row above, it is what became of that. name: returns what to call the
+    technique of a Stage.
+    """
+    facts, above = results.facts(row), results.above(row)
+    if facts is None or facts["techniques"] is None:
+        return []
+    techniques = facts["techniques"]
+    words = []
+    if row.added:
+        techniques_above = (results.facts(above) or {}).get("techniques") if above else None
+        words += [ladder.words_on_missing(techniques, each) for each in row.added if not ladder.uses(techniques, each)]
+        if techniques_above and above.script == row.script:
+            new = [each for each in row.added if each not in above.added]
+            words += [f"{each} is in it already" for each in new if ladder.uses(techniques_above, each)]
+    elif not (above and above.script == row.script):
+        has, lacks, remarks = ladder.has_and_lacks(techniques)
+        words.append(f"has {', '.join(name(stage) for stage in has) or 'nothing of the ladder'}")
+        if techniques["profiled"]:
+            words.append(f"lacks {', '.join(name(stage) for stage in lacks) or 'nothing of it'}")
+        words += remarks
+    if results.waits_for_data(row):
+        share = waiting_share(results.counted(row))
+        words.append(f"{100 * share:.0f} % of a step waits for data, so its speed is that of all steps together")
+    figures = results.figures(row)
+    if figures and figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
+        words.append(f"uneven: the mean of a step is {figures['dt_mean_ms']:.0f} ms, its median {figures['dt_ms']:.0f}")
+    return words
+
+
+def name_of_technique(stage):
+    """Return what a terminal calls the technique of a Stage."""
+    return stage.technique
+
+
+def linked_technique(stage):
+    """Return what a page calls the technique of a Stage, with a link to its lesson."""
+    return f"[{stage.technique}]({PATH_TO_STAGES}{stage.lesson})"
 
 
 def failure(error):
@@ -254,9 +326,18 @@ def what_ran(results):
     model = "No GPT"
     if facts["shape"]:
         model = f"{shape_name(facts['shape'])}, {flops_per_token(facts['shape']) / 1e6:.0f} MFLOP a token"
-    batch = f"B {settings['batch_size']}, T {settings['seq_len']}"
-    line = f"{model}, {batch}, {settings['corpus']}, seed {settings['seed']}, {facts['started'][:10]}."
-    if any(row.flags for row in results.table_rows):
+    words = [model]
+    if settings["batch_size"]:
+        words.append(f"B {settings['batch_size']}")
+    if settings["seq_len"]:
+        words.append(f"T {settings['seq_len']}")
+    if settings.get("corpus"):  # which nobody knows of a script
+        words.append(settings["corpus"])
+    line = f"{', '.join(words)}, seed {settings['seed']}, {facts['started'][:10]}."
+    rows = results.table_rows
+    if any(row.is_watched and row.script != rows[0].script for row in rows):
+        line += " This is of the first row. Other scripts may differ."
+    elif any(row.flags != rows[0].flags for row in rows):
         line += " This is of the first row. Rows with flags of their own may differ."
     return line
 
@@ -276,7 +357,7 @@ def noise_line(results):
     """Return how much runs of one computation differed, and what is no difference."""
     pairs = []
     for row, base, compared in results.controls():
-        pairs.append(f"{row.name} / {base.name} {compared.value:.3f}")
+        pairs.append(f"{row.label} / {base.label} {compared.value:.3f}")
     line = f"Runs of one computation: {', '.join(pairs) or 'none'}."
     noise = results.noise()
     if noise is None:

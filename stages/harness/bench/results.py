@@ -10,7 +10,8 @@ from data import refuse
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
-from ..figures import figures_of, seconds_of_warmup
+from ..figures import figures_of, seconds_of_warmup, tokens_per_second, waits_for_data
+from ..techniques import work_of
 from .rows import Row
 
 
@@ -21,6 +22,7 @@ class Run:
     warmup: int
     header: dict | None = None
     steps: list = field(default_factory=list)
+    techniques: dict | None = None
     summary: dict | None = None
     error: dict | None = None
 
@@ -28,6 +30,11 @@ class Run:
     def counted(self):
         """The steps after the warm-up."""
         return self.steps[self.warmup :]
+
+    @property
+    def waits_for_data(self):
+        """Whether a watched script spent much of its warm-up before its first forwards."""
+        return waits_for_data(self.steps[: self.warmup])
 
     @property
     def memory(self):
@@ -59,7 +66,7 @@ class Results:
         self.file = file
         self.rows = {}
         for fields in bench["rows"]:
-            words = {"launcher": tuple(fields["launcher"]), "flags": tuple(fields["flags"])}  # JSON has lists
+            words = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
             self.rows[fields["name"]] = Row(**fields | words)
         self.runs = {}
         self.write_line(bench)
@@ -96,6 +103,8 @@ class Results:
                 self.runs[key].header = line
             case "step":
                 self.runs[key].steps.append(line)
+            case "techniques":
+                self.runs[key].techniques = line
             case "summary":
                 self.runs[key].summary = line
             case "error":
@@ -178,12 +187,19 @@ class Results:
         return None
 
     def facts(self, row):
-        """Return a row's first header, with the key "sdpa" of its first summary; None where no run got that far."""
+        """Return a row's first header, with the key "sdpa" of its first summary; None where no run got that far.
+
+        It also has the key "techniques" of a watched script, which is None for a stage.
+        """
         headers = [run.header for run in self.runs_of(row) if run.header]
         if not headers:
             return None
         kernels = [run.summary["sdpa"] for run in self.runs_of(row) if run.summary]
-        return headers[0] | {"sdpa": kernels[0] if kernels else None}
+        techniques = [run.techniques for run in self.runs_of(row) if run.techniques]
+        return headers[0] | {
+            "sdpa": kernels[0] if kernels else None,
+            "techniques": techniques[0] if techniques else None,
+        }
 
     def ranks(self, row):
         """Return how many processes torchrun started for a row; 1 without torchrun, and where no run got that far."""
@@ -191,11 +207,31 @@ class Results:
         return facts["settings"]["world_size"] if facts else 1
 
     def effect(self, row):
-        """Return the ladder.Effect of the stage that a row runs, or None, also for a model that is no GPT."""
+        """Return the ladder.Effect of the stage that a row runs, or None for another script."""
         facts = self.facts(row)
-        if row.stage is None or facts is None or facts["shape"] is None:
+        if row.stage is None or facts is None:
             return None
         return ladder.effect_of(row.stage, facts)
+
+    def work(self, row):
+        """Return the Work of a micro-batch of a row, or None where it is not known."""
+        effect, facts = self.effect(row), self.facts(row)
+        if effect:
+            return effect.work
+        if facts is None or facts["techniques"] is None or facts["shape"] is None:
+            return None
+        settings = facts["settings"]
+        micro_batches = settings["accum"] // settings["world_size"]
+        on_cuda = facts["environment"]["device"] == "cuda"
+        return work_of(facts["techniques"], facts["shape"], settings["batch_size"], micro_batches, on_cuda)
+
+    def waits_for_data(self, row):
+        """Tell whether a script spends much of its steps before their first forwards."""
+        return waits_for_data(self.counted(row))
+
+    def trains_another_model(self, row, base):
+        """Tell whether two rows train models of different shapes."""
+        return model_of(self.facts(row)) != model_of(self.facts(base))
 
     # ratios
 
@@ -214,21 +250,24 @@ class Results:
                 continue
             times = times_of_probe(run) if row.is_probe else times_of_tokens(run)
             if self.bench["in_turn"]:
-                samples |= {(round_number, turn): time for turn, time in enumerate(times)}
+                samples |= {(round_number, turn): time for turn, time in times.items()}
             elif times and run.summary:  # a round that was cut off says little
-                samples[round_number] = statistics.median(times)
+                samples[round_number] = statistics.median(times.values())
         return samples
 
     def compare(self, row, base):
         """Return the Ratio of the speeds of a row and another, or None where no samples pair up.
 
-        A GPT's tokens are not compared with what another model counts as tokens.
+        Tokens are not compared with samples of another kind, or with steps. Where one of the two waits for its data,
+        the ratio is that of all steps together.
         """
         if base is None or base is row:
             return None
         ours, theirs = self.facts(row), self.facts(base)
-        if ours and theirs and (ours["shape"] is None) != (theirs["shape"] is None):
+        if ours and theirs and unit_of(ours) != unit_of(theirs):
             return None
+        if not base.is_probe and (self.waits_for_data(row) or self.waits_for_data(base)):
+            return ratio_of_all_steps(self.counted(row), self.counted(base))
         samples, samples_of_base = self.samples(row), self.samples(base)
         ratios = [samples_of_base[key] / samples[key] for key in samples if key in samples_of_base]
         return Ratio(*median_and_spread(ratios)) if ratios else None
@@ -269,10 +308,11 @@ class Results:
     def may_be_chance(self, row, base):
         """Tell whether a ratio of two rows is so near 1 that it may be chance: within the noise, or within its spread.
 
-        Where the noise is not known, the answer is False. Otherwise a ratio of a single sample always may be chance.
+        Where the noise is not known, or the two train different models, the answer is False. Otherwise a ratio of a
+        single sample always may be chance.
         """
         ratio, noise = self.compare(row, base), self.noise()
-        if ratio is None or noise is None:
+        if ratio is None or noise is None or self.trains_another_model(row, base):
             return False
         if ratio.spread is None:
             return True
@@ -297,18 +337,21 @@ class Results:
         and bytes, divided by the rates that the probe measured.
         """
         above, rates = self.above(row), self.rates()
-        if above is None or rates is None or row.stage is None or above.stage is None:
+        if above is None or rates is None:
             return None
-        ours, theirs = self.effect(row), self.effect(above)
+        ours, theirs = self.work(row), self.work(above)
         if ours is None or theirs is None or self.ranks(row) != self.ranks(above):
             return None
-        if row.stage is above.stage and ours.work == theirs.work:
+        if row.stage is above.stage and ours == theirs:
             return None  # what differs is no FLOP and no byte, as between s01 and `plain`
-        # the stages between the two, whichever comes first: one of these tuples is empty
-        crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
-        if any(stage.unpredictable for stage in crossed):
-            return None
-        before, after = seconds_per_token(theirs.work, rates), seconds_per_token(ours.work, rates)
+        if row.stage and above.stage:
+            # the stages between the two, whichever comes first: one of these tuples is empty
+            crossed = ladder.between(above.stage, row.stage) + ladder.between(row.stage, above.stage)
+            if any(stage.unpredictable for stage in crossed):
+                return None
+        elif row.script != above.script:
+            return None  # more differs than their techniques tell
+        before, after = seconds_per_token(theirs, rates), seconds_per_token(ours, rates)
         if before is None or after is None:
             return None
         return before / after
@@ -316,10 +359,13 @@ class Results:
     def peak_share(self, row):
         """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-        None for a model that is no GPT, and for several ranks, because the probe measures what one process can do.
+        None for a model that is no GPT, for a script that waits for its data, and for several ranks, because the probe
+        measures what one process can do.
         """
         facts = self.facts(row)
         if self.probe is None or facts is None or facts["shape"] is None or self.ranks(row) > 1:
+            return None
+        if self.waits_for_data(row):
             return None
         tokens_per_flop = self.compare(row, self.probe)  # seconds per FLOP over seconds per token: see samples()
         return tokens_per_flop.value * flops_per_token(facts["shape"]) if tokens_per_flop else None
@@ -331,30 +377,69 @@ class Results:
         reached = []
         for row in self.table_rows:
             if self.counted(row):
-                reached.append(max(len(run.steps) for run in self.runs_of(row)))
-        return min(reached) - 1 if reached else None
+                reached.append(max(run.steps[-1]["step"] for run in self.runs_of(row) if run.steps))
+        return min(reached, default=None)
 
     def loss_at(self, row, step):
         """Return the training loss of a row at a step, or None where no run got there. step: a number, or None."""
-        if step is None:
-            return None
         for run in self.runs_of(row):
-            if step < len(run.steps):
-                return run.steps[step]["loss"]
+            for line in run.steps:
+                if line["step"] == step:
+                    return line["loss"]
         return None
+
+
+def unit_of(facts):
+    """Return what a row counts: "tok", or "sample" or "step" in a script that has no tokens."""
+    return facts.get("unit", "tok")
+
+
+def model_of(facts):
+    """Return what makes a model another one: a GPT's layers, heads and width; another one's number of parameters."""
+    shape = facts["shape"]
+    if shape is None:
+        return facts["parameters"]
+    return shape["n_layer"], shape["n_head"], shape["n_embd"]
 
 
 # samples, medians and their intervals
 
 
 def times_of_tokens(run):
-    """Return the seconds that a token took in each counted step of a row's run."""
-    return [step["dt"] / step["tokens"] for step in run.counted]
+    """Return the seconds that a token took in each counted step of a row's run, {turn: seconds}.
+
+    A script may take a step without tokens, which is left out.
+    """
+    return {turn: step["dt"] / step["tokens"] for turn, step in enumerate(run.counted) if step["tokens"]}
 
 
 def times_of_probe(run):
-    """Return the seconds that a FLOP took in each counted step of the probe, of a matmul in its fastest dtype."""
-    return [1 / max(step["peak"].values()) for step in run.counted]
+    """Return the seconds of a FLOP in each counted step of the probe, of a matmul in its fastest dtype, by turn."""
+    return {turn: 1 / max(step["peak"].values()) for turn, step in enumerate(run.counted)}
+
+
+def ratio_of_all_steps(steps, steps_of_base):
+    """Return the Ratio of the speeds of two rows' steps, each taken together, or None where one has no tokens.
+
+    The spread is the distance to the farther one of the ratios of their first and of their second halves.
+    """
+    ratios = []
+    for half in (0, 1):
+        speeds = [tokens_per_second(half_of(each, half)) for each in (steps, steps_of_base)]
+        if all(speeds):
+            ratios.append(speeds[0] / speeds[1])
+    speed, speed_of_base = tokens_per_second(steps), tokens_per_second(steps_of_base)
+    if not (speed and speed_of_base):
+        return None
+    ratio = speed / speed_of_base
+    spread = max(abs(each - ratio) for each in ratios) if len(ratios) == 2 else None
+    return Ratio(ratio, spread)
+
+
+def half_of(steps, half):
+    """Return the first half of some steps, 0, or the second, 1."""
+    middle = len(steps) // 2
+    return steps[middle:] if half else steps[:middle]
 
 
 def order_statistic(n):

@@ -1,5 +1,6 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
+import os
 import re
 import shlex
 import shutil
@@ -7,17 +8,24 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from data import refuse
 
-from .. import ladder, refuse_namesakes
+from .. import ladder, machine
+from ..scripts import folder_of, logs_by_itself
 
 PROBE = "probe"
 LONGEST_TITLE = 16  # letters
+LONGEST_LABEL = 80  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 # The launcher of the row `plain`, which goes without these variables.
 WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
+STARTS_PYTHON = r"python[\d.]*|torchrun|accelerate|deepspeed"  # launchers behind which no Python has to stand
+# modules that are launchers, as in python -m torch.distributed.run train.py
+MODULES_THAT_LAUNCH = ("torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher.runner")
 
 
 @dataclass(frozen=True)
@@ -25,9 +33,10 @@ class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
     name: the command as it was typed, or a stage's short name; no two rows share one. title: what the first column of
-    the short table shows. script: the name of a stage, "probe", or the path of another script. launcher, flags: what
-    stands before and behind it in the command. above: the name of the row above. control_of: in a second run, the name
-    of the row that it repeats.
+    the short table shows. script: the name of a stage, "probe", the path of another script, or -m and a module.
+    launcher, flags: what stands before and behind it in the command. added: the techniques that are added to a script
+    from outside, as "bf16". above: the name of the row above. control_of: in a second run, the name of the row that it
+    repeats.
     """
 
     name: str
@@ -35,8 +44,16 @@ class Row:
     script: str
     launcher: tuple = ()
     flags: tuple = ()
+    added: tuple = ()
     above: str | None = None
     control_of: str | None = None
+
+    @property
+    def label(self):
+        """What to call it in a line: its name, or its title where the name is a long command."""
+        if len(self.name) <= LONGEST_LABEL:
+            return self.name
+        return f"{self.title} again" if self.control_of else self.title
 
     @property
     def stage(self):
@@ -52,17 +69,32 @@ class Row:
         return self.script == PROBE
 
     @property
+    def is_module(self):
+        """Whether it runs a module, by -m."""
+        return self.script.startswith("-m ")
+
+    @property
+    def is_watched(self):
+        """Whether its script knows nothing of the bench, and watch.py runs it."""
+        return not (self.is_probe or self.stage or logs_by_itself(self.script))
+
+    @property
+    def folder(self):
+        """The folder that it runs in."""
+        return folder_of(self.script) if self.is_watched and not self.is_module else Path.cwd()
+
+    @property
     def path(self):
-        """The path of its script."""
+        """The path of its script, which is no module."""
         if self.is_probe:
             return ladder.FOLDER / "harness" / "bench" / "probe.py"
         return self.stage.path if self.stage else Path(self.script).resolve()
 
-    def command(self, flags):
-        """Return the command line as a list. flags: those of all rows, which stand before its own.
+    def command(self, bench):
+        """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
-        typed. Where the launcher names no Python at all, as env, this Python stands between it and the script.
+        typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script.
         """
         words = []
         for word in self.launcher:
@@ -73,14 +105,48 @@ class Row:
             else:
                 words.append(word)
         programs = [Path(word).name for word in self.launcher if not sets_a_variable(word)]
-        if not any(re.fullmatch(r"python[\d.]*|torchrun", program) for program in programs):
+        if not any(re.fullmatch(STARTS_PYTHON, program) for program in programs):
             words.append(sys.executable)
-        return [*words, str(self.path), *flags, *self.flags]
+        if not self.is_watched:
+            return [*words, str(self.path), *bench["flags"], *self.flags]
+        words += [str(ladder.FOLDER / "watch.py"), *bench["flags_of_scripts"], *[f"+{name}" for name in self.added]]
+        if self.is_module:
+            return [*words, *self.script.split(), *self.flags]
+        return [*words, self.script, *self.flags]
+
+    def variables(self, bench):
+        """Return what the bench adds to the environment of its process. A script's own is left as it is otherwise."""
+        if self.is_watched:
+            return bench["variables"] | bench["variables_of_scripts"]
+        python_path = str(ladder.FOLDER)  # where the harness is
+        if os.environ.get("PYTHONPATH"):
+            python_path += os.pathsep + os.environ["PYTHONPATH"]
+        return bench["variables"] | {"PYTHONPATH": python_path}
 
 
 def sets_a_variable(word):
     """Tell whether a word is a variable and its value, as A=b behind env. The path of a file is none."""
-    return re.match(r"\w+=", word) is not None and not Path(word).is_file()
+    return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word
+
+
+def place_of_script(words):
+    """Return where the script, its -m, or the stage stands among the words of a command; None without one.
+
+    What is in front of it are launchers and their flags. There a stage's name may be the value of a flag, as in
+    --log-dir s05. So one that stands behind no flag is the first choice, and otherwise it is the last one.
+    """
+    named = [place for place, word in enumerate(words) if not sets_a_variable(word)]
+    if named and ladder.stage_of(words[named[0]]):
+        return named[0]
+    for place in named:
+        next_word = words[place + 1] if place + 1 < len(words) else ""
+        if words[place].endswith(".py") or (words[place] == "-m" and next_word not in MODULES_THAT_LAUNCH):
+            return place
+    stages = [place for place in named if ladder.stage_of(words[place])]
+    behind_no_flag = [place for place in stages if not words[place - 1].startswith("-")]
+    if behind_no_flag:
+        return behind_no_flag[0]
+    return stages[-1] if stages else None
 
 
 def row_of(command):
@@ -92,62 +158,136 @@ def row_of(command):
         parts = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    words = [part for part in parts if not sets_a_variable(part)]
-    scripts = [word for word in words if ladder.stage_of(word) or word.endswith(".py")]
-    if not scripts:
+    added = []
+    while parts and parts[0].startswith("+"):
+        added.append(parts.pop(0)[1:])
+    place = place_of_script(parts)
+    if place is None:
         last = ladder.STAGES[-1].short
         refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")
-    script = scripts[0]
-    place = parts.index(script)
-    launcher, flags = tuple(parts[:place]), tuple(parts[place + 1 :])
+    script, behind = parts[place], place + 1
+    if script == "-m":
+        script, behind = " ".join(parts[place : place + 2]), place + 2
+    launcher, flags = tuple(parts[:place]), tuple(parts[behind:])
     stage = ladder.stage_of(script)
     if stage:
         name = stage.short if len(parts) == 1 else command
-        row = Row(name, stage.short, stage.name, launcher, flags)
+        row = Row(name, stage.short, stage.name, launcher, flags, tuple(added))
     else:
-        row = Row(command, Path(script).stem[:LONGEST_TITLE], script, launcher, flags)
-        refuse_namesakes(row.path.parent)
-    for word in flags:
-        if word.startswith(("--steps", "--device")):
-            refuse(f"{command!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
-    program = row.command([])[0]
-    if shutil.which(program) is None:
-        refuse(f"{command!r}: there is no {program}")
-    if not row.path.is_file():
-        refuse(f"{command!r}: there is no {script}")
+        row = Row(command, title_of(script), script, launcher, flags, tuple(added))
+    check(row, script)
     return row
 
 
-def rows_of(commands, device):
-    """Return (rows, reference). rows: all that the bench starts, the probe first. reference: a name, see record.py.
+def title_of(script):
+    """Return the short name of a script: "train" of my/train.py, and "base_train" of -m scripts.base_train."""
+    if script.startswith("-m "):
+        return script.split(".")[-1].removeprefix("-m ")[:LONGEST_TITLE]
+    return Path(script).stem[:LONGEST_TITLE]
 
-    commands: one for each row. Without any the rows are the stages, on a CPU with `plain` above them.
+
+def check(row, script):
+    """Exit with one line where a row can't run. script: as it was typed."""
+    for name in row.added:
+        if name not in ladder.ADDED:
+            known = ", ".join(f"+{each}" for each in ladder.ADDED)
+            refuse(f"{row.name!r}: +{name} is no technique that can be added from outside: pass one of {known}")
+    if row.added and not row.is_watched:
+        refuse(f"{row.name!r}: +{row.added[0]} is for a script of your own, and the ladder has a stage with it")
+    program = (*row.launcher, sys.executable)[0]
+    if program not in ("python", "python3", "torchrun") and shutil.which(program) is None:
+        refuse(f"{row.name!r}: there is no {program}")
+    if not row.is_module and not row.path.is_file():
+        refuse(f"{row.name!r}: there is no {script}")
+    for word in () if row.is_watched else row.flags:
+        if word.startswith(("--steps", "--device")):
+            refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
+
+
+def useless_here(device):
+    """Return which techniques that can be added do nothing on a device, a dict {name: reason}."""
+    reasons = {}
+    if not machine.has_tf32(device):
+        reasons["tf32"] = "this device has no TF32 units"
+    if machine.native_amp_dtype(device) != torch.bfloat16:
+        reasons["bf16"] = "this device has no bfloat16 units"
+    problem = machine.compile_problem(device)
+    if problem:
+        reasons["compile"] = problem
+    return reasons
+
+
+def rows_of_climb(command, device):
+    """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
+
+    command: the script, as a row of the command line. What does nothing on this device is left out. On a CPU the first
+    row goes without the variables of memory, as the script's owner runs it.
     """
-    if commands:
-        rows = [row_of(command) for command in commands]
-    else:
-        stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
-        rows = [row_of(stage.short) for stage in stages]
-    reference = rows[0].name  # s01 even where `plain` comes above it
-    if not commands and device.type == "cpu":
+    script = row_of(command)
+    if not script.is_watched:
+        refuse(f"--climb {command!r}: pass a script of your own, since each stage of the ladder is a row already")
+    rows = [replace(script, name=script.title)]
+    if device.type == "cpu":
+        rows.insert(0, replace(script, name="plain", title="plain", launcher=(*WITHOUT_CPU_MEMORY, *script.launcher)))
+    useless = useless_here(device)
+    for name in ladder.ADDED:
+        if name in useless:
+            continue
+        added = (*rows[-1].added, name)
+        rows.append(replace(rows[-1], name=f"+ {name}", title=f"+ {name}", added=added))
+    return rows
+
+
+def rows_of_ladder(device):
+    """Return the Rows of all stages that run on a device, on a CPU with `plain` above them."""
+    stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
+    rows = [row_of(stage.short) for stage in stages]
+    if device.type == "cpu":
         rows.insert(0, replace(rows[0], name="plain", title="plain", launcher=WITHOUT_CPU_MEMORY))
+    return rows
+
+
+def all_rows(rows):
+    """Return all that the bench starts for the rows of a table: the probe first, and the control.
+
+    Exits with one line where two rows have one name.
+    """
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
+    rows = with_plain_titles(rows)
     for place in range(1, len(rows)):
         rows[place] = replace(rows[place], above=names[place - 1])
     probe = Row(name=PROBE, title=PROBE, script=PROBE)
-    return [probe, *with_control(rows)], reference
+    together = [probe, *with_control(rows)]
+    return [with_number(row, number) for number, row in enumerate(together)]
+
+
+def with_plain_titles(rows):
+    """Return the rows, with the folder in front of the title where two scripts have one name."""
+    titled = []
+    for row in rows:
+        others = {each.path for each in rows if each.title == row.title and not each.is_module}
+        if row.is_watched and not row.is_module and len(others) > 1:
+            row = replace(row, title=f"{row.path.parent.name}/{row.title}")
+        titled.append(row)
+    return titled
+
+
+def with_number(row, number):
+    """Return a row whose number stands in its flags where these say {row}: several rows may not write one file."""
+    return replace(row, flags=tuple(flag.replace("{row}", str(number)) for flag in row.flags))
 
 
 def with_control(rows):
     """Return the rows with one more, the A/A control: a second run of the row in the middle, right behind it.
 
-    It repeats a script of the reader's own only where there is no stage, since such a script may fail.
+    It repeats a script of the reader's own only where there is no stage, since such a script may fail. Of two rows it
+    repeats the first, since the second may be the one that does not fit into memory.
     """
     candidates = [row for row in rows if row.stage] or rows
-    row = candidates[len(candidates) // 2]
+    row = candidates[0] if len(candidates) == 2 else candidates[len(candidates) // 2]
     together = list(rows)
     together.insert(rows.index(row) + 1, replace(row, name=f"{row.name} again", above=None, control_of=row.name))
     return together

@@ -1,0 +1,59 @@
+"""Adds techniques of the ladder to a script from outside, each where the script does not use it by itself."""
+
+import functools
+
+import torch
+
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # the optimizers that have a fused kernel
+
+
+class Added:
+    """The techniques that are added to a script. names: "tf32", "bf16", "compile" and "fused", or some of them."""
+
+    def __init__(self, names):
+        self.names = names
+        self.autocast = None  # while one of ours is entered
+        if "tf32" in names:
+            torch.set_float32_matmul_precision("high")
+        if "fused" in names:
+            for optimizer in FUSED:
+                optimizer.__init__ = with_fused_kernel(optimizer.__init__)
+
+    def before_forward(self, module):
+        """Compile the outermost module, and enter autocast. What follows up to backward() is in it, the loss, too.
+
+        Around the module alone, autocast would leave a loss outside of the model with logits in 16 bits.
+        """
+        if "compile" in self.names and not any(is_compiled(part) for part in module.modules()):
+            module.compile()
+        device_type = next(module.parameters()).device.type
+        if "bf16" in self.names and not torch.is_autocast_enabled(device_type):
+            self.autocast = torch.autocast(device_type, torch.bfloat16)
+            self.autocast.__enter__()
+
+    def before_backward(self):
+        """Leave the autocast that before_forward() entered."""
+        if self.autocast:
+            self.autocast.__exit__(None, None, None)
+            self.autocast = None
+
+
+def with_fused_kernel(make):
+    """Return the __init__ of an optimizer, with fused=True where the script chooses no kernel and PyTorch has that."""
+
+    @functools.wraps(make)
+    def make_fused(optimizer, params, *args, **kwargs):
+        params = list(params)  # it may be a generator, and is needed twice
+        if any(kwargs.get(name) is not None for name in ("fused", "foreach")) or kwargs.get("differentiable"):
+            return make(optimizer, params, *args, **kwargs)
+        try:
+            return make(optimizer, params, *args, **kwargs | {"fused": True})
+        except RuntimeError:  # no fused kernel for these parameters
+            return make(optimizer, params, *args, **kwargs)
+
+    return make_fused
+
+
+def is_compiled(module):
+    """Tell whether torch.compile() or module.compile() was called on a module."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
