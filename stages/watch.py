@@ -104,7 +104,10 @@ def leave_home_to(args):
     os.chdir(args.folder)
     for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "data", "model"):
-            del sys.modules[name]
+            module = sys.modules.pop(name)
+            # torch.compile imports the module of a function by its name where it meets one, as those of the watcher
+            module.__name__ = f"speed_ladder.{name}"
+            sys.modules[module.__name__] = module
     sys.path.remove(str(ROOT))
     sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
     sys.argv = [args.script, *args.script_argv]

@@ -25,7 +25,7 @@ class Added:
         Around the module alone, autocast would leave a loss outside of the model with logits in 16 bits.
         """
         if "compile" in self.names and not any(is_compiled(part) for part in module.modules()):
-            module.compile()
+            compile_in_place(module)
         device_type = next(module.parameters()).device.type
         if "bf16" in self.names and not torch.is_autocast_enabled(device_type):
             self.autocast = torch.autocast(device_type, torch.bfloat16)
@@ -52,6 +52,20 @@ def with_fused_kernel(make):
             return make(optimizer, params, *args, **kwargs)
 
     return make_fused
+
+
+def compile_in_place(module):
+    """Let calls of a module run compiled, as module.compile() does."""
+    if not type(module).__module__.startswith("torch.nn.modules"):
+        module.compile()
+        return
+    # torch.compile looks at no function in PyTorch's own files, as of an nn.Sequential, but at what one of ours calls
+    call = module._call_impl
+
+    def call_module(*args, **kwargs):
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call_module)
 
 
 def is_compiled(module):
