@@ -76,6 +76,8 @@ def parse_command(argv):
         refuse(f"{args.name!r}: pass a name, since all pages are in results/")
     if args.render is not None and (commands or flags or args.rounds or args.steps or args.climb):
         refuse("--render runs nothing: pass no rows and no other flags")
+    if args.climb == "":
+        refuse('make climb SCRIPT="train.py --batch_size=8": pass a script of your own, with its flags')
     if args.climb and commands:
         refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:

@@ -57,10 +57,12 @@ A script that watch.py watches leaves a line more, before its second step. techn
 
     {"kind": "techniques", "profiled": true, "tf32": true, "weights": "float32", "compile": false, "sdpa": "flash",
      "attention": true, "drops": false, "vocabulary": 50304, "fused": false, "optimizer": "AdamW", "autocast": null,
-     "emulated": false, "parameters": 7242880, "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
+     "emulated": false, "parameters": 7242880, "loaders": 0,
+     "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
 
-Its settings are those that can be seen, its first step is number 1, and each step has "wait", the seconds before its
-first forward. The "wait" of its summary is their share of the time.
+"loaders" are the processes that it has started, most likely to load its data. Its settings are those that can be seen,
+its first step is number 1, and each step has "wait", the seconds before its first forward. The "wait" of its summary is
+their share of the time.
 """
 
 import json

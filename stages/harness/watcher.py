@@ -280,6 +280,7 @@ class Watcher:
         if autocast is None and torch.is_autocast_enabled(self.device.type):  # entered once, around the loop
             autocast = machine.dtype_name(torch.get_autocast_dtype(self.device.type))
         self.techniques = find_techniques(models, self.optimizer, self.device, autocast, events)
+        self.techniques["loaders"] = len(multiprocessing.active_children())
         self.args.record.write("techniques", **self.techniques)
 
     # the end

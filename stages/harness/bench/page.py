@@ -265,6 +265,8 @@ def words_on_script(results, row, name):
         if techniques["profiled"]:
             words.append(f"lacks {', '.join(name(stage) for stage in lacks) or 'nothing of it'}")
         words += remarks
+    if results.bench["in_turn"] and any(run.may_wait_for_data for run in results.runs_of(row)):
+        words.append("took its steps without turns, since it loads data beside them")
     if results.waits_for_data(row):
         share = waiting_share(results.counted(row))
         words.append(f"{100 * share:.0f} % of a step waits for data, so its speed is that of all steps together")

@@ -32,9 +32,10 @@ class Run:
         return self.steps[self.warmup :]
 
     @property
-    def waits_for_data(self):
-        """Whether a watched script spent much of its warm-up before its first forwards."""
-        return waits_for_data(self.steps[: self.warmup])
+    def may_wait_for_data(self):
+        """Whether a watched script has processes that load its data, or spent much of its warm-up without a forward."""
+        has_loaders = self.techniques is not None and self.techniques["loaders"] > 0
+        return has_loaders or waits_for_data(self.steps[: self.warmup])
 
     @property
     def memory(self):

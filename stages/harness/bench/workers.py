@@ -180,7 +180,8 @@ class Worker:
     def wait(self):
         """Wait until the row is ready for its next step, or has sent its summary. One that comes to neither has failed.
 
-        A process that ends is noticed at once, also where a child of it holds the socket open.
+        A process that ends is noticed at once, also where a child of it holds the socket open. A row that fails is told
+        to end: its threads, or its other ranks, would disturb the rows that go on.
         """
         deadline = time.monotonic() + PATIENCE
         while self.is_live and not self.is_ready:
@@ -189,11 +190,16 @@ class Worker:
                 if self.is_live:
                     self.fail_as_it_ended()
             elif time.monotonic() > deadline:
-                for group in self.groups:
-                    send(group, signal.SIGTERM)
                 self.fail(f"no step in {PATIENCE} s: stopped", self.last_lines())
             else:
                 self.listen(POLL)
+        if self.run.error:
+            self.tell_to_end()
+
+    def tell_to_end(self):
+        """Send SIGTERM to all its processes, and let stopped ones receive it."""
+        for group in self.groups:
+            send(group, signal.SIGTERM, signal.SIGCONT)
 
     def hear_the_rest(self):
         """Take in what a process has left that has ended. A child of it may go on to print."""
@@ -295,8 +301,7 @@ def stop(workers):
         worker.close()
     wait_for_exits([worker for worker in workers if worker.run.summary])
     for worker in workers:
-        for group in worker.groups:
-            send(group, signal.SIGTERM, signal.SIGCONT)
+        worker.tell_to_end()
     wait_for_exits(workers)
     for worker in workers:
         for group in worker.groups:
@@ -373,15 +378,15 @@ def seconds_left(workers, rows, results, elapsed):
 def take_turns(workers, steps, in_turn, tell_turn):
     """Take so many steps with each live worker, in turn. One that runs alone stops once it has_enough().
 
-    A script that waits for its data takes all its steps before the others: while it is stopped between two turns, its
-    reads and sleeps go on, and its loader would seem faster than it is.
+    A script that may wait for its data takes all its steps before the others. While it is stopped between two turns,
+    its reads and sleeps go on, and its loader would seem faster than it is.
     """
     for worker in workers:
-        if in_turn and worker.run.waits_for_data:
-            say(f"{worker.row.label}: takes its steps without turns, since it waits for its data")
+        if in_turn and worker.run.may_wait_for_data:
+            say(f"{worker.row.label}: takes its steps without turns, since what loads its data would get ahead")
             worker.take_steps(steps)
     began = time.monotonic()
-    workers = [worker for worker in workers if not (in_turn and worker.run.waits_for_data)]
+    workers = [worker for worker in workers if not (in_turn and worker.run.may_wait_for_data)]
     for turn in range(1, steps + 1):
         waiting = [worker for worker in workers if worker.is_live]
         if not in_turn:
