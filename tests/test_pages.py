@@ -37,6 +37,16 @@ def test_readme_shows_the_table_of_the_h100_and_its_ends_in_the_first_line():
     assert f"**From {speeds[0]:,.0f} to {max(speeds):,.0f} tokens per second on one H100.**" in README
 
 
+def test_readme_says_how_nanogpts_script_climbs_and_with_which_command():
+    results = Results.load(ROOT / "results" / "zen4-nanogpt.jsonl")
+    ratios = [f"{results.compare(row, results.above(row)).value:.2f}" for row in results.table_rows[1:]]
+    words = "memory variables {}, autocast {}, compile {}, fused AdamW {}".format(*ratios)
+    assert words in " ".join(README.split())
+    assert f"{results.compare(results.table_rows[-1], results.reference).value:.1f} times as fast]" in README
+    [climb] = re.findall(r'^make climb SCRIPT="(.*)"$', README, re.MULTILINE)
+    assert shlex.quote(climb) in results.bench["command"]
+
+
 ALSO = {"memory variables": "s01", "vocabulary": "s06", "fused AdamW": "s10", "accumulation": "s11"}
 
 

@@ -297,8 +297,11 @@ def failure(error):
 def page(results):
     """Return the whole of results/NAME.md."""
     rows = results.table_rows
+    what = "A bench"
+    if rows[0].is_watched and all(row.script == rows[0].script for row in rows):
+        what = rows[0].script
     parts = [
-        f"# A bench on {results.bench['environment']['device_name']}",
+        f"# {what} on {results.bench['environment']['device_name']}",
         markdown(columns_of_page(results), rows),
         markdown(full_columns(results), rows),
         "\n".join(f"- {line}" for line in conditions(results)),
