@@ -109,7 +109,7 @@ def terminal(results):
     lines = [aligned(short_columns(results), results.table_rows)]
     for row in results.table_rows:
         error = results.error(row)
-        words = words_on_script(results, row, name_of_technique)
+        words = words_on_models(results, row) + words_on_script(results, row, name_of_technique)
         if error:
             words.append(failure(error))
         if words:
@@ -223,10 +223,7 @@ def note_cell(results, row):
         parts.append(failure(error))
     elif ended < rounds:
         parts.append(f"{ended} of {rounds} rounds")
-    above = results.above(row)
-    if above and results.compare(row, above) and results.trains_another_model(row, above):
-        ours, theirs = [f"{results.facts(each)['parameters'] / 1e6:.1f}M" for each in (row, above)]
-        parts.append(f"another model: {ours} parameters beside {theirs}")
+    parts += words_on_models(results, row)
     effect = results.effect(row)
     if effect:
         parts.append(effect.words)
@@ -240,6 +237,15 @@ def note_cell(results, row):
     if reserved:
         parts.append(f"{reserved / 1e9:.2f} GB reserved")
     return "; ".join(part for part in parts if part)
+
+
+def words_on_models(results, row):
+    """Return what is said where a row trains another model than the row above, a list of words."""
+    above = results.above(row)
+    if results.compare(row, above) is None or not results.trains_another_model(row, above):
+        return []
+    ours, theirs = [f"{results.facts(each)['parameters'] / 1e6:.1f}M" for each in (row, above)]
+    return [f"another model: {ours} parameters beside {theirs}"]
 
 
 def words_on_script(results, row, name):
