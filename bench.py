@@ -82,35 +82,29 @@ def parse_command(argv):
         refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+    rows = [row_of(command) for command in commands]
     # what no parser knows is a flag of a script without quotes, or a row which was typed too late
     _, strays = new_parser(None).parse_known_args(flags)
-    has_scripts = args.climb or not all(ladder.stage_of(word) for word in commands)
+    has_scripts = args.climb or any(row.is_watched for row in rows)
     if strays and strays[0].startswith("-") and has_scripts:
         refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
     args.shared_flags = flags
     args.shared_args = parse_flags(flags)
-    rows = rows_of_command(args, commands)
-    args.reference = rows[0].name
-    if not (commands or args.climb):
-        args.reference = [row.name for row in rows if row.stage and not row.launcher][0]  # s01, and not `plain`
-    args.rows = all_rows(rows)
-    check_flags(args)
-    return args
-
-
-def rows_of_command(args, commands):
-    """Return the Rows of the table: those of --climb, of the commands, or without any those of the ladder."""
     device = args.shared_args.device
     if args.climb:
         rows = rows_of_climb(args.climb, device)
         for name, reason in useless_here(device).items():
             say(f"+{name} is left out: {reason}")
-        return rows
-    if commands:
-        return [row_of(command) for command in commands]
-    return rows_of_ladder(device)
+    elif not rows:
+        rows = rows_of_ladder(device)
+    args.reference = rows[0].name
+    if not (commands or args.climb):
+        args.reference = ladder.STAGES[0].short  # and not `plain` above it
+    args.rows = all_rows(rows)
+    check_flags(args)
+    return args
 
 
 def check_flags(args):
@@ -118,8 +112,8 @@ def check_flags(args):
     stages = [row for row in args.rows if not row.is_watched and not row.is_probe]
     for row in stages:
         parse_flags([*args.shared_flags, *row.flags])
-    for flag in () if stages else args.shared_flags:
-        if flag.startswith("--") and not flag.startswith(FLAGS_OF_ALL):
+    for flag in args.shared_flags:
+        if not stages and flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
             refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
 
 
@@ -239,9 +233,10 @@ def teller_of_turns(results):
 
 def speed_of(results, row):
     """Return words on a row that has ended: its tokens per second, and its ratio to the row above."""
-    if row.is_probe or not results.counted(row):
+    speed = None if row.is_probe else page.words_on_speed(results, row)
+    if speed is None:
         return f"{row.label} has ended"
-    words = f"{row.label}: {results.figure(row, 'tok_per_sec'):,.0f} tok/sec"
+    words = f"{row.label}: {speed}"
     compared = results.compare(row, results.above(row))
     return f"{words}, {compared.value:.2f} x {results.above(row).label}" if compared else words
 

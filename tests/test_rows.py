@@ -47,6 +47,13 @@ def names(rows):
         ("my/s12_ddp.py --accum 8", "s12_ddp", "my/s12_ddp.py", "", "--accum 8"),
         ("torchrun --x 2 s12", "s12", "s12_ddp", "torchrun --x 2", ""),
         ("torchrun --log-dir s05 --standalone s12", "s12", "s12_ddp", "torchrun --log-dir s05 --standalone", ""),
+        ("torchrun -n 2 s12 --data mine.py", "s12", "s12_ddp", "torchrun -n 2", "--data mine.py"),
+        ("torchrun --standalone mine.py config/a.py", "mine", "mine.py", "torchrun --standalone", "config/a.py"),
+        ("accelerate launch --config_file c.py mine.py", "mine", "mine.py", "accelerate launch --config_file c.py", ""),
+        ("accelerate launch --module my.train", "train", "-m my.train", "accelerate launch", ""),
+        ("python -m deepspeed mine.py", "mine", "mine.py", "python -m deepspeed", ""),
+        ("numactl -N 0 -m 0 python mine.py", "mine", "mine.py", "numactl -N 0 -m 0 python", ""),
+        ("A=b mine.py", "mine", "mine.py", "env A=b", ""),
         ("env A=b mine.py", "mine", "mine.py", "env A=b", ""),
         ("env A=b.py mine.py", "mine", "mine.py", "env A=b.py", ""),
         (f"mine.py --text {'x' * 300}", "mine", "mine.py", "", f"--text {'x' * 300}"),
@@ -111,7 +118,9 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
         ("+bf17 mine.py", "\\+bf17 is no technique .* \\+tf32, \\+bf16, \\+compile, \\+fused"),
-        ("+bf16 s05", "\\+bf16 is for a script of your own"),
+        ("+bf16 s05", "\\+bf16 is for scripts that know nothing of the ladder"),
+        ("mine.py +bf16", "put \\+bf16 in front of all other words"),
+        (f"{'x' * 300}.py", "there is no xxx"),
         ("s05 --steps 9", "put --steps behind all rows"),
     ],
 )
@@ -135,9 +144,10 @@ def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_no
 
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart():
-    together = all_rows([row_of("mine.py --out=o/{row}/x"), row_of("+tf32 mine.py --out=o/{row}/x")])
+    together = all_rows([row_of("mine.py --out=o/{row}/x"), row_of("A=r{row} mine.py --out=o/{row}/x")])
     flags = [row.flags for row in together[1:]]
     assert flags == [("--out=o/1/x",), ("--out=o/2/x",), ("--out=o/3/x",)]  # that of the control, too
+    assert together[-1].launcher == ("env", "A=r3")
 
 
 def test_scripts_of_one_name_are_titled_by_their_folders(tmp_path):
@@ -192,5 +202,16 @@ def test_a_climb_adds_a_technique_in_each_row_and_leaves_out_what_does_nothing_h
     assert rows.useless_here(CPU)["compile"] == "no compiler"
 
 
+def test_a_script_may_be_called_as_a_row_of_ours(tmp_path):
+    for name in ("plain.py", "probe.py"):
+        (tmp_path / name).touch()
+        assert len(set(names(all_rows(rows_of_climb(name, CPU))))) >= 4
+
+
+def test_a_climb_does_not_add_what_was_added(monkeypatch):
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
+    assert {row.added.count("bf16") for row in rows_of_climb("+bf16 mine.py", CPU)} == {1}
+
+
 def test_a_stage_does_not_climb(capsys):
-    assert "pass a script of your own" in error_of(capsys, rows_of_climb, "s05", CPU)
+    assert "pass a script of your own that knows nothing" in error_of(capsys, rows_of_climb, "s05", CPU)

@@ -21,6 +21,7 @@ TERMINAL_WIDTH = 80  # columns
 NARROWEST = 8  # columns that "what you type" has, rather than that a line has no more than 80
 BAR = 8  # blocks of the fastest row, so that the table fits a repository's front page
 PARTS_OF_A_BLOCK = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]  # 0 to 7 eighths
+MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a note
 
 
@@ -131,6 +132,14 @@ def number_cell(value, form, scale=1):
     return NOTHING if value is None else form.format(scale * value)
 
 
+def words_on_speed(results, row):
+    """Return the speed of a row with its unit, as "1,000 tok/sec", or None where it has none."""
+    cell = speed_cell(results, row)
+    if cell == NOTHING:
+        return None
+    return f"{cell}/sec" if " " in cell else f"{cell} tok/sec"
+
+
 def speed_cell(results, row):
     """Return the cell of a row's tokens per second; its unit stands beside it where it counts something else."""
     cell = number_cell(results.figure(row, "tok_per_sec"), "{:,.0f}")
@@ -172,14 +181,16 @@ def typed_cell(row, above):
     skipped = ()
     if row.stage and above and above.stage:
         skipped = ladder.between(above.stage, row.stage)
-    if row.added:
+    if row.added and runs_the_same(row, above):
         text = ladder.ADDED[row.added[-1]].line
     elif goes_without_cpu_memory(row):
         text = "without the memory variables"
     elif above and goes_without_cpu_memory(above) and row.is_watched:
         text = "with the memory variables"
     elif row.is_watched:
-        text = f"`{shlex.join([*row.launcher, *row.script.split(), *row.flags])}`"
+        words = [f"+{name}" for name in row.added]
+        script = row.script.split() if row.is_module else [row.script]
+        text = f"`{shlex.join([*words, *row.launcher, *script, *row.flags])}`"
     elif row.launcher or row.flags:
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
@@ -192,6 +203,11 @@ def typed_cell(row, above):
     if len(skipped) == 1:
         return f"{skipped[0].short}, {text}"
     return f"{skipped[0].short} to {skipped[-1].short}, {text}"
+
+
+def runs_the_same(row, above):
+    """Tell whether a row runs the script of the row above, with the same flags."""
+    return above is not None and (row.script, row.flags) == (above.script, above.flags)
 
 
 def goes_without_cpu_memory(row):
@@ -244,8 +260,13 @@ def words_on_models(results, row):
     above = results.above(row)
     if results.compare(row, above) is None or not results.trains_another_model(row, above):
         return []
-    ours, theirs = [f"{results.facts(each)['parameters'] / 1e6:.1f}M" for each in (row, above)]
+    ours, theirs = [words_on_size(results.facts(each)["parameters"]) for each in (row, above)]
     return [f"another model: {ours} parameters beside {theirs}"]
+
+
+def words_on_size(parameters):
+    """Return a number of parameters in words: "10.7M", and a small one in full."""
+    return f"{parameters / 1e6:.1f}M" if parameters >= 1e6 else f"{parameters:,}"
 
 
 def words_on_script(results, row, name):
@@ -259,26 +280,36 @@ def words_on_script(results, row, name):
         return []
     techniques = facts["techniques"]
     words = []
-    if row.added:
-        techniques_above = (results.facts(above) or {}).get("techniques") if above else None
-        words += [ladder.words_on_missing(techniques, each) for each in row.added if not ladder.uses(techniques, each)]
-        if techniques_above and above.script == row.script:
-            new = [each for each in row.added if each not in above.added]
-            words += [f"{each} is in it already" for each in new if ladder.uses(techniques_above, each)]
-    elif not (above and above.script == row.script):
+    if runs_the_same(row, above):
+        words += words_on_added(results, row, above)
+    else:
         has, lacks, remarks = ladder.has_and_lacks(techniques)
         words.append(f"has {', '.join(name(stage) for stage in has) or 'nothing of the ladder'}")
         if techniques["profiled"]:
             words.append(f"lacks {', '.join(name(stage) for stage in lacks) or 'nothing of it'}")
         words += remarks
     if results.bench["in_turn"] and any(run.may_wait_for_data for run in results.runs_of(row)):
-        words.append("took its steps without turns, since it loads data beside them")
+        words.append("took its steps without turns, since what loads its data would get ahead")
     if results.waits_for_data(row):
         share = waiting_share(results.counted(row))
         words.append(f"{100 * share:.0f} % of a step waits for data, so its speed is that of all steps together")
     figures = results.figures(row)
     if figures and figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
         words.append(f"uneven: the mean of a step is {figures['dt_mean_ms']:.0f} ms, its median {figures['dt_ms']:.0f}")
+    return words
+
+
+def words_on_added(results, row, above):
+    """Return what became of the techniques that a row adds to the row above, a list of words."""
+    techniques, facts_above = results.facts(row)["techniques"], results.facts(above)
+    words = []
+    for name in row.added:
+        if name in above.added:
+            continue
+        if not ladder.uses(techniques, name):
+            words.append(ladder.words_on_missing(techniques, name))
+        elif facts_above and facts_above["techniques"] and ladder.uses(facts_above["techniques"], name):
+            words.append(f"{name} is in it already")
     return words
 
 
@@ -294,7 +325,9 @@ def linked_technique(stage):
 
 def failure(error):
     """Return why a row failed, by the error line of its record, in one line."""
-    return "out of memory" if error["out_of_memory"] else f"failed: {' '.join(error['message'].split())}"
+    if error["out_of_memory"]:
+        return "out of memory"
+    return textwrap.shorten(f"failed: {error['message']}", MOST_OF_A_REASON, placeholder=" ...")
 
 
 # The page

@@ -10,7 +10,7 @@ from data import refuse
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
-from ..figures import figures_of, seconds_of_warmup, tokens_per_second, waits_for_data
+from ..figures import figures_of, seconds_of_warmup, waits_for_data
 from ..techniques import work_of
 from .rows import Row
 
@@ -420,27 +420,30 @@ def times_of_probe(run):
 
 
 def ratio_of_all_steps(steps, steps_of_base):
-    """Return the Ratio of the speeds of two rows' steps, each taken together, or None where one has no tokens.
+    """Return the Ratio of the speeds of two rows, each of all its steps together; None where one has no tokens.
 
     The spread is the distance to the farther one of the ratios of their first and of their second halves.
     """
-    ratios = []
-    for half in (0, 1):
-        speeds = [tokens_per_second(half_of(each, half)) for each in (steps, steps_of_base)]
-        if all(speeds):
-            ratios.append(speeds[0] / speeds[1])
-    speed, speed_of_base = tokens_per_second(steps), tokens_per_second(steps_of_base)
-    if not (speed and speed_of_base):
+    ratio = ratio_of_speeds(steps, steps_of_base)
+    if ratio is None:
         return None
-    ratio = speed / speed_of_base
-    spread = max(abs(each - ratio) for each in ratios) if len(ratios) == 2 else None
-    return Ratio(ratio, spread)
+    middle, middle_of_base = len(steps) // 2, len(steps_of_base) // 2
+    halves = [
+        ratio_of_speeds(steps[:middle], steps_of_base[:middle_of_base]),
+        ratio_of_speeds(steps[middle:], steps_of_base[middle_of_base:]),
+    ]
+    if None in halves:
+        return Ratio(ratio, None)
+    return Ratio(ratio, max(abs(half - ratio) for half in halves))
 
 
-def half_of(steps, half):
-    """Return the first half of some steps, 0, or the second, 1."""
-    middle = len(steps) // 2
-    return steps[middle:] if half else steps[:middle]
+def ratio_of_speeds(steps, steps_of_base):
+    """Return how many times as fast some steps are as others, all tokens over all seconds; None without tokens."""
+    tokens, tokens_of_base = [sum(step["tokens"] for step in each) for each in (steps, steps_of_base)]
+    if not (tokens and tokens_of_base):
+        return None
+    seconds, seconds_of_base = [sum(step["dt"] for step in each) for each in (steps, steps_of_base)]
+    return tokens / seconds * seconds_of_base / tokens_of_base
 
 
 def order_statistic(n):

@@ -25,7 +25,8 @@ CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_
 WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
 STARTS_PYTHON = r"python[\d.]*|torchrun|accelerate|deepspeed"  # launchers behind which no Python has to stand
 # modules that are launchers, as in python -m torch.distributed.run train.py
-MODULES_THAT_LAUNCH = ("torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher.runner")
+MODULES_THAT_LAUNCH = r"(torch\.distributed|accelerate|deepspeed)(\.|$)"
+FLAGS_WITHOUT_VALUE = ("--standalone", "--cpu", "--multi_gpu", "--use_deepspeed", "-u", "-O", "-B", "-I")
 
 
 @dataclass(frozen=True)
@@ -129,24 +130,38 @@ def sets_a_variable(word):
     return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word
 
 
+def is_value(words, place):
+    """Tell whether a word of a launcher is the value of the flag in front of it, as in --log-dir s05."""
+    flag = words[place - 1] if place > 0 else ""
+    if not flag.startswith("-") or "=" in flag or flag in FLAGS_WITHOUT_VALUE:
+        return False
+    return flag.startswith("--") or not words[place].endswith(".py")  # python -u train.py
+
+
+def names_a_module(words, place):
+    """Tell whether a word is the -m of a script that is a module. numactl and others have another -m."""
+    if words[place] not in ("-m", "--module") or place + 1 == len(words):
+        return False
+    programs = [Path(word).name for word in words[:place]]
+    is_pythons = place == 0 or any(re.fullmatch(STARTS_PYTHON, program) for program in programs)
+    return is_pythons and not re.match(MODULES_THAT_LAUNCH, words[place + 1])
+
+
 def place_of_script(words):
     """Return where the script, its -m, or the stage stands among the words of a command; None without one.
 
-    What is in front of it are launchers and their flags. There a stage's name may be the value of a flag, as in
-    --log-dir s05. So one that stands behind no flag is the first choice, and otherwise it is the last one.
+    In front of it are launchers and their flags. A word that may be the value of a flag is the last choice.
     """
-    named = [place for place, word in enumerate(words) if not sets_a_variable(word)]
-    if named and ladder.stage_of(words[named[0]]):
-        return named[0]
-    for place in named:
-        next_word = words[place + 1] if place + 1 < len(words) else ""
-        if words[place].endswith(".py") or (words[place] == "-m" and next_word not in MODULES_THAT_LAUNCH):
+    candidates = []
+    for place, word in enumerate(words):
+        if sets_a_variable(word):
+            continue
+        if ladder.stage_of(word) or word.endswith(".py") or names_a_module(words, place):
+            candidates.append(place)
+    for place in candidates:
+        if not is_value(words, place):
             return place
-    stages = [place for place in named if ladder.stage_of(words[place])]
-    behind_no_flag = [place for place in stages if not words[place - 1].startswith("-")]
-    if behind_no_flag:
-        return behind_no_flag[0]
-    return stages[-1] if stages else None
+    return candidates[-1] if candidates else None
 
 
 def row_of(command):
@@ -155,23 +170,28 @@ def row_of(command):
     Exits with one line where it has no script, or can't run.
     """
     try:
-        parts = shlex.split(command)
+        words = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
     added = []
-    while parts and parts[0].startswith("+"):
-        added.append(parts.pop(0)[1:])
-    place = place_of_script(parts)
+    while words and words[0].startswith("+"):
+        added.append(words.pop(0)[1:])
+    if words and sets_a_variable(words[0]):
+        words.insert(0, "env")  # as a shell reads it
+    place = place_of_script(words)
     if place is None:
         last = ladder.STAGES[-1].short
         refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")
-    script, behind = parts[place], place + 1
-    if script == "-m":
-        script, behind = " ".join(parts[place : place + 2]), place + 2
-    launcher, flags = tuple(parts[:place]), tuple(parts[behind:])
+    for word in words:
+        if word[0:1] == "+" and word[1:] in ladder.ADDED:
+            refuse(f"{command!r}: put {word} in front of all other words")
+    script, behind = words[place], place + 1
+    if names_a_module(words, place):
+        script, behind = f"-m {words[place + 1]}", place + 2
+    launcher, flags = tuple(words[:place]), tuple(words[behind:])
     stage = ladder.stage_of(script)
     if stage:
-        name = stage.short if len(parts) == 1 else command
+        name = stage.short if len(words) == 1 else command
         row = Row(name, stage.short, stage.name, launcher, flags, tuple(added))
     else:
         row = Row(command, title_of(script), script, launcher, flags, tuple(added))
@@ -193,14 +213,15 @@ def check(row, script):
             known = ", ".join(f"+{each}" for each in ladder.ADDED)
             refuse(f"{row.name!r}: +{name} is no technique that can be added from outside: pass one of {known}")
     if row.added and not row.is_watched:
-        refuse(f"{row.name!r}: +{row.added[0]} is for a script of your own, and the ladder has a stage with it")
-    program = (*row.launcher, sys.executable)[0]
-    if program not in ("python", "python3", "torchrun") and shutil.which(program) is None:
-        refuse(f"{row.name!r}: there is no {program}")
-    if not row.is_module and not row.path.is_file():
+        refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
+    if row.launcher:
+        program = row.launcher[0]
+        if program not in ("python", "python3", "torchrun") and shutil.which(program) is None:
+            refuse(f"{row.name!r}: there is no {program}")
+    if not row.is_module and not os.path.isfile(row.path):
         refuse(f"{row.name!r}: there is no {script}")
-    for word in () if row.is_watched else row.flags:
-        if word.startswith(("--steps", "--device")):
+    for word in row.flags:
+        if not row.is_watched and word.startswith(("--steps", "--device")):
             refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
 
 
@@ -225,13 +246,13 @@ def rows_of_climb(command, device):
     """
     script = row_of(command)
     if not script.is_watched:
-        refuse(f"--climb {command!r}: pass a script of your own, since each stage of the ladder is a row already")
-    rows = [replace(script, name=script.title)]
+        refuse(f"--climb {command!r}: pass a script of your own that knows nothing of the ladder")
+    rows = [script]
     if device.type == "cpu":
         rows.insert(0, replace(script, name="plain", title="plain", launcher=(*WITHOUT_CPU_MEMORY, *script.launcher)))
     useless = useless_here(device)
     for name in ladder.ADDED:
-        if name in useless:
+        if name in useless or name in script.added:
             continue
         added = (*rows[-1].added, name)
         rows.append(replace(rows[-1], name=f"+ {name}", title=f"+ {name}", added=added))
@@ -276,8 +297,10 @@ def with_plain_titles(rows):
 
 
 def with_number(row, number):
-    """Return a row whose number stands in its flags where these say {row}: several rows may not write one file."""
-    return replace(row, flags=tuple(flag.replace("{row}", str(number)) for flag in row.flags))
+    """Return a row whose number stands where its words say {row}: several rows may not write one file."""
+    launcher = tuple(word.replace("{row}", str(number)) for word in row.launcher)
+    flags = tuple(word.replace("{row}", str(number)) for word in row.flags)
+    return replace(row, launcher=launcher, flags=flags)
 
 
 def with_control(rows):
