@@ -38,6 +38,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 
+WATCH = ROOT / "stages" / "watch.py"
 STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
 # the smallest run that has a step after the warm-up, on a text that needs no network
@@ -138,6 +139,16 @@ def python(*words, folder=ROOT, stdin="", **env):
     env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def watch(folder, text, *words, own_flags=(), launcher=(), **env):
+    """The Ended of watch.py on a script with this text, and the lines of its record."""
+    (folder / "train.py").write_text(text)
+    record = folder / "record.jsonl"
+    ended = python(*launcher, WATCH, "--record", record, *words, "train.py", *own_flags, folder=folder, **env)
+    if record.exists():
+        ended.lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return ended
 
 
 def led_by_the_bench(row, flags, steps):

@@ -378,12 +378,10 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_h
         good=None,
         ends="if step == 3: break",
         raises="loss = 1 / (3 - step)",
-        leaves="if step == 3: sys.exit(5)",
         segfaults="if step == 3: os.kill(os.getpid(), 11)",
-        asks="input()",
         no_memory="if step == 1: raise torch.OutOfMemoryError('CUDA out of memory')",
     )
-    names = ("ends", "raises", "leaves", "segfaults", "asks", "no_memory")
+    names = ("ends", "raises", "segfaults", "no_memory")
     ended = repo.run("good.py --steps 50 --lr 1", *(f"{name}.py" for name in names), "--seed=4", steps=WARMUP + 2)
     assert ended.status == 1
     results = Results.load(repo.records)
@@ -391,9 +389,7 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_h
     assert {title: error["message"] for title, error in errors.items() if error} == {
         "ends": "ended after 2 of 6 timed steps",
         "raises": "ZeroDivisionError: division by zero",
-        "leaves": "ended with exit status 5 after 2 of 6 timed steps",
         "segfaults": "killed by SIGSEGV",
-        "asks": "EOFError: EOF when reading a line",
         "no_memory": "OutOfMemoryError: CUDA out of memory",
     }
     assert [title for title, error in errors.items() if error and error["out_of_memory"]] == ["no_memory"]

@@ -158,7 +158,7 @@ def brought_by(flag):
 
 
 def heeds(stage, flag):
-    """Tell whether a flag that some stage brings has an effect in a stage. In the reader's own script any may have."""
+    """Tell whether a flag that some stage brings has an effect in a stage. In a copy of a stage any may have."""
     return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))
 
 

@@ -137,7 +137,7 @@ class StepLog:
         shape = self.report.facts["shape"]
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        if self.record.is_kept or self.profile:
+        if shape and (self.record.is_kept or self.profile):
             head_dim = shape["n_embd"] // shape["n_head"]
             shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, head_dim)
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)

@@ -1,0 +1,106 @@
+"""Techniques that are added to a script from outside, in real processes: they are in force where they should be."""
+
+from harness import machine
+
+import re
+
+import pytest
+import torch
+from conftest import WATCH, python, watch
+
+PLAIN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ids = torch.arange(36).view(4, 9) % 50
+model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+held = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+optimizer = torch.optim.AdamW(p for p in model.parameters())  # a generator
+CHANGE
+dtypes = []
+for step in range(7):
+    with torch.no_grad():
+        dtypes.append(held.eval()(ids).dtype)  # an evaluation is no training
+    hidden = model(ids[:, :-1])
+    scores = hidden @ torch.ones(50, 50)  # outside of the model
+    loss = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    dtypes += [hidden.dtype, scores.dtype, loss.dtype, (torch.ones(2, 2) @ torch.ones(2, 2)).dtype]
+    optimizer.step()
+fused = optimizer.param_groups[0].get("fused")
+print(*dtypes[-5:], next(model.parameters()).dtype, fused, torch.get_float32_matmul_precision())
+"""
+
+
+def techniques_after(tmp_path, words, change=""):
+    """The line of techniques, what the script printed of itself, and all that watch.py said."""
+    ended = watch(tmp_path, PLAIN.replace("CHANGE", change), *words, "--steps", "all")
+    assert ended.status == 0, ended.err
+    own = re.search(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[0].replace("torch.", "")
+    return ended.of_kind("techniques")[0], own.split(), ended.out
+
+
+def test_without_a_word_nothing_is_added(tmp_path):
+    techniques, own, _ = techniques_after(tmp_path, ())
+    assert own == ["float32"] * 6 + ["None", "highest"]
+    assert (techniques["autocast"], techniques["compile"], techniques["fused"]) == (None, False, False)
+
+
+def test_bf16_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path):
+    techniques, own, _ = techniques_after(tmp_path, ("+bf16",))
+    held, hidden, scores, loss, after, weights = own[:6]
+    assert (hidden, scores) == ("bfloat16", "bfloat16")
+    assert (held, loss, after, weights) == ("float32",) * 4
+    assert techniques["autocast"] == "bfloat16" and techniques["fused"] is False
+
+
+def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
+    techniques, own, out = techniques_after(tmp_path, ("+tf32", "+fused"))
+    assert own[-2:] == ["True", "high"]
+    assert techniques["tf32"] and techniques["fused"]
+    assert "could not be added" not in out
+
+
+# it keeps what it calls its parts by, which torch.compile then meets
+OWN_MODULE = """
+class Net(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+        self.call = nn.Module.__call__
+
+    def forward(self, x):
+        return self.call(self.parts, x)
+
+model = Net(model)
+"""
+
+
+@pytest.mark.skipif(machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here")
+@pytest.mark.parametrize("change", ["", OWN_MODULE], ids=["of PyTorch", "of the script"])
+def test_compile_compiles_the_module_that_is_trained(tmp_path, change):
+    techniques, _, out = techniques_after(tmp_path, ("+compile",), change)
+    assert techniques["compile"]
+    assert "could not be added" not in out
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ("optimizer = torch.optim.RMSprop(model.parameters())", "its optimizer RMSprop has none"),
+        ("optimizer = torch.optim.AdamW(model.parameters(), fused=False)", "the script asks for another update"),
+    ],
+)
+def test_what_can_not_be_added_says_so(tmp_path, change, reason):
+    change += "\ntorch.set_float32_matmul_precision('highest')"
+    _, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
+    assert f"+fused could not be added: {reason}" in out
+    assert "+tf32 could not be added: the script turns it off" in out
+
+
+def test_a_technique_that_nobody_can_add_is_one_line(tmp_path):
+    (tmp_path / "train.py").write_text(PLAIN)
+    ended = python(WATCH, "+flash", "train.py", folder=tmp_path)
+    assert ended.status == 2
+    assert ended.err == "error: +flash is no technique that can be added from outside: --help lists them\n"
