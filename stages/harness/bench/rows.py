@@ -181,7 +181,7 @@ def row_of(command):
     place = place_of_script(words)
     if place is None:
         last = ladder.STAGES[-1].short
-        refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or one of them in a command")
+        refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or a command in quotes")
     for word in words:
         if word[0:1] == "+" and word[1:] in ladder.ADDED:
             refuse(f"{command!r}: put {word} in front of all other words")
