@@ -167,6 +167,8 @@ def say_end(watcher, reason, said=""):
 
     said: its own last words.
     """
+    if os.getpid() != watcher.pid:  # a child that the script forked
+        return
     args = watcher.args
     taken = len(watcher.report.steps) if watcher.report else 0
     of_asked = f" of {args.steps}" if args.steps else ""

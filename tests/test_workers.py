@@ -217,6 +217,36 @@ def test_a_worker_that_gives_no_answer_is_told_to_end_before_the_others_go_on(mo
     stop([worker])
 
 
+def test_what_a_row_says_after_it_was_told_to_end_is_no_failure(monkeypatch, reaper):
+    """Scripts that keep a checkpoint catch SIGTERM, and end with a status of their own."""
+    monkeypatch.setattr(workers, "PATIENCE_AT_THE_END", 0.5)
+    results = results_to_fill(fake_row("a", do="say at SIGTERM that it failed", at=1), steps=WARMUP + 2)
+    worker = workers.Worker(results.rows["a"], results, 0, reaper)
+    worker.take_steps(2)
+    stop([worker])
+    assert steps_of(worker.run) == [0, 1]
+    assert not worker.run.error
+
+
+def test_a_row_that_fails_is_gone_before_the_others_take_their_steps(monkeypatch, reaper):
+    monkeypatch.setattr(workers, "PATIENCE", 1)
+    monkeypatch.setattr(workers, "PATIENCE_AT_THE_END", 0.2)
+    results = results_to_fill(fake_row("a", do="hang", at=0), steps=WARMUP + 2)
+    worker = workers.Worker(results.rows["a"], results, 0, reaper)
+    worker.take_steps(1)  # it is deaf to SIGTERM
+    assert worker.process.returncode == -signal.SIGKILL
+    stop([worker])
+
+
+def test_a_bench_whose_reaper_was_killed_still_stops_its_workers(reaper):
+    results = results_to_fill(fake_row("a"), fake_row("b"), steps=WARMUP + 2)
+    started = [workers.Worker(row, results, 0, reaper) for row in results.rows.values()]
+    reaper.process.kill()
+    reaper.process.wait()
+    stop(started)
+    assert all(worker.process.returncode is not None for worker in started)
+
+
 @pytest.mark.parametrize("end", ["crash", "hang"])
 def test_a_bad_end_after_the_summary_costs_nothing(monkeypatch, end):
     monkeypatch.setattr(workers, "PATIENCE_AT_THE_END", 0.2)

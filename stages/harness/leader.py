@@ -5,7 +5,7 @@ connects for itself and is led for itself, because a collective of ours could me
 
 What a rank writes, a line of JSON each:
 
-    {"kind": "hello", "pid": 4711, "world_size": 2}         first, as soon as it runs
+    {"kind": "hello", "pid": 4711, "ranks": 2}              first, as soon as it runs; ranks: of this machine
     {"kind": "ready"}                                       whenever it waits for a request
     {"kind": "notice", "message": "no step in 60 s, ..."}   from a script that shows no step
     and the lines of its record, rank 0 alone; but an "error" comes from whatever rank fails
@@ -33,7 +33,8 @@ class Leader:
         self.requests = connection.makefile("r", encoding="utf-8")
         self.answers = connection.makefile("w", encoding="utf-8")
         self.lock = threading.Lock()  # a notice comes from a thread of its own
-        self.tell({"kind": "hello", "pid": os.getpid(), "world_size": machine.world_size()})
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size()))
+        self.tell({"kind": "hello", "pid": os.getpid(), "ranks": ranks})
 
     def tell(self, line):
         """Send a line, a dict."""

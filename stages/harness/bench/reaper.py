@@ -48,13 +48,15 @@ class Reaper:
         self.write(f"forget {group}")
 
     def write(self, line):
-        """Send a line."""
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
+        """Send a line. Where somebody killed the reaper, the bench goes on without it."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
 
     def close(self):
         """Let it end all groups that it was not told to forget, and then itself."""
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
 
 def send(group, *signals):
@@ -88,6 +90,8 @@ def end(groups):
 
 def main(lines, folder):
     """Note the groups of the bench until it ends, and then end them. lines: what Reaper.write() sends."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)  # as when somebody ends all that is called bench
     groups = set()
     for line in lines:
         word, group = line.split()

@@ -27,6 +27,7 @@ POLL_AT_THE_END = 0.05  # seconds
 AT_ONCE = 65_536  # bytes that are read at once
 MOST_READS = 100  # of what a process has left that has ended
 MOST_OUTPUT = 20_000  # bytes that are kept of what a row prints
+TORCHRUNS_FILES = "torch/distributed/elastic/"  # its report of failed ranks begins with their names
 LAST_LINES = 20  # of them, shown where a process left no error line
 
 
@@ -35,8 +36,9 @@ class NotEnoughMemory(Exception):
 
 
 def say(line):
-    """Print a line of progress on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line of progress on stderr, whose terminal may be gone."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def about(seconds):
@@ -99,6 +101,7 @@ class Worker:
         self.output = b""  # the end of what it printed
         self.prints = True  # until it closes its stdout
         self.is_to_end = False
+        self.is_over = False  # what it sends from then on is no part of its record
         path = reaper.path_of_socket()
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(path)
@@ -123,8 +126,10 @@ class Worker:
         """Whether all its ranks are there and wait for a request for a step."""
         if self.is_to_end:
             return False
-        hellos = [rank.hello for rank in self.ranks if rank.hello]
-        return bool(hellos) and len(hellos) == hellos[0]["world_size"] and all(rank.is_ready for rank in self.ranks)
+        ranks = [rank for rank in self.ranks if rank.hello and rank.is_open]
+        if not ranks:
+            return False
+        return len(ranks) == ranks[0].hello["ranks"] and all(rank.is_ready for rank in ranks)
 
     @property
     def groups_of_ranks(self):
@@ -159,7 +164,7 @@ class Worker:
     def pause(self):
         """Stop the row while others take steps: its threads, and the processes that load its data, would work on.
 
-        Its launcher goes on. torchrun, which waits for its ranks, does nothing else.
+        torchrun itself goes on, since each of its ranks has a group of its own. It only waits for them.
         """
         if self.is_live:
             for group in self.groups_of_ranks:
@@ -167,8 +172,9 @@ class Worker:
 
     def resume(self):
         """Let a stopped row go on."""
-        for group in self.groups_of_ranks:
-            send(group, signal.SIGCONT)
+        if self.is_live:
+            for group in self.groups_of_ranks:
+                send(group, signal.SIGCONT)
 
     def close(self):
         """Ask for the summary. wait() receives that."""
@@ -180,8 +186,8 @@ class Worker:
     def wait(self):
         """Wait until the row is ready for its next step, or has sent its summary. One that comes to neither has failed.
 
-        A process that ends is noticed at once, also where a child of it holds the socket open. A row that fails is told
-        to end: its threads, or its other ranks, would disturb the rows that go on.
+        A process that ends is noticed within a second, also where a child of it holds the socket open. A row that fails
+        is ended here: its threads, or its other ranks, would disturb the rows that go on.
         """
         deadline = time.monotonic() + PATIENCE
         while self.is_live and not self.is_ready:
@@ -193,13 +199,8 @@ class Worker:
                 self.fail(f"no step in {PATIENCE} s: stopped", self.last_lines())
             else:
                 self.listen(POLL)
-        if self.run.error:
-            self.tell_to_end()
-
-    def tell_to_end(self):
-        """Send SIGTERM to all its processes, and let stopped ones receive it."""
-        for group in self.groups:
-            send(group, signal.SIGTERM, signal.SIGCONT)
+        if self.run.error and not self.is_over:
+            end([self])
 
     def hear_the_rest(self):
         """Take in what a process has left that has ended. A child of it may go on to print."""
@@ -234,6 +235,8 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError):  # it may be gone by now
                     rank.group = os.getpgid(line["pid"])
                     self.reaper.add(rank.group)
+            case _ if self.is_over:
+                pass
             case "ready":
                 rank.is_ready = True
             case "notice":
@@ -251,7 +254,7 @@ class Worker:
         status = self.process.returncode
         # torchrun reports how each rank ended, the one that failed first below the others
         reported = re.findall(r"^ *exitcode *: (-?\d+)", self.printed(), re.MULTILINE)
-        if reported:
+        if reported and TORCHRUNS_FILES in self.printed():
             status = int(reported[-1])
         out_of_memory = status == -signal.SIGKILL
         if out_of_memory:
@@ -274,7 +277,7 @@ class Worker:
         """Return the last lines that the row printed, without torchrun's report of its ranks below them."""
         lines = []
         for line in self.printed().strip().splitlines():
-            if "torch/distributed/elastic/" in line:
+            if TORCHRUNS_FILES in line:
                 break
             lines.append(line)
         return "\n".join(lines[-LAST_LINES:])
@@ -293,24 +296,33 @@ class Worker:
 
 
 def stop(workers):
-    """End the processes of workers, and all that these started in their groups.
-
-    Those that sent their summary may first take their time to leave. What is left gets SIGTERM, and then SIGKILL.
-    """
+    """End the processes of workers. Those that sent their summary may first take their time to leave."""
     for worker in workers:
         worker.close()
     wait_for_exits([worker for worker in workers if worker.run.summary])
+    end([worker for worker in workers if not worker.is_over])
     for worker in workers:
-        worker.tell_to_end()
+        for file in (worker.server, worker.process.stdout, *[rank.connection for rank in worker.ranks]):
+            file.close()
+
+
+def end(workers):
+    """End the processes of workers, and all that these started in their groups, by SIGTERM and then by SIGKILL.
+
+    What they send from now on is no part of a record: a script may catch SIGTERM, and say that it failed.
+    """
+    for worker in workers:
+        worker.is_over = True
+        for group in worker.groups:
+            send(group, signal.SIGTERM, signal.SIGCONT)
     wait_for_exits(workers)
     for worker in workers:
         for group in worker.groups:
             send(group, signal.SIGKILL)
+    for worker in workers:
         worker.process.wait()
         for group in worker.groups:
             worker.reaper.forget(group)
-        for file in (worker.server, worker.process.stdout, *[rank.connection for rank in worker.ranks]):
-            file.close()
 
 
 def wait_for_exits(workers):
@@ -345,7 +357,8 @@ def lead(rows, results, round_number, reaper, tell_turn=None):
             is_first_round = round_number == 0
             largest = max((worker.run.memory for worker in workers), default=0)
             if is_first_round and machine.free_memory() < 1.5 * largest:
-                raise NotEnoughMemory(f"memory holds {len(workers)} of {len(rows)} processes at once")
+                live = [worker for worker in workers if worker.is_live]
+                raise NotEnoughMemory(f"memory holds {len(live)} of {len(rows)} processes at once")
             say(f"{row.label}: start and warm-up")
             worker = Worker(row, results, round_number, reaper)
             workers.append(worker)
@@ -382,7 +395,7 @@ def take_turns(workers, steps, in_turn, tell_turn):
     its reads and sleeps go on, and its loader would seem faster than it is.
     """
     for worker in workers:
-        if in_turn and worker.run.may_wait_for_data:
+        if in_turn and worker.is_live and worker.run.may_wait_for_data:
             say(f"{worker.row.label}: takes its steps without turns, since what loads its data would get ahead")
             worker.take_steps(steps)
     began = time.monotonic()
