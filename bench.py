@@ -109,7 +109,7 @@ def parse_command(argv):
 
 def check_flags(args):
     """Exit with one line where the flags of all rows, or of a stage, are wrong or go to nobody."""
-    stages = [row for row in args.rows if not row.is_watched and not row.is_probe]
+    stages = [row for row in args.rows if row.is_of_the_ladder]
     for row in stages:
         parse_flags([*args.shared_flags, *row.flags])
     for flag in args.shared_flags:
@@ -130,7 +130,7 @@ def prepare_text(args):
 
     Exits with one line where the text is too short for a sequence.
     """
-    if all(row.is_watched or row.is_probe for row in args.rows):
+    if not any(row.is_of_the_ladder for row in args.rows):
         return
     corpus = load_tokens(args.shared_args.data)
     TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short

@@ -80,6 +80,11 @@ class Row:
         return not (self.is_probe or self.stage or logs_by_itself(self.script))
 
     @property
+    def is_of_the_ladder(self):
+        """Whether it takes the flags of the stages: it is one of them, or a copy."""
+        return not (self.is_probe or self.is_watched)
+
+    @property
     def folder(self):
         """The folder that it runs in."""
         return folder_of(self.script) if self.is_watched and not self.is_module else Path.cwd()
@@ -105,8 +110,7 @@ class Row:
                 words += [sys.executable, "-m", "torch.distributed.run"]
             else:
                 words.append(word)
-        programs = [Path(word).name for word in self.launcher if not sets_a_variable(word)]
-        if not any(re.fullmatch(STARTS_PYTHON, program) for program in programs):
+        if not starts_python(self.launcher):
             words.append(sys.executable)
         if not self.is_watched:
             return [*words, str(self.path), *bench["flags"], *self.flags]
@@ -130,6 +134,12 @@ def sets_a_variable(word):
     return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word
 
 
+def starts_python(launcher):
+    """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
+    programs = [Path(word).name for word in launcher if not sets_a_variable(word)]
+    return any(re.fullmatch(STARTS_PYTHON, program) for program in programs)
+
+
 def is_value(words, place):
     """Tell whether a word of a launcher is the value of the flag in front of it, as in --log-dir s05."""
     flag = words[place - 1] if place > 0 else ""
@@ -142,8 +152,7 @@ def names_a_module(words, place):
     """Tell whether a word is the -m of a script that is a module. numactl and others have another -m."""
     if words[place] not in ("-m", "--module") or place + 1 == len(words):
         return False
-    programs = [Path(word).name for word in words[:place]]
-    is_pythons = place == 0 or any(re.fullmatch(STARTS_PYTHON, program) for program in programs)
+    is_pythons = place == 0 or starts_python(words[:place])
     return is_pythons and not re.match(MODULES_THAT_LAUNCH, words[place + 1])
 
 
