@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
 from harness import ladder, machine
-from harness.bench import page
+from harness.bench import page, picture
+from harness.bench.forecast import forecast_of
 from harness.bench.reaper import Reaper
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
@@ -125,6 +126,21 @@ def parse_flags(flags):
     return args
 
 
+def choose_batch(args):
+    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for."""
+    chosen = []
+    for row in args.rows:
+        if row.is_of_the_ladder:
+            parsed = parse_flags([*args.shared_flags, *row.flags])
+            if parsed.why_this_batch:
+                chosen.append(parsed)
+    if chosen:
+        smallest = min(chosen, key=lambda parsed: parsed.batch_size)
+        say(smallest.why_this_batch)
+        args.shared_flags += ["--batch-size", str(smallest.batch_size)]
+        args.shared_args.batch_size = smallest.batch_size
+
+
 def prepare_text(args):
     """Load the text once, before any stage starts. Where another one took its place, all are to take that, too.
 
@@ -205,18 +221,30 @@ def measure_rounds(results, path, reaper):
     total = bench["rounds"] * len(results.rows)
     ended = 0
     began = time.monotonic()
+
+    def tell_warm(row):
+        if row.is_probe and round_number == 0 and not results.error(row):
+            tell_expectations(results)
+
     for round_number in range(bench["rounds"]):
         order = [probe, *rows]
         if bench["in_turn"]:
-            lead(order, results, round_number, reaper, teller_of_turns(results))
+            lead(order, results, round_number, reaper, tell_warm, teller_of_turns(results))
         else:
             for row in order:
-                lead([row], results, round_number, reaper)
+                lead([row], results, round_number, reaper, tell_warm)
                 ended += 1
                 seconds_left = (time.monotonic() - began) / ended * (total - ended)
                 say(f"{speed_of(results, row)}; {ended} of {total} runs, {about(seconds_left)} left")
         show(results, path)
         rows.reverse()
+
+
+def tell_expectations(results):
+    """Print what each row should bring, once the probe is warm."""
+    words = page.expectations(forecast_of(results))
+    if words:
+        say(words)
 
 
 def teller_of_turns(results):
@@ -242,10 +270,12 @@ def speed_of(results, row):
 
 
 def show(results, path):
-    """Write the page, and print the short table."""
-    with whole_file(path.with_suffix(".md")) as unfinished:
-        unfinished.write_text(page.page(results), encoding="utf-8")
-    print(page.terminal(results), flush=True)
+    """Write the page and its picture, and print the short table and the verdict."""
+    texts = {".svg": picture.draw(results, path.stem), ".md": page.page(results, path.stem)}
+    for suffix, text in texts.items():
+        with whole_file(path.with_suffix(suffix)) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+    print(page.terminal_at_the_end(results), flush=True)
     say(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 
 
@@ -281,6 +311,7 @@ def main(argv):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(signal_number, interrupt)
     try:
+        choose_batch(args)
         prepare_text(args)
         return exit_status(measure(args, argv, path))
     except Interrupted as interrupted:

@@ -68,6 +68,38 @@ def test_flash_attention_has_seven_matmuls_of_half_the_scores():
     assert with_the_future / 2 == arithmetic.FLASH_ATTENTION_FLOPS * B * T**2 * C
 
 
+# Memory
+
+
+@pytest.mark.parametrize(
+    "batch_size, seq_len, size", [(1, 256, "mini"), (2, 256, "mini"), (1, 512, "mini"), (1, 256, "micro")]
+)
+def test_what_s01_holds_is_weights_moments_what_autograd_keeps_and_two_more_times_the_logits(batch_size, seq_len, size):
+    attention = definitions("s01", "attention", torch=torch, math=math, F=F)["attention"]
+    model = GPT(GPTConfig(block_size=seq_len, **SIZES[size]), attention)
+    weights = {p.untyped_storage().data_ptr(): p.nbytes for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.zeros(batch_size, seq_len, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(x, x)
+    logits = 4 * batch_size * seq_len * VOCAB
+    held = 3 * sum(weights.values()) + sum(kept.values()) + 2 * logits
+    assert loss.requires_grad
+    assert arithmetic.memory_of_s01(arithmetic.shape_of(model, seq_len), batch_size) == pytest.approx(held, rel=0.01)
+
+
+def test_what_s01_holds_is_what_it_held_on_an_h100():
+    """30.89 GB at B 16 and T 1024: results/h100.md."""
+    assert arithmetic.memory_of_s01(GPT2, 16) == pytest.approx(30.89e9, rel=0.02)
+
+
 # Passes over memory of the eager stages
 
 

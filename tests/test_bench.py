@@ -131,7 +131,7 @@ def gpu(monkeypatch):
     """A machine with a card, as far as the bench looks at it."""
     environment = machine.environment(torch.device("cpu")) | {"device": "cuda"}
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(machine, "total_memory", lambda device: 80e9)
+    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 80e9)
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(machine, "compile_problem", lambda device: None)
     monkeypatch.setattr(machine, "environment", lambda device: environment)
@@ -195,7 +195,7 @@ def test_on_a_cpu_all_are_alive_at_once_and_a_table_is_drawn(repo):
     assert repo.most_alive == len(EVERYONE)
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
     assert re.search(r"^s03 .* 16,000 +2\.00 ± 0\.00 +2\.00 +0\.02$", ended.out, re.MULTILINE)
-    assert repo.page.read_text().startswith(f"# A bench on {machine.device_name(torch.device('cpu'))}\n")
+    assert repo.page.read_text().startswith(f"# x: a bench on {machine.device_name(torch.device('cpu'))}\n")
     for header in repo.lines("header"):
         assert {*repo.flags, "--seed=7", "--no-compile"} <= set(header["argv"])
         assert header["variables"]["MALLOC_MMAP_MAX_"] == "0"

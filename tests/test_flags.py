@@ -31,7 +31,7 @@ def parse(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "find_device", lambda name: device)
         monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
-        monkeypatch.setattr(machine, "total_memory", lambda device: memory)
+        monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
         monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
         args = parse_args(doc)
         assert cards == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
@@ -90,16 +90,33 @@ def test_the_defaults_of_a_cpu(parse, capsys):
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
 
 
-# a card of 24 GB tells torch of 25.2e9 bytes, one of 16 of 15.8e9, and so on: README has these in a table
-CARDS = [(CUDA, 80e9, 16), (CUDA, 42e9, 16), (CUDA, 32e9, 8), (CUDA, 25.2e9, 8), (CUDA, 15.8e9, 4), (CUDA, 12.5e9, 4)]
-CARDS += [(CUDA, 8.4e9, 2), (CUDA, 6.2e9, 2), (MPS, 12e9, 4), (MPS, 4e9, 1)]
+# what is free of a card of 24 GB, of 16, and so on: README has these in a table
+CARDS = [(CUDA, 80e9, 16), (CUDA, 41e9, 16), (CUDA, 31e9, 8), (CUDA, 24e9, 8), (CUDA, 15e9, 4), (CUDA, 11.5e9, 4)]
+CARDS += [(CUDA, 7.5e9, 2), (CUDA, 5.38e9, 1), (MPS, 12e9, 4), (MPS, 4e9, 1)]
 
 
 @pytest.mark.parametrize("device, memory, batch_size", CARDS)
-def test_the_defaults_of_an_accelerator(parse, device, memory, batch_size):
+def test_the_defaults_of_an_accelerator(parse, capsys, device, memory, batch_size):
     args = parse(device=device, memory=memory)
+    assert capsys.readouterr().err.startswith(f"B {batch_size}: s01 takes ")
     assert (args.device, args.size, args.batch_size, args.seq_len) == (device, "gpt2", batch_size, 1024)
     assert (args.steps, args.accum) == (50, 4)
+
+
+@pytest.mark.parametrize(
+    "words, memory, batch_size",
+    [
+        ("--seq-len 2048", 80e9, 8),
+        ("--seq-len 4096", 80e9, 4),
+        ("--size gpt2-large", 80e9, 8),
+        ("--seq-len 4096", 15e9, 1),
+    ],
+)
+def test_a_longer_sequence_and_a_larger_model_leave_room_for_fewer(parse, capsys, words, memory, batch_size):
+    """At T 4096 the scores of a sequence are 16 times as many, and not one fits into 15 GB."""
+    assert parse(*words.split(), device=CUDA, memory=memory).batch_size == batch_size
+    does_not_fit = "B 1: s01 takes 18.3 of 15.0 GB that are free, and does not fit: from s05 on it may\n"
+    assert (capsys.readouterr().err == does_not_fit) == (memory == 15e9)
 
 
 def test_what_is_given_wins(parse, capsys):

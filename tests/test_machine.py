@@ -79,11 +79,20 @@ def test_the_first_process_of_another_node_is_not_rank_0(monkeypatch):
     "capability, dtype, tf32",
     [((8, 0), torch.bfloat16, True), ((7, 5), torch.float16, False), ((6, 1), torch.float32, False)],
 )
-def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, monkeypatch, capability, dtype, tf32):
+def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, dtype, tf32):
     cuda.capability = capability
     assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, tf32)
+
+
+@pytest.mark.parametrize(
+    "architecture, tf32", [("gfx942:sramecc+:xnack-", True), ("gfx1100", False), ("gfx90a", False)]
+)
+def test_of_amds_cards_the_mi300_has_tf32(cuda, monkeypatch, architecture, tf32):
+    cuda.capability = (9, 4)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not machine.has_tf32(CUDA_0)  # AMD's cards have none
+    properties = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert machine.has_tf32(CUDA_0) == tf32
 
 
 @pytest.mark.parametrize("units", [True, False])
@@ -187,10 +196,13 @@ def test_free_memory_heeds_a_containers_limit_but_not_the_files_it_can_forget(sy
     assert machine.free_memory() == free
 
 
-def test_the_memory_of_a_card_is_all_of_it_whatever_else_runs(monkeypatch):
-    properties = SimpleNamespace(total_memory=24e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {CUDA_1: properties}.get)
-    assert machine.total_memory(CUDA_1) == 24e9
+def test_the_free_memory_of_a_card_is_what_nobody_holds(monkeypatch):
+    """The two numbers of a laptop's RTX 3060: what is free, and all."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {CUDA_1: (5_379_194_880, 6_441_926_656)}.get)
+    assert machine.free_memory_of_card(CUDA_1) == 5_379_194_880
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12e9)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2e9)
+    assert machine.free_memory_of_card(MPS) == 10e9
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

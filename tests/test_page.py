@@ -4,6 +4,7 @@ from harness.bench import page
 from harness.bench.rows import WITHOUT_CPU_MEMORY
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ RATES = {"float32": 1e12, "tf32": 3e12, "bfloat16": 6e12, "copy": 1e13}
 
 def page_of(results):
     """Return the page of a bench, its no-break spaces as they are typed."""
-    return page.page(results).replace("\u00a0", " ")
+    return page.page(results, "x").replace("\u00a0", " ")
 
 
 # whole pages
@@ -57,8 +58,8 @@ def ladder_cpu():
 
 
 def test_a_page_is_byte_for_byte_what_it_was():
-    """After a wanted change: REDRAW=1 python -m pytest tests/test_page.py, and read the difference."""
-    text = page.page(ladder_cpu())
+    """After a wanted change: REDRAW=1 python -m pytest tests/test_page.py, and look at the difference."""
+    text = page.page(ladder_cpu(), "ladder_cpu")
     path = FIXTURES / "ladder_cpu.md"
     if os.environ.get("REDRAW"):
         path.write_text(text, encoding="utf-8")
@@ -77,17 +78,17 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
             end = summary(reserved=(40 + i) * 10**9)
             runs.append(run(name, [dts[number]], number, end=end, memory=30 + i, **about))
     drawn = page_of(results_of(*runs, in_turn=False, rounds=3, environment=A100))
-    assert "| row | what you type | tok/sec | x above | x s01 | GB |  |" in drawn
+    assert "| row | what you type | tok/sec | x above | x s01 | GB |" in drawn
     link = "[s03](../stages/s03_bf16.py) | `with torch.autocast(...):`"
-    assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 | ████████ |" in drawn
+    assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 |" in drawn
     link = "[s01](../stages/s01_baseline.py) | nothing yet: float32"
-    assert f"| {link} | 1,000,000,000 | – | – | 30.00 | █▋ |" in drawn
+    assert f"| {link} | 1,000,000,000 | – | – | 30.00 |" in drawn
     assert "| row | predicted | x above | dt ms [IQR] | % of peak | loss, step 4 | note |" in drawn
     figures = "1.018 | 2.000 ± 0.500 | 200.0 [200.0–225.0] | 7.5 | 4.60"
     assert f"| s03 | {figures} | active: bfloat16; 12 s of warm-up; 43.00 GB reserved |" in drawn
     assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
     assert "a large copy moves 10,000.0 GB/s." in drawn
-    assert "s02 again / s02 1.000. A ratio within this noise of 0.0 %, or" in drawn
+    assert "s02 again / s02 1.000. The noise is 0.0 %." in drawn
     assert "Again: `python bench.py` at commit 0123456789ab." in drawn
 
 
@@ -109,17 +110,31 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     ],
 )
 def test_what_you_type_is_a_stages_line_or_a_rows_own_command_and_names_what_it_skips(above, row_below, typed):
-    assert page.typed_cell(row_below, above) == typed
+    rows = [row_below]
+    if above:
+        rows = [above, replace(row_below, above=above.name)]
+    results = results_of(*[run(each.name, [1.0], environment=A100) for each in rows], rows=rows)
+    assert page.typed_cell(results, rows[-1]) == typed
+
+
+def test_a_stage_that_does_nothing_here_is_not_named_among_those_that_a_row_skips():
+    """s02 without TF32 units and s04 without a compiler; s08 and s09 are there for the loss."""
+    not_compiled = {"compile": False, "fallbacks": {"compile": "no compiler"}}
+    names = ("s01", "s05", "s06", "s10")
+    results = results_of(*[run(name, [1.0], **not_compiled) for name in names])
+    typed = [page.typed_cell(results, each).split(", ")[0] for each in results.table_rows]
+    assert typed[1:] == ["s03", "`vocab_size=50304`", "s07 to s09"]
 
 
 def test_brackets_stand_around_what_is_no_difference():
     times = {"s01": 1.0, "s01 again": 1.01, "s05": 0.25, "s06": 0.251}
     results = results_of(*[run(name, [dt] * 2) for name, dt in times.items()])
-    shown = page.terminal(results)
+    shown = page.terminal_at_the_end(results)
     assert "  4.00 ± 0.00  " in shown
     assert "  (1.00 ± 0.00)  " in shown
-    assert shown.endswith("no difference, within the noise of 1.0 % or within its own ±.")
-    once = page.terminal(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
+    assert "In brackets: not shown to differ, by a noise of 1.0 % and the ratio's own ±." in shown
+    assert shown.endswith("all together   s05 is 4.00 x s01")
+    once = page.terminal_at_the_end(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
     assert "Nothing is called faster or slower, because the noise is not known yet." in once
 
@@ -134,4 +149,4 @@ def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out(
     results = results_of(run("a", [0.001] * 2, memory=100), run("x", [0.001] * 2, memory=100), rows=rows)
     lines = page.terminal(results).splitlines()
     assert max(len(line) for line in lines) <= 80
-    assert "a/long/path" * 9 in "".join(line[18:].split("  ")[0].strip() for line in lines[3:-2])
+    assert "a/long/path" * 9 in "".join(line[18:].split("  ")[0].strip() for line in lines[3:])

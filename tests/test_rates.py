@@ -75,7 +75,7 @@ def test_float32_is_measured_without_tf32_and_the_precision_is_afterwards_as_it_
     monkeypatch.setattr(rates, "copy_bandwidth", lambda device, length, copies: length)
     monkeypatch.setattr(machine, "has_tf32", lambda device: has_tf32)
     monkeypatch.setattr(machine, "emulates", lambda device, dtype: device == CPU and dtype != BF16)
-    monkeypatch.setattr(machine, "total_memory", lambda device: 4 * 10**9)
+    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 4 * 10**9)
     torch.set_float32_matmul_precision(precision)
     try:
         found = rates.measure(device, amp_dtype)

@@ -11,7 +11,7 @@ import statistics
 import pytest
 import torch
 from conftest import FLOAT32
-from fixtures.records import CPU, MINI, failure, header, probed, results_of, row, rows_of_names, run, summary
+from fixtures.records import CPU, failure, header, probed, results_of, row, rows_of_names, run, summary
 
 import bench
 
@@ -19,16 +19,6 @@ import bench
 def ratio(results, name, base):
     """Return the (ratio, spread) of two rows."""
     return results.compare(results.rows[name], results.rows[base])
-
-
-def may_be_chance(results, name):
-    """Return whether the ratio of a row to the one above may be chance."""
-    return results.may_be_chance(results.rows[name], results.above(results.rows[name]))
-
-
-def pairs_of_controls(results):
-    """Return the names of the rows that are runs of one computation."""
-    return {(row.name, base.name) for row, base, _ in results.controls()}
 
 
 # the format
@@ -154,15 +144,6 @@ def test_a_gpt_is_not_compared_with_a_model_whose_tokens_are_another_thing():
     assert ratio(results, "c", "b")[0] == 2
 
 
-def test_the_ratio_of_two_models_is_told_and_is_no_verdict():
-    other = {"shape": MINI | {"n_embd": 99}}
-    results = results_of(run("a", [1.0] * 2), run("a again", [1.1] * 2), run("b", [1.0] * 2, **other))
-    assert ratio(results, "b", "a")[0] == 1
-    assert not may_be_chance(results, "b")
-    same = results_of(run("a", [1.0] * 2), run("a again", [1.1] * 2), run("b", [1.0] * 2))
-    assert may_be_chance(same, "b")
-
-
 def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together():
     """Two batches come at once, and none for a while: 4 steps of 1000 tokens in 2 s, and in halves of 1 s each."""
     bursts = {"dts": [0.99, 0.01, 0.99, 0.01], "wait": 0.4, "warmup_dt": 0.5}
@@ -214,86 +195,6 @@ def test_the_share_of_the_peak_is_by_the_models_shape():
     results = results_of(a_gpt, no_gpt, several, longer, probed(float32=1e7, bfloat16=1e8))
     shares = [results.peak_share(row) for row in results.table_rows]
     assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None, pytest.approx(1962 * 1000 / 1e8)]
-
-
-# controls, noise and differences
-
-
-@pytest.mark.parametrize("dt, noise", [(1.0, 0), (2.0, 1), (0.5, 1), (1.25, 0.25), (0.8, 0.25)])
-def test_the_noise_is_how_far_a_row_and_its_second_run_came_out_apart(dt, noise):
-    assert results_of(run("a", [1.0] * 2), run("a again", [dt] * 2)).noise() == pytest.approx(noise)
-
-
-def test_the_noise_is_the_worst_of_all_pairs_of_one_computation():
-    """Without TF32 units s02 is s01, and s08 takes the steps of s07."""
-    runs = [run("s01", [1.0] * 2), run("s02", [0.96] * 2), run("s07", [0.5] * 2), run("s07 again", [0.49] * 2)]
-    results = results_of(*runs, run("s08", [0.5] * 2))
-    assert pairs_of_controls(results) == {("s07 again", "s07"), ("s02", "s01"), ("s08", "s07")}
-    assert results.noise() == pytest.approx(1 / 0.96 - 1)
-
-
-@pytest.mark.parametrize("names, in_turn", [(["a", "b"], True), (["a", "a again", "b"], False)])
-def test_without_a_control_or_a_second_round_nothing_is_said(names, in_turn):
-    results = results_of(*[run(name, [0.1 if name == "b" else 1.0] * 3) for name in names], in_turn=in_turn)
-    assert results.noise() is None
-    assert not may_be_chance(results, "b")
-
-
-def test_a_stage_that_does_nothing_here_is_a_control_of_the_stage_before():
-    missing = {"compile": False, "fallbacks": {"compile": "no compiler"}, "amp_dtype": "float32", "accum": 1}
-    results = results_of(*[run(f"s{number:02d}", [1.0], **missing) for number in range(1, 13)])
-    expected = {("s02", "s01"), ("s03", "s02"), ("s04", "s03"), ("s08", "s07"), ("s09", "s08"), ("s11", "s10")}
-    assert pairs_of_controls(results) == expected
-
-
-@pytest.mark.parametrize("names", [("s01", "s08"), ("mine", "s02"), ("s01", "mine"), ("s02", "s01")], ids=" ".join)
-def test_a_row_is_no_control_where_the_one_above_is_not_the_stage_before(names):
-    assert results_of(*[run(name, [1.0]) for name in names]).controls() == []
-
-
-@pytest.mark.parametrize(
-    "of_s07, of_s08, is_control",
-    [
-        ({}, {"flags": ("--lr", "1")}, False),
-        ({}, {"launcher": ("env", "A=b")}, False),
-        ({"flags": ("--lr", "1")}, {"flags": ("--lr", "1")}, True),
-    ],
-)
-def test_a_row_is_a_control_of_the_stage_before_where_both_have_the_same_command(of_s07, of_s08, is_control):
-    rows = [row("s07", **of_s07), row("s08", above="s07", **of_s08)]
-    results = results_of(run("s07", [1.0]), run("s08", [1.0]), rows=rows)
-    assert len(results.controls()) == is_control
-
-
-@pytest.mark.parametrize("failed", ["a", "a again"])
-def test_a_run_that_failed_is_no_control(failed):
-    ends = {failed: failure("boom")}
-    runs = [run(name, [1.0] * 2, end=ends.get(name, summary())) for name in ("a", "a again")]
-    assert results_of(*runs).controls() == []
-
-
-@pytest.mark.parametrize(
-    "dts, expected",
-    [
-        ([0.77, 0.77], False),
-        ([1.30, 1.30], False),  # 0.77 times as fast, and less than 25 % below 1
-        ([0.81, 0.81], True),
-        ([1.24, 1.24], True),
-        ([0.5, 1.1], True),  # 1.45 ± 0.55
-    ],
-)
-def test_a_difference_is_beyond_its_interval_and_beyond_the_noise_of_25_percent(dts, expected):
-    results = results_of(run("a", [1.0, 1.0]), run("a again", [1.25, 1.25]), run("b", dts))
-    assert may_be_chance(results, "b") is expected
-
-
-def test_a_single_round_of_a_row_is_no_difference_whatever_the_noise():
-    """Only rounds in which neither row failed give a ratio, and one ratio has no interval."""
-    both = [run(name, [1.0], number) for name in ("a", "a again") for number in range(3)]
-    once = [run("b", [0.1]), run("b", [0.1], 1, end=failure("boom")), run("b", [0.1], 2, end=failure("boom"))]
-    results = results_of(*both, *once, in_turn=False, rounds=3)
-    assert results.noise() == 0
-    assert may_be_chance(results, "b")
 
 
 # predictions

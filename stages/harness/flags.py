@@ -12,9 +12,12 @@ from data import refuse
 from model import SIZES
 
 from . import ladder, machine
+from .arithmetic import memory_of_s01, shape_of_size
 from .figures import COUNTED_STEPS, WARMUP
 from .record import Record
 
+MOST_SEQUENCES = 16  # of the default batch
+CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each does nothing in the stages before
 
@@ -68,7 +71,9 @@ def parse_args(doc):
 
 
 def tell_what_has_no_effect(args):
-    """Print which defaults do not work on this machine, and which of the given flags do nothing in this stage."""
+    """Print why the batch is what it is, which defaults do not work here, and which flags do nothing in this stage."""
+    if args.why_this_batch:
+        print(args.why_this_batch, file=sys.stderr)
     for flag in FLAGS_OF_STAGES:
         typed = "--" + flag.replace("_", "-")
         if ladder.heeds(args.stage, flag):
@@ -82,9 +87,9 @@ def tell_what_has_no_effect(args):
 def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. The namespace also has `given`, those of FLAGS_OF_STAGES that argv names, and
-    `fallbacks`, {flag: why its usual default does not work on this machine}. Exits with one line and status 2 for a
-    wrong flag.
+    doc: what --help begins with. The namespace also has `given`, those of FLAGS_OF_STAGES that argv names; `fallbacks`,
+    {flag: why its usual default does not work on this machine}; and `why_this_batch`, a sentence where the batch was
+    chosen by the memory of a card, else None. Exits with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.device = machine.find_device(args.device)
@@ -124,10 +129,13 @@ def fill_in_defaults(args):
     """Fill in the flags that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
     on_cpu = args.device.type == "cpu"
     args.fallbacks = {}
+    args.why_this_batch = None
     if args.size is None:
         args.size = "micro" if on_cpu else "gpt2"
     if args.batch_size is None:
-        args.batch_size = 1 if on_cpu else fitting_batch_size(machine.total_memory(args.device))
+        args.batch_size = 1
+        if not on_cpu:
+            fit_batch(args, machine.free_memory_of_card(args.device))
     if args.steps is None:
         args.steps = WARMUP + COUNTED_STEPS if on_cpu else 50
     if args.accum is None:
@@ -147,18 +155,27 @@ def fill_in_defaults(args):
             args.fallbacks["compile"] = f"left out, {problem}"
 
 
-def fitting_batch_size(total_memory):
-    """Return the largest batch, a power of two and at most 16, with which s01 fits into total_memory at gpt2, T 1024.
+def fit_batch(args, free):
+    """Set args.batch_size to a power of two, at most 16, with which s01 fits into the free bytes of a card.
 
-    It is 1 where none fits. s01 took 30.9 GB at 16 on an H100. Weights and AdamW's moments take 1.5 GB, and what the
-    forward keeps takes 1.84 GB for each sequence. Gradients are not counted, because the backward makes them while it
-    frees what the forward kept. A tenth stays free, for libraries, and for s03, which takes 3 % more. Other sizes and
-    lengths are not looked at.
+    It is 1 where none fits. args.why_this_batch then says what was counted.
     """
-    for batch_size in (16, 8, 4, 2):
-        if 1.5e9 + 1.84e9 * batch_size <= 0.9 * total_memory:
-            return batch_size
-    return 1
+    shape = shape_of_size(args.size, args.seq_len)
+    args.batch_size = MOST_SEQUENCES
+    while args.batch_size > 1 and memory_taken(shape, args.batch_size) > free:
+        args.batch_size //= 2
+    needed = memory_taken(shape, args.batch_size)
+    args.why_this_batch = f"B {args.batch_size}: s01 takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB that are free"
+    if needed > free:
+        args.why_this_batch += ", and does not fit: from s05 on it may"
+
+
+def memory_taken(shape, batch_size):
+    """Return the bytes that a process of s01 takes of a card.
+
+    PyTorch reserves more than its tensors hold, and s03 holds more than s01: on an H100 7 and 3 %.
+    """
+    return CONTEXT + 1.1 * memory_of_s01(shape, batch_size)
 
 
 def check(args, stage):

@@ -19,7 +19,7 @@ class Stage:
 
     name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
     not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
-    technique: its name in what is said of a script of the reader's own, or None where a script is not looked at for it.
+    technique: its name in a sentence, or None for s01, which has none.
     added_as: "bf16" where "+bf16 train.py" adds the technique to a script from outside. brings: a flag that has an
     effect from this stage on. takes_ranks: whether torchrun may start several processes of it.
     """
@@ -56,12 +56,12 @@ STAGES = (
     Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile", brings="compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a vocabulary in 64s", unpredictable=True),
-    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True),
-    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True),
-    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True),
+    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True, technique="clipping"),
+    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True, technique="cosine schedule"),
+    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True, technique="weight decay"),
     Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update", added_as="fused"),
-    Stage("s11_accum", "`for micro in range(args.accum):`", brings="accum"),
-    Stage("s12_ddp", "`DistributedDataParallel(model)`", takes_ranks=True),
+    Stage("s11_accum", "`for micro in range(args.accum):`", technique="accumulation", brings="accum"),
+    Stage("s12_ddp", "`DistributedDataParallel(model)`", technique="DDP", takes_ranks=True),
 )
 
 
@@ -150,6 +150,14 @@ def stage_of(word):
 def between(above, stage):
     """Return the Stages after `above`, up to and with `stage`; none where `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
+
+
+def words_on_stages(stages):
+    """Return the short names of Stages in words: "s02 to s04" where they are neighbors, and otherwise "s02, s04"."""
+    first, last = stages[0], stages[-1]
+    if len(stages) > 1 and tuple(stages) == (first, *between(first, last)):
+        return f"{first.short} to {last.short}"
+    return ", ".join(stage.short for stage in stages)
 
 
 def brought_by(flag):

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from data import refuse
 
 DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
+# The MI300 and MI350 series: see AMD in PyTorch's note on numerical accuracy, since 2.13, and the kernels of ROCm.
+AMD_WITH_TF32 = ("gfx942", "gfx950")
 # how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
@@ -114,8 +116,11 @@ def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
         return cpu_has_float16()  # the units by which PyTorch multiplies in TF32, too
-    if device.type != "cuda" or torch.version.hip:  # AMD's cards have none
+    if device.type != "cuda":
         return False
+    if torch.version.hip:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
+        return architecture.split(":")[0] in AMD_WITH_TF32
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -181,11 +186,14 @@ def cores():
     return os.cpu_count()
 
 
-def total_memory(device):
-    """Return an accelerator's memory in bytes: all of a card's, or what macOS advises a process to use."""
+def free_memory_of_card(device):
+    """Return the bytes of an accelerator that nobody holds: of a card, or of what macOS advises a process to use."""
     if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return torch.get_device_module(device).get_device_properties(device).total_memory
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    try:
+        return torch.get_device_module(device).mem_get_info(device)[0]
+    except (RuntimeError, AssertionError):  # not every driver tells
+        return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
 def free_memory():

@@ -45,11 +45,13 @@ medians of one round. "warmup" steps are not counted. "flags" are those of all s
 environment those of all rows. The two lists "of_scripts" are for scripts that watch.py watches.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
-"start". The steps of the probe have FLOP/s by dtype and bytes per second. In a bench every failure leaves an "error".
+"start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. In a bench every
+failure leaves an "error".
 A stage that was started by hand leaves one for an exception.
 
     {"kind": "start", "round": 0, "name": "probe"}
-    {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "peak": {"float32": 1.8e11}, "copy": 3.5e10}
+    {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
+     "copy": 3.5e10}
     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
      "out_of_memory": false}
 

@@ -4,6 +4,7 @@ The short table stands in the terminal, first on the page, and in README for the
 as what a ratio and its ± are, stands in results/README.md.
 """
 
+import math
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -13,14 +14,25 @@ from .. import ladder
 from ..arithmetic import flops_per_token, shape_name
 from ..figures import UNEVEN, waiting_share
 from .results import unit_of
-from .rows import WITHOUT_CPU_MEMORY
+from .rows import goes_without_cpu_memory
+from .verdict import (
+    NOT_SHOWN,
+    answer,
+    is_contradicted,
+    noise_of,
+    pairs_of_one_computation,
+    repeats_the_row_above,
+    verdict_on,
+)
 
 NOTHING = "–"  # a cell without a figure
 PATH_TO_STAGES = "../stages/"  # from a page in results/
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 8  # columns that "what you type" has, rather than that a line has no more than 80
-BAR = 8  # blocks of the fastest row, so that the table fits a repository's front page
-PARTS_OF_A_BLOCK = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"]  # 0 to 7 eighths
+NO_NOISE = (
+    "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that ran twice "
+    "without failing, and two rounds on a GPU or two counted steps on a CPU."
+)
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a note
 
@@ -41,9 +53,9 @@ def short_columns(results):
     reference = results.reference
     return [
         Column("row", lambda row: row.title, is_text=True),
-        Column("what you type", lambda row: typed_cell(row, results.above(row)), is_text=True),
+        Column("what you type", lambda row: typed_cell(results, row), is_text=True),
         Column("tok/sec", lambda row: speed_cell(results, row)),
-        Column("x above", lambda row: ratio_cell(results, row, results.above(row), 2)),
+        Column("x above", lambda row: ratio_cell(results, row, 2)),
         Column(f"x {reference.title}", lambda row: ratio_alone_cell(results, row, reference)),
         Column("GB", lambda row: number_cell(results.figure(row, "memory"), "{:.2f}", scale=1e-9)),
     ]
@@ -51,12 +63,7 @@ def short_columns(results):
 
 def columns_of_page(results, folder=PATH_TO_STAGES):
     """Return the columns of the short table on a page. folder: the path from the page to the stages."""
-    fastest = max((results.figure(row, "tok_per_sec") or 0 for row in results.table_rows), default=0)
-    return [
-        Column("row", lambda row: linked_cell(row, folder), is_text=True),
-        *short_columns(results)[1:],
-        Column("", lambda row: bar_cell(results.figure(row, "tok_per_sec"), fastest), is_text=True),
-    ]
+    return [Column("row", lambda row: linked_cell(row, folder), is_text=True), *short_columns(results)[1:]]
 
 
 def full_columns(results):
@@ -66,7 +73,7 @@ def full_columns(results):
     return [
         Column("row", lambda row: row.label, is_text=True),
         Column("predicted", lambda row: number_cell(results.predicted(row), "{:.3f}")),
-        Column("x above", lambda row: ratio_cell(results, row, results.above(row), 3)),  # neighbors differ by little
+        Column("x above", lambda row: ratio_cell(results, row, 3)),  # neighbors differ by little
         Column("dt ms [IQR]", lambda row: step_time_cell(results, row)),
         Column("% of peak", lambda row: number_cell(results.peak_share(row), "{:.1f}", scale=100)),
         Column(title_of_loss, lambda row: number_cell(results.loss_at(row, last), "{:.2f}")),
@@ -106,7 +113,7 @@ def aligned(columns, rows):
 
 
 def terminal(results):
-    """Return what the terminal shows: the short table, and below it what scripts have, what failed, what is noise."""
+    """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_columns(results), results.table_rows)]
     for row in results.table_rows:
         error = results.error(row)
@@ -115,13 +122,41 @@ def terminal(results):
             words.append(failure(error))
         if words:
             lines.append(textwrap.fill(f"{row.label}: {'; '.join(words)}", TERMINAL_WIDTH))
-    noise = results.noise()
+    return "\n".join(lines)
+
+
+def terminal_at_the_end(results):
+    """Return the last words of a bench: what terminal() shows, what brackets mean, and the verdict."""
+    noise = noise_of(results)
     if noise is None:
-        words = "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that "
-        words += "ran twice without failing, and two rounds on a GPU or two counted steps on a CPU."
-    else:
-        words = f"In brackets: no difference, within the noise of {100 * noise:.1f} % or within its own ±."
-    return "\n".join([*lines, textwrap.fill(words, TERMINAL_WIDTH)])
+        return f"{terminal(results)}\n{textwrap.fill(NO_NOISE, TERMINAL_WIDTH)}"
+    words = f"In brackets: not shown to differ, by a noise of {100 * noise:.1f} % and the ratio's own ±."
+    lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH), ""]
+    verdict = answer(results)
+    width = max((len(heading) for heading, _ in verdict), default=0) + 2
+    for heading, words in verdict:
+        indent = " " * width
+        lines.append(textwrap.fill(heading.ljust(width) + words, TERMINAL_WIDTH, subsequent_indent=indent))
+    return "\n".join(lines)
+
+
+def expectations(forecast):
+    """Return what the terminal shows before anything is measured, or None where nothing is predicted.
+
+    forecast: what forecast_of() returned.
+    """
+    predicted = {row: forecast.predicted(row) for row in forecast.table_rows}
+    known = [ratio for ratio in predicted.values() if ratio]
+    if not known:
+        return None
+    columns = [
+        *short_columns(forecast)[:2],
+        Column("should be x above", lambda row: number_cell(predicted[row], "{:.2f}")),
+    ]
+    lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
+    lines.append(aligned(columns, list(predicted)))
+    lines.append(f"All together {math.prod(known):.1f} times as fast, without what has a dash.")
+    return "\n".join(lines)
 
 
 # Cells
@@ -155,15 +190,15 @@ def ratio_alone_cell(results, row, base):
     return NOTHING if compared is None else f"{compared.value:.2f}"
 
 
-def ratio_cell(results, row, base, digits):
-    """Return the cell that compares a row with another, to so many digits; in brackets where it is no difference."""
-    compared = results.compare(row, base)
+def ratio_cell(results, row, digits):
+    """Return the cell that compares a row with the one above, to so many digits; in brackets where none is shown."""
+    compared = results.compare(row, results.above(row))
     if compared is None:
         return NOTHING
     cell = f"{compared.value:.{digits}f}"
     if compared.spread is not None:
         cell += f" ± {compared.spread:.{digits}f}"
-    if results.may_be_chance(row, base):
+    if verdict_on(results, row) in NOT_SHOWN:
         return f"({cell})"
     return cell
 
@@ -173,14 +208,13 @@ def linked_cell(row, folder):
     return f"[{row.title}]({folder}{row.stage.name}.py)" if row.stage else row.title
 
 
-def typed_cell(row, above):
+def typed_cell(results, row):
     """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
 
     Where a row skips stages, these are named first, because the ratio includes their gains.
     """
-    skipped = ()
-    if row.stage and above and above.stage:
-        skipped = ladder.between(above.stage, row.stage)
+    above = results.above(row)
+    skipped = results.stages_crossed(row)
     if row.added and runs_the_same(row, above):
         text = ladder.ADDED[row.added[-1]].line
     elif goes_without_cpu_memory(row):
@@ -195,32 +229,17 @@ def typed_cell(row, above):
         text = f"`{shlex.join([*row.launcher, *row.flags])}`"
     elif row.stage:
         text = row.stage.line
-        skipped = skipped[:-1]  # its own stage need not be named, since its line is shown
+        skipped = [stage for stage in skipped if stage is not row.stage]  # its line is shown
     else:
         text = f"`{row.script}`"
     if not skipped:
         return text
-    if len(skipped) == 1:
-        return f"{skipped[0].short}, {text}"
-    return f"{skipped[0].short} to {skipped[-1].short}, {text}"
+    return f"{ladder.words_on_stages(skipped)}, {text}"
 
 
 def runs_the_same(row, above):
     """Tell whether a row runs the script of the row above, with the same flags."""
     return above is not None and (row.script, row.flags) == (above.script, above.flags)
-
-
-def goes_without_cpu_memory(row):
-    """Tell whether a row runs without the variables that keep memory on a CPU."""
-    return row.launcher[: len(WITHOUT_CPU_MEMORY)] == WITHOUT_CPU_MEMORY
-
-
-def bar_cell(speed, fastest):
-    """Return a bar of blocks, whose length is the speed's share of the fastest."""
-    if speed is None:
-        return ""
-    blocks, eighths = divmod(round(8 * BAR * speed / fastest), 8)
-    return "█" * blocks + PARTS_OF_A_BLOCK[eighths]
 
 
 def step_time_cell(results, row):
@@ -237,6 +256,8 @@ def note_cell(results, row):
     error, ended, rounds = results.error(row), results.rounds_ended(row), results.bench["rounds"]
     if error:
         parts.append(failure(error))
+    elif ended < rounds and results.bench["in_turn"]:
+        parts.append(f"{len(results.counted(row))} of {planned_steps(results.bench)} steps")
     elif ended < rounds:
         parts.append(f"{ended} of {rounds} rounds")
     parts += words_on_models(results, row)
@@ -244,7 +265,7 @@ def note_cell(results, row):
     if effect:
         parts.append(effect.words)
     parts += words_on_script(results, row, linked_technique)
-    if results.repeats_the_row_above(row):
+    if repeats_the_row_above(results, row):
         parts.append("same computation as the row above")
     warmup = results.figure(row, "warmup_s")
     if warmup and warmup > LONG_WARMUP:
@@ -333,20 +354,22 @@ def failure(error):
 # The page
 
 
-def page(results):
-    """Return the whole of results/NAME.md."""
+def page(results, name):
+    """Return the whole of results/NAME.md, whose title tells it from all others."""
     rows = results.table_rows
-    what = "A bench"
+    what = "a bench"
     if rows[0].is_watched and all(row.script == rows[0].script for row in rows):
         what = rows[0].script
     parts = [
-        f"# {what} on {results.bench['environment']['device_name']}",
+        f"# {name}: {what} on {results.bench['environment']['device_name']}",
+        f"![The speed of each row, and the loss over the seconds of training]({name}.svg)",
         markdown(columns_of_page(results), rows),
+        "\n".join(f"- **{heading}**: {words}" for heading, words in answer(results)),
         markdown(full_columns(results), rows),
         "\n".join(f"- {line}" for line in conditions(results)),
         "[How to read this page](README.md)",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def conditions(results):
@@ -360,7 +383,7 @@ def conditions(results):
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
     if results.first_facts() is None:
         return [machine, "No row got as far as its first step.", again]
-    return [machine, what_ran(results), how(bench), noise_line(results), rates_line(results), again]
+    return [machine, what_ran(results), how(results), noise_line(results), rates_line(results), again]
 
 
 def what_ran(results):
@@ -386,27 +409,39 @@ def what_ran(results):
     return line
 
 
-def how(bench):
+def planned_steps(bench):
+    """Return how many steps of a row were to be counted, in all rounds."""
+    return bench["rounds"] * (bench["steps"] - bench["warmup"])
+
+
+def how(results):
     """Return how the rows were led."""
+    bench = results.bench
     steps, warmup = bench["steps"], bench["warmup"]
     rounds = "1 round" if bench["rounds"] == 1 else f"{bench['rounds']} rounds, there and back"
     if bench["in_turn"]:
-        counted = f"After {warmup} steps of warm-up each, they took {steps - warmup} in turn"
-        return f"All processes were alive at once. {counted}. {rounds}."
+        words = f"All processes were alive at once. After {warmup} steps of warm-up each, they took"
+        planned = planned_steps(bench)
+        taken = max(len(results.counted(row)) for row in results.table_rows)
+        if taken < planned:
+            return f"{words} {taken} of {planned} in turn, because the bench was ended early."
+        return f"{words} {steps - warmup} in turn. {rounds}."
     most = f"at most {steps} steps, of which {warmup} are warm-up"
     return f"One after the other, each in a fresh process: {most}. {rounds}."
 
 
 def noise_line(results):
-    """Return how much runs of one computation differed, and what is no difference."""
-    pairs = []
-    for row, base, compared in results.controls():
-        pairs.append(f"{row.label} / {base.label} {compared.value:.3f}")
-    line = f"Runs of one computation: {', '.join(pairs) or 'none'}."
-    noise = results.noise()
+    """Return how much runs of one computation differed, and what stands in brackets."""
+    pairs = pairs_of_one_computation(results)
+    words = []
+    for pair in pairs:
+        left_out = ", which is left out" if is_contradicted(pair, pairs) else ""
+        words.append(f"{pair.row.label} / {pair.base.label} {pair.ratio.value:.3f}{left_out}")
+    line = f"Runs of one computation: {', '.join(words) or 'none'}."
+    noise = noise_of(results)
     if noise is None:
-        return f"{line} That is too little to call anything faster or slower."
-    return f"{line} A ratio within this noise of {100 * noise:.1f} %, or within its own ±, stands in brackets."
+        return f"{line} {NO_NOISE}"
+    return f"{line} The noise is {100 * noise:.1f} %. What is not shown to differ stands in brackets."
 
 
 def rates_line(results):

@@ -1,4 +1,4 @@
-"""What was measured, kept as it comes, and the ratios, noise and predictions that follow from it."""
+"""What was measured, kept as it comes, and the ratios and predictions that follow from it."""
 
 import json
 import math
@@ -214,6 +214,17 @@ class Results:
             return None
         return ladder.effect_of(row.stage, facts)
 
+    def stages_crossed(self, row):
+        """Return the Stages below that of the row above, down to the row's own, without those that do nothing here."""
+        above, facts = self.above(row), self.facts(row)
+        if row.stage is None or above is None or above.stage is None:
+            return []
+        crossed = []
+        for stage in ladder.between(above.stage, row.stage):
+            if facts is None or stage.for_the_loss or not ladder.effect_of(stage, facts).same_computation:
+                crossed.append(stage)
+        return crossed
+
     def work(self, row):
         """Return the Work of a micro-batch of a row, or None where it is not known."""
         effect, facts = self.effect(row), self.facts(row)
@@ -272,52 +283,6 @@ class Results:
         samples, samples_of_base = self.samples(row), self.samples(base)
         ratios = [samples_of_base[key] / samples[key] for key in samples if key in samples_of_base]
         return Ratio(*median_and_spread(ratios)) if ratios else None
-
-    # noise and differences
-
-    def repeats_the_row_above(self, row):
-        """Tell whether a row does the same computation as the row above, because its stage changes nothing here."""
-        above, effect = self.above(row), self.effect(row)
-        if above is None or above.stage is None or effect is None:
-            return False
-        is_next_stage = ladder.between(above.stage, row.stage) == (row.stage,)
-        has_same_command = row.launcher == above.launcher and row.flags == above.flags
-        return is_next_stage and has_same_command and effect.same_computation
-
-    def controls(self):
-        """Return [(row, base, Ratio)] of all pairs that do the same computation, without rows that failed.
-
-        base: the row that this one is a second run of, or the row above where the stage changes nothing here.
-        """
-        pairs = [(row, self.rows[row.control_of]) for row in self.rows.values() if row.control_of]
-        pairs += [(row, self.above(row)) for row in self.table_rows if self.repeats_the_row_above(row)]
-        controls = []
-        for row, base in pairs:
-            ratio = self.compare(row, base)
-            if ratio and not self.error(row) and not self.error(base):
-                controls.append((row, base, ratio))
-        return controls
-
-    def noise(self):
-        """Return how far from 1 a ratio may be by chance, as a distance(): that of the worst of the controls.
-
-        None without a control, and where every control has a single sample, as after one round on a card.
-        """
-        distances = [distance(ratio.value) for _, _, ratio in self.controls() if ratio.spread is not None]
-        return max(distances, default=None)
-
-    def may_be_chance(self, row, base):
-        """Tell whether a ratio of two rows is so near 1 that it may be chance: within the noise, or within its spread.
-
-        Where the noise is not known, or the two train different models, the answer is False. Otherwise a ratio of a
-        single sample always may be chance.
-        """
-        ratio, noise = self.compare(row, base), self.noise()
-        if ratio is None or noise is None or self.trains_another_model(row, base):
-            return False
-        if ratio.spread is None:
-            return True
-        return distance(ratio.value) <= noise or abs(ratio.value - 1) <= ratio.spread
 
     # predictions
 
@@ -474,8 +439,3 @@ def median_and_spread(samples):
         return median, None
     k = order_statistic(len(ordered))
     return median, max(ordered[-k] - median, median - ordered[k - 1])
-
-
-def distance(ratio):
-    """Return how far a ratio of two speeds is from 1, the same for its inverse: 0.25 for 1.25 and for 0.8."""
-    return max(ratio, 1 / ratio) - 1

@@ -129,6 +129,11 @@ class Row:
         return bench["variables"] | {"PYTHONPATH": python_path}
 
 
+def goes_without_cpu_memory(row):
+    """Tell whether a row runs without the variables that keep memory on a CPU."""
+    return row.launcher[: len(WITHOUT_CPU_MEMORY)] == WITHOUT_CPU_MEMORY
+
+
 def sets_a_variable(word):
     """Tell whether a word is a variable and its value, as A=b behind env. The path of a file is none."""
     return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word

@@ -341,12 +341,12 @@ def has_enough(run):
     return len(run.counted) >= COUNTED_STEPS and sum(step["dt"] for step in run.counted) >= ENOUGH_SECONDS
 
 
-def lead(rows, results, round_number, reaper, tell_turn=None):
+def lead(rows, results, round_number, reaper, tell_warm=None, tell_turn=None):
     """Take fresh workers of some rows through the warm-up, one after the other, and then through their counted steps.
 
-    Counted steps are taken in turn. results: the Results that keep all lines. reaper: a Reaper. tell_turn: called after
-    each turn with its number and the seconds of all turns so far. Raises NotEnoughMemory where the rows can't all be
-    alive at once.
+    Counted steps are taken in turn. results: the Results that keep all lines. reaper: a Reaper. tell_warm: called with
+    each Row that is warm. tell_turn: called after each turn with its number and the seconds of all turns so far. Raises
+    NotEnoughMemory where the rows can't all be alive at once.
     """
     workers = []
     try:
@@ -363,6 +363,8 @@ def lead(rows, results, round_number, reaper, tell_turn=None):
             worker = Worker(row, results, round_number, reaper)
             workers.append(worker)
             worker.take_steps(WARMUP)
+            if tell_warm:
+                tell_warm(row)
             left = seconds_left(workers, rows, results, time.monotonic() - began)
             if left is not None and len(workers) < len(rows):
                 say(f"{len(workers)} of {len(rows)} are warm, {about(left)} left in this round")

@@ -1,0 +1,46 @@
+"""What each row should bring on this machine, by arithmetic, before it is measured."""
+
+from dataclasses import replace
+
+from .. import machine
+from ..arithmetic import shape_of_size
+from ..flags import parse
+from .results import Results
+from .rows import starts_python
+
+
+def forecast_of(results):
+    """Return a Results whose stages have no steps, but all that a prediction takes.
+
+    results: with the warm-up of the probe, whose first step is left out. A row that torchrun starts is not foretold,
+    because nobody knows how many processes there will be.
+    """
+    forecast = Results(results.bench | {"warmup": 1})
+    probe = results.runs_of(results.probe)[0]
+    forecast.runs[results.probe.name, 0] = replace(probe, warmup=1)
+    kernel = probe.steps[-1]["sdpa"]
+    for row in results.table_rows:
+        if row.is_of_the_ladder and not starts_python(row.launcher):
+            about = {"name": row.name, "round": 0}
+            forecast.add(about | {"kind": "start"})
+            forecast.add(about | header_of(row, results.bench))
+            forecast.add(about | {"kind": "summary", "sdpa": kernel})
+    return forecast
+
+
+def header_of(row, bench):
+    """Return the header that a stage is going to write, as far as predictions need it."""
+    args = parse(None, [*bench["flags"], *row.flags])
+    return {
+        "kind": "header",
+        "settings": {
+            "batch_size": args.batch_size,
+            "compile": args.compile,
+            "accum": args.accum,
+            "world_size": 1,
+            "amp_dtype": machine.dtype_name(args.amp_dtype),
+        },
+        "shape": shape_of_size(args.size, args.seq_len),
+        "environment": bench["environment"],
+        "fallbacks": args.fallbacks,
+    }

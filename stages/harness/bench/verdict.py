@@ -1,0 +1,248 @@
+"""What the ratios of a bench show: what is faster, what is slower, what makes no difference, and what can't be told."""
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+from .. import ladder
+from .results import Ratio
+from .rows import Row, goes_without_cpu_memory
+
+ALIKE = 0.05  # rows that differ by less make no difference
+LONG_WARMUP = 10  # seconds that are worth a word
+MOST_STEPS = 500  # in turn: where more would be needed, only a quieter machine helps
+SURPRISE = (
+    "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
+    "process was slow, which --rounds 3 would tell"
+)
+
+
+class Verdict(Enum):
+    """What a ratio shows, and what that is called."""
+
+    FASTER = "worth it"
+    SLOWER = "slower"
+    SAME = "no difference"
+    UNCLEAR = "can't be told"
+    UNEXPECTED = "unexpected"  # the row should compute the same as the one above, and is not as fast
+
+
+NOT_SHOWN = (Verdict.SAME, Verdict.UNCLEAR)  # they stand in brackets
+
+
+class Pair(NamedTuple):
+    """Two rows that do the same computation.
+
+    is_repeat: whether one is a second run of the other. Otherwise that is our claim: the stage changes nothing here.
+    """
+
+    row: Row
+    base: Row
+    ratio: Ratio
+    is_repeat: bool
+
+
+def distance(ratio):
+    """Return how far a ratio of two speeds is from 1, the same for its inverse: 0.25 for 1.25 and for 0.8."""
+    return max(ratio, 1 / ratio) - 1
+
+
+def spread_of_distance(ratio):
+    """Return the spread of the distance() of a Ratio: its own, or that of its inverse where it is below 1."""
+    return ratio.spread if ratio.value > 1 else ratio.spread / ratio.value**2
+
+
+def judge(ratio, noise):
+    """Return the Verdict on a Ratio. noise: how far apart rows of the same speed came out, as a distance().
+
+    Such rows are called faster or slower in 5 of 100 benches with one control and three rounds: a test simulates it. A
+    ratio below 1 is judged as its inverse would be. A single sample tells nothing.
+    """
+    if ratio.spread is None:
+        return Verdict.UNCLEAR
+    reach = noise + spread_of_distance(ratio)
+    if distance(ratio.value) > reach:
+        return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
+    if distance(ratio.value) + reach <= ALIKE:
+        return Verdict.SAME
+    return Verdict.UNCLEAR
+
+
+def repeats_the_row_above(results, row):
+    """Tell whether a row does the same computation as the row above, because its stage changes nothing here."""
+    above, effect = results.above(row), results.effect(row)
+    if above is None or above.stage is None or effect is None:
+        return False
+    is_next_stage = ladder.between(above.stage, row.stage) == (row.stage,)
+    has_same_command = row.launcher == above.launcher and row.flags == above.flags
+    return is_next_stage and has_same_command and effect.same_computation
+
+
+def pairs_of_one_computation(results):
+    """Return the Pairs of a bench, without rows that failed."""
+    candidates = [(row, results.rows[row.control_of], True) for row in results.rows.values() if row.control_of]
+    for row in results.table_rows:
+        if repeats_the_row_above(results, row):
+            candidates.append((row, results.above(row), False))
+    pairs = []
+    for row, base, is_repeat in candidates:
+        ratio = results.compare(row, base)
+        if ratio and not results.error(row) and not results.error(base):
+            pairs.append(Pair(row, base, ratio, is_repeat))
+    return pairs
+
+
+def is_contradicted(pair, pairs):
+    """Tell whether a bench contradicts our claim that two rows do the same computation.
+
+    They are then further apart than 5 % or two runs of one row, whichever is more, and than their own ± beyond that.
+    """
+    if pair.is_repeat or pair.ratio.spread is None:
+        return False
+    repeats = [distance(each.ratio.value) for each in pairs if each.is_repeat]
+    return judge(pair.ratio, max([ALIKE, *repeats])) in (Verdict.FASTER, Verdict.SLOWER)
+
+
+def noise_of(results):
+    """Return how far from 1 a ratio may be by chance, as a distance(): that of the worst of the pairs.
+
+    A pair that contradicts our claim is left out. None without a pair, and where every pair has a single sample, as
+    after one round on a card.
+    """
+    pairs = pairs_of_one_computation(results)
+    distances = []
+    for pair in pairs:
+        if pair.ratio.spread is not None and not is_contradicted(pair, pairs):
+            distances.append(distance(pair.ratio.value))
+    return max(distances, default=None)
+
+
+def verdict_on(results, row):
+    """Return the Verdict on a row beside the row above.
+
+    None where they can't be compared, where they train different models, and where the noise is not known.
+    """
+    above, noise = results.above(row), noise_of(results)
+    ratio = results.compare(row, above)
+    if ratio is None or noise is None or results.trains_another_model(row, above):
+        return None
+    pairs = pairs_of_one_computation(results)
+    for pair in pairs:
+        if pair.row is row and not pair.is_repeat:
+            return Verdict.UNEXPECTED if is_contradicted(pair, pairs) else Verdict.SAME
+    return judge(ratio, noise)
+
+
+# In words
+
+
+def answer(results):
+    """Return what a bench has shown, as a list of (heading, words); empty where the noise is not known.
+
+    The largest gains and losses come first.
+    """
+    rows_by_verdict = {verdict: [] for verdict in Verdict}
+    for row in results.table_rows:
+        verdict = verdict_on(results, row)
+        if verdict:
+            rows_by_verdict[verdict].append(row)
+    lines = []
+    for verdict, rows in rows_by_verdict.items():
+        if verdict in (Verdict.FASTER, Verdict.SLOWER):
+            rows.sort(key=lambda row: -distance(results.compare(row, results.above(row)).value))
+        if rows:
+            words = ", ".join(words_on_row(results, row, verdict) for row in rows)
+            if verdict is Verdict.UNCLEAR:
+                words += f": {remedy(results, rows)}"
+            if verdict is Verdict.UNEXPECTED:
+                words += f": {SURPRISE}"
+            lines.append((verdict.value, words))
+    return lines + words_on_compiling(results) + words_on_all_together(results)
+
+
+def words_on_row(results, row, verdict):
+    """Return a row's name and its ratio to the row above, in the words that suit a verdict."""
+    ratio = results.compare(row, results.above(row))
+    name = name_of_change(results, row)
+    effect = results.effect(row)
+    match verdict:
+        case Verdict.SAME:
+            return name
+        case Verdict.SLOWER if effect and effect.words:
+            return f"{name} {ratio.value:.2f} ({effect.words})"
+        case Verdict.FASTER | Verdict.SLOWER:
+            return f"{name} {ratio.value:.2f}"
+        case Verdict.UNCLEAR | Verdict.UNEXPECTED:
+            return f"{name} {words_on_ratio(ratio)}"
+
+
+def words_on_ratio(ratio):
+    """Return a Ratio with its ±, as "1.35 ± 0.63"."""
+    return f"{ratio.value:.2f}" if ratio.spread is None else f"{ratio.value:.2f} ± {ratio.spread:.2f}"
+
+
+def name_of_change(results, row):
+    """Return what a row has that the row above does not: its technique where that is all, and else its own label."""
+    if goes_without_cpu_memory(results.above(row)) and not goes_without_cpu_memory(row):
+        return "memory variables"
+    others = [stage for stage in results.stages_crossed(row) if stage is not row.stage]
+    if others:
+        return f"{row.label} with {ladder.words_on_stages(others)}"
+    if row.stage is None or row.stage.technique is None or row.launcher or row.flags:
+        return row.label
+    return f"{row.label} {row.stage.technique}"
+
+
+def remedy(results, rows):
+    """Return what would tell more about rows whose verdict is UNCLEAR."""
+    if not results.bench["in_turn"]:
+        return f"more rounds may tell, --rounds {2 * results.bench['rounds']}"
+    needed = [steps_needed(results, row) for row in rows]
+    if max(needed) > MOST_STEPS:
+        return "a quieter machine may tell"
+    return f"--steps {max(needed)} may tell"
+
+
+def steps_needed(results, row):
+    """Estimate the --steps after which the ± of a row is small enough for a verdict, in hundreds; inf where none is.
+
+    A ± shrinks with the root of the number of turns.
+    """
+    ratio, noise = results.compare(row, results.above(row)), noise_of(results)
+    away = distance(ratio.value)
+    small_enough = max(away - noise, ALIKE - away - noise)
+    if ratio.spread is None or small_enough <= 0:
+        return math.inf
+    turns = len(results.counted(row)) * (spread_of_distance(ratio) / small_enough) ** 2
+    return 100 * math.ceil((results.bench["warmup"] + turns) / 100)
+
+
+def words_on_compiling(results):
+    """Return after how many steps a long warm-up has paid, as a list of (heading, words)."""
+    lines = []
+    for row in results.table_rows:
+        if verdict_on(results, row) is not Verdict.FASTER:
+            continue
+        ours, theirs = results.figures(row), results.figures(results.above(row))
+        longer = ours["warmup_s"] - theirs["warmup_s"]
+        if longer > LONG_WARMUP:
+            tokens_of_step = results.counted(row)[0]["tokens"]
+            seconds_saved = tokens_of_step * (1 / theirs["tok_per_sec"] - 1 / ours["tok_per_sec"])
+            words = f"{row.label} has a warm-up that is {longer:.0f} s longer, and is ahead after about "
+            lines.append(("has to pay first", f"{words}{longer / seconds_saved:,.0f} steps"))
+    return lines
+
+
+def words_on_all_together(results):
+    """Return how many times as fast as the first row the fastest one is, as a list of one (heading, words) or none."""
+    first, noise = results.table_rows[0], noise_of(results)
+    fastest, ratio_of_fastest = None, None
+    for row in results.table_rows[1:]:
+        ratio = results.compare(row, first)
+        if ratio is None or results.trains_another_model(row, first):
+            continue
+        if fastest is None or ratio.value > ratio_of_fastest.value:
+            fastest, ratio_of_fastest = row, ratio
+    if fastest is None or noise is None or judge(ratio_of_fastest, noise) is not Verdict.FASTER:
+        return []
+    return [("all together", f"{fastest.label} is {ratio_of_fastest.value:.2f} x {first.label}")]
