@@ -380,12 +380,15 @@ def lead(rows, results, round_number, reaper, tell_warm=None, tell_turn=None):
 def seconds_left(workers, rows, results, elapsed):
     """Estimate the seconds that starts and turns will take, from those of the workers that are warm.
 
-    None where no row but the probe is warm: its steps are longer than those of the others.
+    None where no row but the probe is warm: what its steps take says nothing about the others.
     """
-    dts = [worker.run.steps[-1]["dt"] for worker in workers if worker.run.steps and not worker.row.is_probe]
+    warm = [worker for worker in workers if worker.run.steps]
+    dts = [worker.run.steps[-1]["dt"] for worker in warm if not worker.row.is_probe]
     if not dts:
         return None
-    seconds_of_turn = sum(dts) / len(dts) * len(rows)
+    dts_of_probe = [worker.run.steps[-1]["dt"] for worker in warm if worker.row.is_probe]
+    others = len(rows) - len(dts_of_probe)
+    seconds_of_turn = sum(dts_of_probe) + others * sum(dts) / len(dts) + PAUSE * len(rows)
     seconds_of_start = elapsed / len(workers)
     return seconds_of_start * (len(rows) - len(workers)) + seconds_of_turn * (results.bench["steps"] - WARMUP)
 
