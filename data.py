@@ -10,7 +10,7 @@ import http.client
 import os
 import sys
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,12 @@ import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_TOKENS = 338_025
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+HEADER_OF_BIN = 1024  # bytes
+MAGIC_OF_GPT2 = 20240520  # in that header
+FEW_IDS = 16  # a text has larger ones among its even and its odd ids
+LONG_TEXT = 2**20  # letters
 # What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
@@ -48,20 +53,26 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text. name: for people. ids: its tokens, a 1-D array of uint16. source: how load_tokens() finds it."""
+    """A text. name: for people. ids: its tokens, a 1-D array of integers. source: how load_tokens() finds it.
+
+    in_bytes: whether each byte is a token, because GPT-2's vocabulary could not be had.
+    """
 
     name: str
     ids: np.ndarray
     source: str | None
+    in_bytes: bool = False
 
 
 def load_tokens(source=None, split="train"):
     """Return the Corpus of a text.
 
-    source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a .txt in UTF-8 or of a .bin
-    of GPT-2's ids as uint16, which stays on disk. split: "train" for the first nine tenths, "val" for the last, on
-    which no stage trains. Exits with one line where a file is no such text.
+    source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a file or folder: see
+    corpus_of_file(). split: "train" for the first nine tenths, "val" for the last, on which no stage trains. Of a
+    folder these are its files with train and with val in their names. Exits with one line where there is no such text.
     """
+    if source is not None and os.path.isdir(source):
+        return corpus_of_folder(source, split)
     if source is None:
         corpus = tiny_shakespeare()
     elif source == "docs":
@@ -70,15 +81,35 @@ def load_tokens(source=None, split="train"):
         corpus = corpus_of_file(source)
     cut = len(corpus.ids) * 9 // 10
     ids = corpus.ids[:cut] if split == "train" else corpus.ids[cut:]
-    return Corpus(corpus.name, ids, corpus.source)
+    return replace(corpus, ids=ids)
+
+
+def cache_folder():
+    """Return the folder in which ids are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-speed-ladder"
+
+
+def read_cache(path, count):
+    """Return the ids of a file in the cache, or None where it is not there or has another number of ids."""
+    try:
+        ids = np.memmap(path, dtype=np.uint16, mode="r")
+    except (OSError, ValueError):  # it may not be read, or is empty or of an odd length
+        return None
+    return ids if len(ids) == count else None
+
+
+def write_cache(path, ids):
+    """Keep ids as a file in the cache, if that can be written."""
+    with contextlib.suppress(OSError), whole_file(path) as unfinished:
+        ids.tofile(unfinished)
 
 
 def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(caches) / "gpt2-speed-ladder" / "tinyshakespeare.bin"
-    with contextlib.suppress(OSError, ValueError):  # it is not there, or may not be read, or is empty
-        return Corpus("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
+    path = cache_folder() / "tinyshakespeare.bin"
+    ids = read_cache(path, SHAKESPEARE_TOKENS)
+    if ids is not None:
+        return Corpus("Tiny Shakespeare", ids, None)
     print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
     try:
         text = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
@@ -86,8 +117,7 @@ def tiny_shakespeare():
     except DOWNLOAD_ERRORS as error:
         print(f"no download ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
         return pythons_documentation()
-    with contextlib.suppress(OSError), whole_file(path) as unfinished:  # without a cache that can be written, go on
-        ids.tofile(unfinished)
+    write_cache(path, ids)
     return Corpus("Tiny Shakespeare", ids, None)
 
 
@@ -105,20 +135,126 @@ def pythons_documentation():
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[topic] for topic in sorted(topics))
-    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs")
+    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs", in_bytes=True)
+
+
+# Files
+
+
+def is_stream(source):
+    """Tell whether a text can be read only once, as a pipe, or not by another process, as /dev/stdin."""
+    if source in (None, "docs") or not os.path.exists(source):
+        return False
+    return str(source).startswith(("/dev/", "/proc/")) or not (os.path.isfile(source) or os.path.isdir(source))
 
 
 def corpus_of_file(source):
-    """Return the Corpus in a user's .txt or .bin. Exits with one line where it is no such file."""
+    """Return the Corpus in a user's file. Exits with one line where it is no such file.
+
+    A .npy is an array of ids. A .bin is GPT-2's ids as uint16, with the header of llm.c and modded-nanogpt or without
+    any; both stay on disk. Any other file is a text in UTF-8.
+    """
+    if source == "":
+        refuse("--data is empty: pass a file, a folder, or docs")
     path = Path(source)
+    in_bytes = False
     try:
-        if path.suffix == ".bin":
-            ids = np.memmap(path, dtype=np.uint16, mode="r")
+        if path.suffix == ".npy":
+            ids = ids_of_npy(path)
+        elif path.suffix == ".bin":
+            ids = ids_of_bin(path)
         else:
-            ids = ids_of(path.read_bytes().decode(), gpt2_encoding())
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a .bin that is empty or of an odd length
-        refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16")
-    return Corpus(path.name, ids, source)
+            encoding = gpt2_encoding()
+            in_bytes = encoding.n_vocab < VOCAB
+            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"), encoding)
+    except (OSError, ValueError, EOFError) as error:  # the last two: not UTF-8, of an odd length, cut, another format
+        refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
+    if path.with_name("meta.pkl").exists():
+        print(f"{path.name}: beside it is meta.pkl, so its ids may be characters and not GPT-2's", file=sys.stderr)
+    return Corpus(path.name, ids, source, in_bytes)
+
+
+def corpus_of_folder(source, split):
+    """Return the Corpus of all files of a folder with the name of a split in theirs, as one ring.
+
+    Where none has "val" in its name, the last file is held out. Exits with one line where no file is left to train on.
+    """
+    paths = sorted(path for path in Path(source).iterdir() if path.suffix in (".bin", ".npy"))
+    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
+    chosen = held_out if split == "val" else [path for path in paths if path not in held_out]
+    if not chosen:
+        refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
+    ids = Shards([corpus_of_file(path).ids for path in chosen])
+    return Corpus(f"{Path(source).resolve().name}, {len(chosen)} of {len(paths)} files", ids, source)
+
+
+class Shards:
+    """Arrays of ids that stay on disk, read as one."""
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.ends = np.cumsum([len(shard) for shard in shards])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, positions):
+        """Return the ids at some positions, an array or a slice, as an array of int64."""
+        if isinstance(positions, slice):
+            positions = np.arange(*positions.indices(len(self)))
+        ids = np.empty(len(positions), dtype=np.int64)
+        which = np.searchsorted(self.ends, positions, side="right")
+        for place in np.unique(which):
+            shard = self.shards[place]
+            begin = self.ends[place] - len(shard)
+            ids[which == place] = shard[positions[which == place] - begin]
+        return ids
+
+
+def ids_of_npy(path):
+    """Return the ids in a .npy, which stay on disk. Raises ValueError where it is another array than a row of ids."""
+    ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"it is an array of shape {ids.shape} and type {ids.dtype}, and not a row of ids")
+    return ids
+
+
+def ids_of_bin(path):
+    """Return the ids in a .bin, which stay on disk. Raises ValueError where they are not ids of 16 bits.
+
+    The header of llm.c and modded-nanogpt has 256 numbers of 32 bits: a magic number, a version, how many ids follow.
+    """
+    ids = np.memmap(path, dtype=np.uint16, mode="r")
+    if len(ids) > HEADER_OF_BIN // 2:
+        magic, _, count = np.array(ids[:6]).view(np.int32)
+        if magic == MAGIC_OF_GPT2:
+            ids = ids[HEADER_OF_BIN // 2 :]
+            if len(ids) < count:
+                raise ValueError(f"its header tells of {count:,} ids, and {len(ids):,} are there")
+            return ids[:count]
+        if magic // 10_000 in (2024, 2025, 2026):  # llm.c's magic numbers are dates
+            raise ValueError(f"its header has the magic number {magic}, and llm.c's for GPT-2's ids is {MAGIC_OF_GPT2}")
+    begin = np.array(ids[: 2 * 4096])
+    if len(begin) > 1 and begin[1::2].max() < FEW_IDS <= begin[::2].max():
+        raise ValueError("every second id is 0 or nearly so: this is 32 or 64 bits for an id, and not 16")
+    return ids
+
+
+def ids_of_text(text, encoding):
+    """Return the ids of a text. Those of a long one are kept in the cache, because a bench needs them in each row."""
+    if len(text) < LONG_TEXT:
+        return ids_of(text, encoding)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    for path in cache_folder().glob(f"text-{digest}-{encoding.n_vocab}-*.bin"):
+        ids = read_cache(path, int(path.stem.split("-")[-1]))
+        if ids is not None:
+            return ids
+    ids = ids_of(text, encoding)
+    write_cache(cache_folder() / f"text-{digest}-{encoding.n_vocab}-{len(ids)}.bin", ids)
+    return ids
+
+
+# Tokens
 
 
 def ids_of(text, encoding):
@@ -144,9 +280,11 @@ def single_bytes():
 
 
 def refuse_unknown_ids(ids, name):
-    """Exit with one line where an id is past GPT-2's vocabulary. name: that of the text."""
+    """Exit with one line where an id is not one of GPT-2's vocabulary. name: that of the text."""
+    if ids.min() < 0:
+        refuse(f"{name}: id {ids.min()} is none of GPT-2's: pass GPT-2's ids")
     if ids.max() >= VOCAB:
-        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids as uint16")
+        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids")
 
 
 class TokenLoader:

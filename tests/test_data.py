@@ -49,6 +49,7 @@ def online(monkeypatch, merges):
         return io.BytesIO(TEXT.encode())
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(data, "SHAKESPEARE_TOKENS", len(merges.encode_ordinary(TEXT)))
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
     return asked
 
@@ -115,7 +116,7 @@ def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path)
     _, y = loader.next_batch(CPU)
     assert y.max() == VOCAB - 1  # which no signed 16 bits hold
     line = error_of(capsys, loader.next_batch, CPU)
-    assert line == "error: ids.bin: id 50257 is past GPT-2's last, 50256: pass GPT-2's ids as uint16"
+    assert line == "error: ids.bin: id 50257 is past GPT-2's last, 50256: pass GPT-2's ids"
 
 
 def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
@@ -132,6 +133,8 @@ def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
         ("empty.bin", b"", "empty"),
         ("latin1.txt", b"caf\xe9 au lait", "can't decode byte 0xe9 in position 3"),
         ("odd.bin", b"\x01\x00\x02", "multiple"),
+        ("empty.npy", b"", "No data left"),
+        ("cut.npy", b"\x93NUMPY\x01", "EOF"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path, merges, name, content, problem):
@@ -140,7 +143,118 @@ def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path,
     line = error_of(capsys, load_tokens, tmp_path / name)
     assert line.startswith(f"error: --data {tmp_path / name}: ")
     assert problem in line
-    assert line.endswith("; pass a .txt in UTF-8, or a .bin of GPT-2's ids as uint16")
+    assert line.endswith("; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
+
+
+IDS = np.random.default_rng(1).integers(0, VOCAB, 500)
+HEADER = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.bin", IDS.astype(np.uint16).tobytes()),
+        ("a.bin", HEADER + IDS.astype(np.uint16).tobytes()),
+        ("a.bin", HEADER + IDS.astype(np.uint16).tobytes() + b"some more"[:8]),
+    ],
+)
+def test_ids_are_read_from_the_files_of_the_field(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert whole(tmp_path / name).tolist() == IDS.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">u2"])
+def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", IDS.astype(dtype))
+    assert whole(tmp_path / "a.npy").tolist() == IDS.tolist()
+    x, y = TokenLoader(load_tokens(tmp_path / "a.npy"), 2, 5).next_batch(CPU)
+    assert (x.flatten().tolist(), y.flatten().tolist()) == (IDS[:10].tolist(), IDS[1:11].tolist())
+
+
+@pytest.mark.parametrize(
+    "name, content, problem",
+    [
+        ("a.bin", IDS.astype(np.uint32), "every second id is 0"),
+        ("a.bin", IDS.astype(np.int64), "every second id is 0"),
+        ("a.bin", (IDS + 70_000).astype(np.uint32), "every second id is 0"),  # a larger vocabulary, as Llama's
+        ("a.bin", np.concatenate([np.array([20240801, 7, 500] + 253 * [0]), IDS]).astype(np.int32), "number 20240801"),
+        ("a.bin", np.frombuffer(HEADER + IDS[:400].astype(np.uint16).tobytes(), np.uint8), "400 are there"),
+        ("a.npy", IDS.astype(np.float32), "type float32, and not a row of ids"),
+        ("a.npy", IDS.reshape(50, 10), "shape (50, 10)"),
+        ("a.npy", np.array(["a text"], dtype=object), "Python objects"),
+    ],
+)
+def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, name, content, problem):
+    path = tmp_path / name
+    if name.endswith(".npy"):
+        np.save(path, content)
+    else:
+        content.tofile(path)
+    assert problem in error_of(capsys, load_tokens, path)
+
+
+@pytest.mark.parametrize("ids", [np.zeros(3000), np.tile([5, 3], 1000), np.full(2000, 50256)], ids=["0", "few", "one"])
+def test_a_dull_text_is_not_taken_for_ids_of_32_bits(tmp_path, ids):
+    ids.astype(np.uint16).tofile(tmp_path / "a.bin")
+    assert whole(tmp_path / "a.bin").tolist() == ids.tolist()
+
+
+def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path):
+    """By the names of build-nanogpt's, modded-nanogpt's and nanoGPT's files."""
+    np.save(tmp_path / "edufineweb_val_000000.npy", IDS[:100].astype(np.uint16))
+    np.save(tmp_path / "edufineweb_train_000001.npy", IDS[100:300].astype(np.uint16))
+    (tmp_path / "fineweb_train_000002.bin").write_bytes(
+        HEADER.replace(b"\xf4\x01", b"\xc8\0") + IDS[300:].astype(np.uint16).tobytes()
+    )
+    (tmp_path / "README.txt").touch()
+    corpus = load_tokens(tmp_path)
+    assert load_tokens(tmp_path, "val").ids[:].tolist() == IDS[:100].tolist()
+    x, y = TokenLoader(corpus, 3, 150).next_batch(CPU)  # once around, and over both borders
+    ring = [*IDS[100:], *IDS[100:]]
+    assert (x.flatten().tolist(), y.flatten().tolist()) == (ring[:450], ring[1:451])
+
+
+def test_without_a_val_file_the_last_of_a_folder_is_held_out(capsys, tmp_path):
+    np.save(tmp_path / "1.npy", IDS[:50])
+    assert "it has no two files" in error_of(capsys, load_tokens, tmp_path)
+    np.save(tmp_path / "2.npy", IDS[50:])
+    assert load_tokens(tmp_path).ids[:].tolist() == IDS[:50].tolist()
+    assert load_tokens(tmp_path, "val").ids[:].tolist() == IDS[50:].tolist()
+
+
+def test_an_empty_name_is_no_folder(capsys):
+    assert error_of(capsys, load_tokens, "") == "error: --data is empty: pass a file, a folder, or docs"
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path, merges):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    assert merges.decode(whole(tmp_path / "a.txt")) == TEXT
+
+
+def test_ids_beside_a_meta_pkl_may_be_characters_and_a_line_says_so(tmp_path, capsys):
+    """As in nanoGPT's data/shakespeare_char."""
+    IDS.astype(np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.pkl").touch()
+    load_tokens(tmp_path / "train.bin")
+    assert capsys.readouterr().err.startswith("train.bin: beside it is meta.pkl, so its ids may be characters")
+
+
+def test_a_long_text_is_tokenized_once(text_file, merges, monkeypatch):
+    monkeypatch.setattr(data, "LONG_TEXT", len(TEXT))
+    first = whole(text_file)
+    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", None)
+    assert whole(text_file).tolist() == first.tolist()
+    text_file.write_bytes(b"another text" + TEXT.encode())
+    with pytest.raises(TypeError):
+        load_tokens(text_file)
+
+
+def test_a_pipe_is_a_stream_and_a_file_is_none(tmp_path, text_file):
+    os.mkfifo(tmp_path / "pipe")
+    streams = [
+        data.is_stream(source) for source in (tmp_path / "pipe", "/dev/stdin", text_file, tmp_path, None, "docs", "no")
+    ]
+    assert streams == [True, True, False, False, False, False, False]
 
 
 # Without the vocabulary
@@ -172,11 +286,17 @@ def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_empty_cache_is_filled_again(online, merges):
+@pytest.mark.parametrize("kept", [0, 100, 101])
+def test_a_cache_that_was_cut_is_filled_again(online, merges, kept):
     load_tokens()
     [cached] = Path(os.environ["XDG_CACHE_HOME"]).rglob("*.bin")
-    cached.write_bytes(b"")
+    cached.write_bytes(cached.read_bytes()[:kept])
     assert merges.decode(whole()) == TEXT
+
+
+def test_the_tokens_of_the_cache_are_counted():
+    """338,025 is what GPT-2's tokenizer makes of the file: 1,115,394 bytes."""
+    assert data.SHAKESPEARE_TOKENS == 338_025
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):

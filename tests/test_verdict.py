@@ -1,7 +1,15 @@
 """The verdict: what the ratios of a bench show, by one rule, and what it says of that."""
 
 from harness.bench.results import Ratio, median_and_spread
-from harness.bench.verdict import Verdict, answer, distance, judge, noise_of, pairs_of_one_computation, verdict_on
+from harness.bench.verdict import (
+    Verdict,
+    distance,
+    judge,
+    noise_of,
+    pairs_of_one_computation,
+    verdict_lines,
+    verdict_on,
+)
 
 import math
 import random
@@ -84,7 +92,7 @@ def test_the_ratio_of_two_models_is_no_verdict():
     results = results_of(run("a", [1.0] * 2), run("a again", [1.1] * 2), run("b", [1.0] * 2, **other))
     assert results.compare(results.rows["b"], results.rows["a"]).value == 1
     assert verdict(results, "b") is None
-    assert answer(results) == []
+    assert verdict_lines(results) == []
 
 
 @pytest.mark.parametrize("dt, noise", [(1.0, 0), (2.0, 1), (0.5, 1), (1.25, 0.25), (0.8, 0.25)])
@@ -106,7 +114,7 @@ def test_without_a_control_or_a_second_round_nothing_is_said(names, in_turn):
     results = results_of(*[run(name, [0.1 if name == "b" else 1.0] * 3) for name in names], in_turn=in_turn)
     assert noise_of(results) is None
     assert verdict(results, "b") is None
-    assert answer(results) == []
+    assert verdict_lines(results) == []
 
 
 def test_a_stage_that_does_nothing_here_is_a_control_of_the_stage_before():
@@ -143,9 +151,9 @@ def test_a_run_that_failed_is_no_control(failed):
 
 
 def test_a_single_round_of_a_row_tells_nothing_whatever_the_noise():
-    """Only rounds in which neither row failed give a ratio, and one ratio has no interval."""
+    """Only rounds that both rows ended give a ratio, and one ratio has no interval."""
     both = [run(name, [1.0], number) for name in ("a", "a again") for number in range(3)]
-    once = [run("b", [0.1]), run("b", [0.1], 1, end=failure("boom")), run("b", [0.1], 2, end=failure("boom"))]
+    once = [run("b", [0.1]), run("b", [0.1], 1, end=None), run("b", [0.1], 2, end=None)]
     results = results_of(*both, *once, in_turn=False, rounds=3)
     assert noise_of(results) == 0
     assert verdict(results, "b") is Verdict.UNCLEAR
@@ -165,7 +173,7 @@ def test_a_pair_that_contradicts_our_claim_is_named_and_is_no_noise():
     assert noise_of(results) == pytest.approx(0.03)
     assert verdict(results, "s02") is Verdict.UNEXPECTED
     assert verdict(results, "s07") is Verdict.FASTER
-    words = dict(answer(results))
+    words = dict(verdict_lines(results))
     assert words["unexpected"].startswith("s02 TF32 2.00 ± 0.00: should compute the same as the row above")
 
 
@@ -199,11 +207,39 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         run("s07", [0.2] * 20),
         run("s12", [0.25] * 20),
     ]
-    assert answer(results_of(*runs)) == [
+    assert verdict_lines(results_of(*runs)) == [
         ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
         ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs)"),
-        ("no difference", "s02 TF32, s06 a vocabulary in 64s"),
+        ("no difference", "s06 a vocabulary in 64s; s02 TF32, which compute the same here"),
         ("can't be told", "s05 flash attention 0.92 ± 0.08, s07 clipping 0.92 ± 0.08: --steps 100 may tell"),
         ("has to pay first", "s04 has a warm-up that is 40 s longer, and is ahead after about 480 steps"),
-        ("all together", "s04 is 3.60 x s01"),
+        ("all together", "s04 is 3.60 ± 0.00 x s01"),
     ]
+
+
+def test_each_row_that_cannot_be_told_has_its_own_remedy():
+    """With a noise of 2 %, b needs a ± of 0.02, 2.3 times as many turns. c needs one of 0.005, 35 times as many."""
+    runs = [run("a", [1.0] * 20), run("a again", [1.02] * 20)]
+    runs += [run("b", [1 / 1.04] * 12 + [1 / 1.07] * 8), run("c", [1 / 1.0251] * 12 + [1 / 1.0551] * 8)]
+    rows = [row("a"), row("a again", control_of="a"), row("b", above="a"), row("c", above="a")]
+    words = dict(verdict_lines(results_of(*runs, rows=rows)))["can't be told"]
+    assert words == "b 1.04 ± 0.03: --steps 100 may tell; c 1.03 ± 0.03: a quieter machine may tell"
+
+
+def test_in_rounds_more_rounds_may_tell():
+    dts = {"a": [1.0, 1.0, 1.0], "a again": [1.0, 1.0, 1.0], "b": [0.9, 1.0, 1.1]}
+    runs = [run(name, [dt], number) for name, each in dts.items() for number, dt in enumerate(each)]
+    words = dict(verdict_lines(results_of(*runs, in_turn=False, rounds=3)))
+    assert words == {"can't be told": "b 1.00 ± 0.11: --rounds 6 may tell"}
+
+
+def test_a_row_that_failed_has_no_verdict():
+    runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.1] * 2, end=failure("CUDA out of memory"))]
+    results = results_of(*runs, run("c", [0.1] * 3))
+    assert verdict(results, "b") is verdict(results, "c") is None
+    assert dict(verdict_lines(results)) == {"all together": "c is 10.00 ± 0.00 x a"}
+
+
+def test_the_memory_variables_are_named_where_they_are_all_that_differs():
+    runs = [run("plain", [1.0] * 3), run("s01", [0.5] * 3), run("s01 again", [0.5] * 3)]
+    assert dict(verdict_lines(results_of(*runs)))["worth it"] == "memory variables 2.00"

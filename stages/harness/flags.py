@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data import refuse
+from data import is_stream, refuse
 from model import SIZES
 
 from . import ladder, machine
@@ -111,7 +111,10 @@ def new_parser(doc):
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
     add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
-    data_help = 'a .txt in UTF-8, a .bin of uint16 ids, or "docs", Python\'s documentation (Tiny Shakespeare)'
+    data_help = (
+        "a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16 (np.array(ids, np.uint16).tofile(FILE)); "
+    )
+    data_help += 'a folder of these; or "docs", Python\'s documentation (Tiny Shakespeare)'
     add("--data", metavar="FILE", help=data_help)
     add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
@@ -188,6 +191,8 @@ def check(args, stage):
         refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
+    if is_stream(args.data) and (args.eval or ranks > 1):
+        refuse(f"--data {args.data} can be read only once: write it to a file")
     if args.save:  # looked at here, since at its end a training would be lost
         path = Path(args.save)
         if path.exists() and not path.is_file():

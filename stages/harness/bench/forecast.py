@@ -10,10 +10,10 @@ from .rows import starts_python
 
 
 def forecast_of(results):
-    """Return a Results whose stages have no steps, but all that a prediction takes.
+    """Return a Results that has a header for each stage and no steps, which is enough for its predicted().
 
-    results: with the warm-up of the probe, whose first step is left out. A row that torchrun starts is not foretold,
-    because nobody knows how many processes there will be.
+    results: those in which the probe alone has taken its warm-up. Its first step is not counted. A row whose launcher
+    starts a Python is left out, because that may start several processes, as torchrun does.
     """
     forecast = Results(results.bench | {"warmup": 1})
     probe = results.runs_of(results.probe)[0]

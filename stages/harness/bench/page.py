@@ -16,13 +16,15 @@ from ..figures import UNEVEN, waiting_share
 from .results import unit_of
 from .rows import goes_without_cpu_memory
 from .verdict import (
+    LONG_WARMUP,
     NOT_SHOWN,
-    answer,
     is_contradicted,
     noise_of,
     pairs_of_one_computation,
     repeats_the_row_above,
+    verdict_lines,
     verdict_on,
+    words_on_ratio,
 )
 
 NOTHING = "–"  # a cell without a figure
@@ -34,7 +36,6 @@ NO_NOISE = (
     "without failing, and two rounds on a GPU or two counted steps on a CPU."
 )
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
-LONG_WARMUP = 10  # seconds that are worth a note
 
 
 class Column(NamedTuple):
@@ -130,13 +131,14 @@ def terminal_at_the_end(results):
     noise = noise_of(results)
     if noise is None:
         return f"{terminal(results)}\n{textwrap.fill(NO_NOISE, TERMINAL_WIDTH)}"
-    words = f"In brackets: not shown to differ, by a noise of {100 * noise:.1f} % and the ratio's own ±."
-    lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH), ""]
-    verdict = answer(results)
+    words = f"In brackets: not shown to differ, with a noise of {100 * noise:.1f} % and the ratio's own ± added up."
+    lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH)]
+    verdict = verdict_lines(results)
+    if verdict:
+        lines.append("")
     width = max((len(heading) for heading, _ in verdict), default=0) + 2
     for heading, words in verdict:
-        indent = " " * width
-        lines.append(textwrap.fill(heading.ljust(width) + words, TERMINAL_WIDTH, subsequent_indent=indent))
+        lines.append(textwrap.fill(heading.ljust(width) + words, TERMINAL_WIDTH, subsequent_indent=width * " "))
     return "\n".join(lines)
 
 
@@ -195,12 +197,8 @@ def ratio_cell(results, row, digits):
     compared = results.compare(row, results.above(row))
     if compared is None:
         return NOTHING
-    cell = f"{compared.value:.{digits}f}"
-    if compared.spread is not None:
-        cell += f" ± {compared.spread:.{digits}f}"
-    if verdict_on(results, row) in NOT_SHOWN:
-        return f"({cell})"
-    return cell
+    cell = words_on_ratio(compared, digits)
+    return f"({cell})" if verdict_on(results, row) in NOT_SHOWN else cell
 
 
 def linked_cell(row, folder):
@@ -348,7 +346,8 @@ def failure(error):
     """Return why a row failed, by the error line of its record, in one line."""
     if error["out_of_memory"]:
         return "out of memory"
-    return textwrap.shorten(f"failed: {error['message']}", MOST_OF_A_REASON, placeholder=" ...")
+    message = "".join(letter if letter.isprintable() else " " for letter in error["message"])
+    return textwrap.shorten(f"failed: {message}", MOST_OF_A_REASON, placeholder=" ...")
 
 
 # The page
@@ -364,7 +363,7 @@ def page(results, name):
         f"# {name}: {what} on {results.bench['environment']['device_name']}",
         f"![The speed of each row, and the loss over the seconds of training]({name}.svg)",
         markdown(columns_of_page(results), rows),
-        "\n".join(f"- **{heading}**: {words}" for heading, words in answer(results)),
+        "\n".join(f"- **{heading}**: {words}" for heading, words in verdict_lines(results)),
         markdown(full_columns(results), rows),
         "\n".join(f"- {line}" for line in conditions(results)),
         "[How to read this page](README.md)",
@@ -383,7 +382,7 @@ def conditions(results):
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
     if results.first_facts() is None:
         return [machine, "No row got as far as its first step.", again]
-    return [machine, what_ran(results), how(results), noise_line(results), rates_line(results), again]
+    return [machine, what_ran(results), how_rows_ran(results), noise_line(results), rates_line(results), again]
 
 
 def what_ran(results):
@@ -414,7 +413,7 @@ def planned_steps(bench):
     return bench["rounds"] * (bench["steps"] - bench["warmup"])
 
 
-def how(results):
+def how_rows_ran(results):
     """Return how the rows were led."""
     bench = results.bench
     steps, warmup = bench["steps"], bench["warmup"]
@@ -424,7 +423,7 @@ def how(results):
         planned = planned_steps(bench)
         taken = max(len(results.counted(row)) for row in results.table_rows)
         if taken < planned:
-            return f"{words} {taken} of {planned} in turn, because the bench was ended early."
+            return f"{words} {taken} of {planned} in turn, no more."
         return f"{words} {steps - warmup} in turn. {rounds}."
     most = f"at most {steps} steps, of which {warmup} are warm-up"
     return f"One after the other, each in a fresh process: {most}. {rounds}."

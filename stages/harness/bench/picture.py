@@ -11,9 +11,12 @@ WIDTH = 640  # all lengths are in pixels
 LETTER = 7  # about
 LINE = 20  # from one row to the next
 BAR = 13
-FIGURES = 100  # right of the longest bar
+FIGURES = 90  # right of the longest bar and its whisker, for its speed
+NAMES = 118  # right of the curves
 PLOT_HEIGHT = 220
 MOST_LETTERS = 24  # of a row's label
+MOST_LETTERS_OF_A_CURVE = 12
+MOST_LETTERS_OF_A_FAILURE = 60
 MOST_CURVES = 7
 MOST_POINTS = 250  # of a curve
 STYLE = """
@@ -22,25 +25,33 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 .axis { stroke: #8c959f }
 .grid { stroke: #8c959f; opacity: 0.25 }
 .whisker { stroke: #24292f }
-.told { fill: #0969da }
+.bar { fill: #0969da }
+.differs { fill: #1a7f37 }
 .same { fill: #9aa4ae }
 .unclear { fill: url(#hatched) }
-.hatch { stroke: #0969da; stroke-width: 3 }
+.unexpected { fill: #bc4c00 }
+.hatch { stroke: #9aa4ae; stroke-width: 3 }
 .curve { fill: none; stroke-width: 1.6 }
 .c0 { stroke: #8c959f } .c1 { stroke: #bf8700 } .c2 { stroke: #cf222e } .c3 { stroke: #1a7f37 }
 .c4 { stroke: #8250df } .c5 { stroke: #bf3989 } .c6 { stroke: #0969da }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 }
   .whisker { stroke: #e6edf3 }
-  .told { fill: #388bfd }
+  .bar { fill: #388bfd }
+  .differs { fill: #2ea043 }
   .same { fill: #6e7681 }
-  .hatch { stroke: #388bfd }
+  .hatch { stroke: #6e7681 }
+  .unexpected { fill: #db6d28 }
   .c1 { stroke: #d29922 } .c2 { stroke: #f85149 } .c3 { stroke: #3fb950 } .c4 { stroke: #a371f7 }
   .c5 { stroke: #f778ba } .c6 { stroke: #58a6ff }
 }
 """
-CLASSES = {Verdict.SAME: "same", Verdict.UNCLEAR: "unclear", Verdict.UNEXPECTED: "unclear"}  # all others: "told"
-LEGEND = {"told": "faster or slower", "same": "no difference", "unclear": "can't be told"}
+LEGEND = {
+    "differs": "faster or slower",
+    "same": "no difference",
+    "unclear": "can't be told",
+    "unexpected": "unexpected",
+}
 
 
 def draw(results, name):
@@ -90,49 +101,68 @@ def shortened(label, most=MOST_LETTERS):
 
 def draw_bars(svg, results, left, top):
     """Draw the heading, a bar for each row, and what their colors mean. Return where the picture goes on."""
-    rows = results.table_rows
-    facts = results.first_facts()
-    unit = unit_of(facts) if facts else "tok"
+    unit = unit_of_picture(results)
     speeds = {}
-    for row in rows:
-        if results.facts(row) and unit_of(results.facts(row)) == unit:
-            speeds[row.name] = results.figure(row, "tok_per_sec")
-    fastest = max((speed for speed in speeds.values() if speed), default=None)
-    longest = WIDTH - left - FIGURES
+    for row in results.table_rows:
+        if has_a_bar(results, row, unit):
+            speeds[row] = results.figure(row, "tok_per_sec")
+    farthest = max((speed * (1 + half_of_whisker(results, row)) for row, speed in speeds.items()), default=1)
+    scale = (WIDTH - left - FIGURES) / farthest
     units = {"tok": "tokens", "sample": "samples", "step": "steps"}
     add(svg, "text", f"{units[unit]} per second", x=left, y=top, class_="heading")
     classes = []
     y = top + 12
-    for row in rows:
+    for row in results.table_rows:
         add(svg, "text", shortened(row.label), x=left - 8, y=y + 11, text_anchor="end")
-        speed = speeds.get(row.name)
-        end = 0.0
-        if speed:
-            verdict = verdict_on(results, row)
-            classes.append(CLASSES.get(verdict, "told"))
-            end = longest * speed / fastest
-            add(svg, "rect", x=left, y=y, width=end, height=BAR, class_=classes[-1])
-            end = max(end, draw_whisker(svg, results, row, left, end, y))
-        error = results.error(row)
-        words = speed_cell(results, row)
-        if error:
-            words = failure(error)
-        add(svg, "text", shortened(words, 60 if error else MOST_LETTERS), x=left + end + 6, y=y + 11)
+        words, end = speed_cell(results, row), left
+        if results.error(row):
+            words = shortened(failure(results.error(row)), MOST_LETTERS_OF_A_FAILURE)
+        if row in speeds:
+            length = scale * speeds[row]
+            half = length * half_of_whisker(results, row)
+            classes.append(class_of(verdict_on(results, row)))
+            add(svg, "rect", x=left, y=y, width=length, height=BAR, class_=classes[-1])
+            middle = y + BAR / 2
+            add(svg, "line", x1=left + length - half, y1=middle, x2=left + length + half, y2=middle, class_="whisker")
+            end = left + length + half
+        add(svg, "text", words, x=end + 6, y=y + 11)
         y += LINE
-    if set(classes) != {"told"}:
+    if set(classes) & LEGEND.keys():
         y = draw_legend(svg, classes, left, y + 6)
     return y
 
 
-def draw_whisker(svg, results, row, left, length, y):
-    """Draw the ± of a row's ratio to the row above, at the end of its bar. Return how far it reaches, 0 without one."""
+def unit_of_picture(results):
+    """Return what the first row that ran counts: only rows that count the same have bars."""
+    facts = results.first_facts()
+    return unit_of(facts) if facts else "tok"
+
+
+def has_a_bar(results, row, unit):
+    """Tell whether a row has a speed in this unit, and did not fail."""
+    if results.error(row) or not results.figure(row, "tok_per_sec"):
+        return False
+    return unit_of(results.facts(row)) == unit
+
+
+def half_of_whisker(results, row):
+    """Return the ± of a row's ratio to the row above, as a share of that ratio, and at most 1; 0 without one."""
     ratio = results.compare(row, results.above(row))
-    if ratio is None or not ratio.spread:
-        return 0.0
-    half = min(length * ratio.spread / ratio.value, WIDTH - left - FIGURES + 10 - length)
-    middle = y + BAR / 2
-    add(svg, "line", x1=left + length - half, y1=middle, x2=left + length + half, y2=middle, class_="whisker")
-    return length + half
+    return min(1.0, ratio.spread / ratio.value) if ratio and ratio.spread else 0.0
+
+
+def class_of(verdict):
+    """Return the class of a bar, whose color shows the verdict on its row."""
+    match verdict:
+        case Verdict.FASTER | Verdict.SLOWER:
+            return "differs"
+        case Verdict.SAME:
+            return "same"
+        case Verdict.UNCLEAR:
+            return "unclear"
+        case Verdict.UNEXPECTED:
+            return "unexpected"
+    return "bar"
 
 
 def draw_legend(svg, classes, left, y):
@@ -142,7 +172,7 @@ def draw_legend(svg, classes, left, y):
         if name in classes:
             add(svg, "rect", x=x, y=y, width=BAR, height=BAR, class_=name)
             add(svg, "text", words, x=x + BAR + 5, y=y + 11)
-            x += 36 + LETTER * len(words)
+            x += 32 + LETTER * len(words)
     return y + LINE
 
 
@@ -159,13 +189,17 @@ def choose_curves(results):
         points = points_of(results, row)
         if len(points) > 1:
             curves[row] = points
-    rows = list(curves)
-    if len(rows) <= MOST_CURVES:
+    if len(curves) <= MOST_CURVES:
         return list(curves.items())
-    fastest = max(rows, key=lambda row: results.figure(row, "tok_per_sec") or 0)
-    others = [row for row in rows[1:] if row is not fastest]
+    first, *others = curves
+    unit = unit_of_picture(results)
+    speeds = {row: results.figure(row, "tok_per_sec") for row in curves if has_a_bar(results, row, unit)}
+    fastest = max(speeds, key=speeds.get, default=first)
     others.sort(key=lambda row: gain(results, row), reverse=True)
-    chosen = [rows[0], fastest, *others[: MOST_CURVES - 2]]
+    chosen = {first, fastest}
+    for row in others:
+        if len(chosen) < MOST_CURVES:
+            chosen.add(row)
     return [(row, points) for row, points in curves.items() if row in chosen]
 
 
@@ -191,7 +225,7 @@ def draw_curves(svg, curves, left, top):
     """Draw the loss of some rows over the seconds of their steps, which are logarithmic. Return the bottom."""
     heading = "training loss, over the seconds of all steps, warm-up included"
     add(svg, "text", heading, x=left, y=top, class_="heading")
-    width = WIDTH - left - 76  # beside the names of the curves
+    width = WIDTH - left - NAMES
     top += 14
     bottom = top + PLOT_HEIGHT
     all_seconds = [seconds for _, points in curves for seconds, _ in points]
@@ -209,20 +243,31 @@ def draw_curves(svg, curves, left, top):
         add(svg, "line", x1=left, y1=y_of(loss), x2=left + width, y2=y_of(loss), class_="grid")
         add(svg, "text", f"{loss:g}", x=left - 8, y=y_of(loss) + 4, text_anchor="end")
     add(svg, "line", x1=left, y1=bottom, x2=left + width, y2=bottom, class_="axis")
-    for power in range(-4, 7):
-        for seconds in (10.0**power, 3 * 10.0**power):
-            if first <= math.log(seconds) <= last:
-                add(svg, "line", x1=x_of(seconds), y1=bottom, x2=x_of(seconds), y2=bottom + 4, class_="axis")
-                add(svg, "text", f"{seconds:g} s", x=x_of(seconds), y=bottom + 18, text_anchor="middle")
-    for place, (row, points) in enumerate(curves):
+    for seconds in ticks_of_seconds(min(all_seconds), max(all_seconds)):
+        add(svg, "line", x1=x_of(seconds), y1=bottom, x2=x_of(seconds), y2=bottom + 4, class_="axis")
+        add(svg, "text", f"{seconds:g} s", x=x_of(seconds), y=bottom + 18, text_anchor="middle")
+    for number, (row, points) in enumerate(curves):
         kept = points[:: 1 + len(points) // MOST_POINTS]
         path = " ".join(f"{x_of(seconds):.1f},{y_of(loss):.1f}" for seconds, loss in kept)
-        add(svg, "polyline", points=path, class_=f"curve c{place}")
-        y = top + 8 + LINE * place
+        add(svg, "polyline", points=path, class_=f"curve c{number}")
+        y = top + 8 + LINE * number
         x = left + width + 8
-        add(svg, "line", x1=x, y1=y, x2=x + 14, y2=y, class_=f"curve c{place}")
-        add(svg, "text", shortened(row.label, 6), x=x + 18, y=y + 4)
+        add(svg, "line", x1=x, y1=y, x2=x + 14, y2=y, class_=f"curve c{number}")
+        add(svg, "text", name_of_curve(row.label), x=x + 18, y=y + 4)
     return bottom + 28
+
+
+def name_of_curve(label):
+    """Return the end of a label that is too long: rows of one script differ there."""
+    return label if len(label) <= MOST_LETTERS_OF_A_CURVE else f"…{label[1 - MOST_LETTERS_OF_A_CURVE :]}"
+
+
+def ticks_of_seconds(first, last):
+    """Return round seconds between two: 1, 3, 10, 30 and so on, and closer ones where these are fewer than two."""
+    ticks = []
+    for power in range(-4, 7):
+        ticks += [seconds for seconds in (10.0**power, 3 * 10.0**power) if first <= seconds <= last]
+    return ticks if len(ticks) > 1 else round_numbers(first, last)
 
 
 def round_numbers(lowest, highest):

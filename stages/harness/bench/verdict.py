@@ -10,7 +10,7 @@ from .rows import Row, goes_without_cpu_memory
 
 ALIKE = 0.05  # rows that differ by less make no difference
 LONG_WARMUP = 10  # seconds that are worth a word
-MOST_STEPS = 500  # in turn: where more would be needed, only a quieter machine helps
+MOST_STEPS = 500  # that are worth a try, to make a ± smaller
 SURPRISE = (
     "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
     "process was slow, which --rounds 3 would tell"
@@ -24,7 +24,7 @@ class Verdict(Enum):
     SLOWER = "slower"
     SAME = "no difference"
     UNCLEAR = "can't be told"
-    UNEXPECTED = "unexpected"  # the row should compute the same as the one above, and is not as fast
+    UNEXPECTED = "unexpected"  # the row should compute the same as the one above, and its speed differs
 
 
 NOT_SHOWN = (Verdict.SAME, Verdict.UNCLEAR)  # they stand in brackets
@@ -48,15 +48,15 @@ def distance(ratio):
 
 
 def spread_of_distance(ratio):
-    """Return the spread of the distance() of a Ratio: its own, or that of its inverse where it is below 1."""
+    """Return the spread of the distance() of a Ratio: its own, or about that of its inverse where it is below 1."""
     return ratio.spread if ratio.value > 1 else ratio.spread / ratio.value**2
 
 
 def judge(ratio, noise):
     """Return the Verdict on a Ratio. noise: how far apart rows of the same speed came out, as a distance().
 
-    Such rows are called faster or slower in 5 of 100 benches with one control and three rounds: a test simulates it. A
-    ratio below 1 is judged as its inverse would be. A single sample tells nothing.
+    With one control, rows of the same speed are called faster or slower in 5 % of benches of three rounds, and in 14 %
+    where processes differ by 1 % for their whole lives: a test simulates both. A single sample tells nothing.
     """
     if ratio.spread is None:
         return Verdict.UNCLEAR
@@ -95,7 +95,8 @@ def pairs_of_one_computation(results):
 def is_contradicted(pair, pairs):
     """Tell whether a bench contradicts our claim that two rows do the same computation.
 
-    They are then further apart than 5 % or two runs of one row, whichever is more, and than their own ± beyond that.
+    It does where their distance is more than the sum of their own ± and the noise, or 5 % where the noise is less. The
+    noise is here that of second runs alone.
     """
     if pair.is_repeat or pair.ratio.spread is None:
         return False
@@ -120,15 +121,18 @@ def noise_of(results):
 def verdict_on(results, row):
     """Return the Verdict on a row beside the row above.
 
-    None where they can't be compared, where they train different models, and where the noise is not known.
+    None where they can't be compared, where one of them failed, where they train different models, and where the noise
+    is not known.
     """
     above, noise = results.above(row), noise_of(results)
     ratio = results.compare(row, above)
-    if ratio is None or noise is None or results.trains_another_model(row, above):
+    if ratio is None or noise is None or results.error(row) or results.error(above):
+        return None
+    if results.trains_another_model(row, above):
         return None
     pairs = pairs_of_one_computation(results)
     for pair in pairs:
-        if pair.row is row and not pair.is_repeat:
+        if pair.row is row and not pair.is_repeat and ratio.spread is not None:
             return Verdict.UNEXPECTED if is_contradicted(pair, pairs) else Verdict.SAME
     return judge(ratio, noise)
 
@@ -136,7 +140,7 @@ def verdict_on(results, row):
 # In words
 
 
-def answer(results):
+def verdict_lines(results):
     """Return what a bench has shown, as a list of (heading, words); empty where the noise is not known.
 
     The largest gains and losses come first.
@@ -151,13 +155,32 @@ def answer(results):
         if verdict in (Verdict.FASTER, Verdict.SLOWER):
             rows.sort(key=lambda row: -distance(results.compare(row, results.above(row)).value))
         if rows:
-            words = ", ".join(words_on_row(results, row, verdict) for row in rows)
-            if verdict is Verdict.UNCLEAR:
-                words += f": {remedy(results, rows)}"
-            if verdict is Verdict.UNEXPECTED:
-                words += f": {SURPRISE}"
-            lines.append((verdict.value, words))
+            lines.append((verdict.value, words_on_rows(results, rows, verdict)))
     return lines + words_on_compiling(results) + words_on_all_together(results)
+
+
+def words_on_rows(results, rows, verdict):
+    """Return the words on all rows of one verdict, and what would tell more, or why they are alike."""
+    if verdict is Verdict.UNCLEAR:
+        rows_by_remedy = {}
+        for row in rows:
+            rows_by_remedy.setdefault(remedy(results, row), []).append(row)
+        parts = [f"{names_of(results, each, verdict)}: {words}" for words, each in rows_by_remedy.items()]
+        return "; ".join(parts)
+    if verdict is Verdict.SAME:
+        alike = [row for row in rows if repeats_the_row_above(results, row)]
+        measured = [row for row in rows if row not in alike]
+        parts = [names_of(results, measured, verdict)] if measured else []
+        if alike:
+            parts.append(f"{names_of(results, alike, verdict)}, which compute the same here")
+        return "; ".join(parts)
+    words = names_of(results, rows, verdict)
+    return f"{words}: {SURPRISE}" if verdict is Verdict.UNEXPECTED else words
+
+
+def names_of(results, rows, verdict):
+    """Return the words on some rows, one after the other."""
+    return ", ".join(words_on_row(results, row, verdict) for row in rows)
 
 
 def words_on_row(results, row, verdict):
@@ -176,14 +199,17 @@ def words_on_row(results, row, verdict):
             return f"{name} {words_on_ratio(ratio)}"
 
 
-def words_on_ratio(ratio):
+def words_on_ratio(ratio, digits=2):
     """Return a Ratio with its ±, as "1.35 ± 0.63"."""
-    return f"{ratio.value:.2f}" if ratio.spread is None else f"{ratio.value:.2f} ± {ratio.spread:.2f}"
+    words = f"{ratio.value:.{digits}f}"
+    return words if ratio.spread is None else f"{words} ± {ratio.spread:.{digits}f}"
 
 
 def name_of_change(results, row):
     """Return what a row has that the row above does not: its technique where that is all, and else its own label."""
-    if goes_without_cpu_memory(results.above(row)) and not goes_without_cpu_memory(row):
+    above = results.above(row)
+    runs_the_same = (row.script, row.flags) == (above.script, above.flags)
+    if runs_the_same and goes_without_cpu_memory(above) and not goes_without_cpu_memory(row):
         return "memory variables"
     others = [stage for stage in results.stages_crossed(row) if stage is not row.stage]
     if others:
@@ -193,14 +219,12 @@ def name_of_change(results, row):
     return f"{row.label} {row.stage.technique}"
 
 
-def remedy(results, rows):
-    """Return what would tell more about rows whose verdict is UNCLEAR."""
+def remedy(results, row):
+    """Return what would tell more about a row whose verdict is UNCLEAR."""
     if not results.bench["in_turn"]:
-        return f"more rounds may tell, --rounds {2 * results.bench['rounds']}"
-    needed = [steps_needed(results, row) for row in rows]
-    if max(needed) > MOST_STEPS:
-        return "a quieter machine may tell"
-    return f"--steps {max(needed)} may tell"
+        return f"--rounds {2 * results.bench['rounds']} may tell"
+    needed = steps_needed(results, row)
+    return "a quieter machine may tell" if needed > MOST_STEPS else f"--steps {needed:.0f} may tell"
 
 
 def steps_needed(results, row):
@@ -213,7 +237,8 @@ def steps_needed(results, row):
     small_enough = max(away - noise, ALIKE - away - noise)
     if ratio.spread is None or small_enough <= 0:
         return math.inf
-    turns = len(results.counted(row)) * (spread_of_distance(ratio) / small_enough) ** 2
+    turns = len(results.counted(row)) / results.bench["rounds"]
+    turns *= (spread_of_distance(ratio) / small_enough) ** 2
     return 100 * math.ceil((results.bench["warmup"] + turns) / 100)
 
 
@@ -226,8 +251,8 @@ def words_on_compiling(results):
         ours, theirs = results.figures(row), results.figures(results.above(row))
         longer = ours["warmup_s"] - theirs["warmup_s"]
         if longer > LONG_WARMUP:
-            tokens_of_step = results.counted(row)[0]["tokens"]
-            seconds_saved = tokens_of_step * (1 / theirs["tok_per_sec"] - 1 / ours["tok_per_sec"])
+            ratio = results.compare(row, results.above(row))
+            seconds_saved = ours["dt_ms"] / 1000 * (ratio.value - 1)  # of each step
             words = f"{row.label} has a warm-up that is {longer:.0f} s longer, and is ahead after about "
             lines.append(("has to pay first", f"{words}{longer / seconds_saved:,.0f} steps"))
     return lines
@@ -239,10 +264,10 @@ def words_on_all_together(results):
     fastest, ratio_of_fastest = None, None
     for row in results.table_rows[1:]:
         ratio = results.compare(row, first)
-        if ratio is None or results.trains_another_model(row, first):
+        if ratio is None or results.error(row) or results.error(first) or results.trains_another_model(row, first):
             continue
         if fastest is None or ratio.value > ratio_of_fastest.value:
             fastest, ratio_of_fastest = row, ratio
     if fastest is None or noise is None or judge(ratio_of_fastest, noise) is not Verdict.FASTER:
         return []
-    return [("all together", f"{fastest.label} is {ratio_of_fastest.value:.2f} x {first.label}")]
+    return [("all together", f"{fastest.label} is {words_on_ratio(ratio_of_fastest)} x {first.label}")]
