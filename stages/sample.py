@@ -3,20 +3,23 @@
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
 python stages/sample.py --weights mine.pt --eval              measure the loss on held-out text
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
+
+Weights may also be nanoGPT's ckpt.pt, a state_dict of GPT-2's names, or a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
-from harness.flags import Parser, positive
-from harness.weights import from_pretrained, held_out_loss, load
+from harness.flags import Parser, positive, seed
+from harness.weights import PUBLISHED, held_out_loss, load
 
 import math
+import sys
 
 import torch
 from torch.nn import functional as F
 
-from data import gpt2_encoding, load_tokens, refuse
+from data import gpt2_encoding, load_tokens, refuse, single_bytes
 
-PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
+LOWEST_TEMPERATURE = 0.001  # below it logits grow past the largest number
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -25,33 +28,37 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
 
 parser = Parser(__doc__)
 add = parser.add_argument
-add("--weights", metavar="W", required=True, help=f"a file that --save wrote, or one of {', '.join(PUBLISHED)}")
+add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
 add("--eval", action="store_true", help="print the loss on held-out text instead: the corpus's last tenth")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
-add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
+add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 add("--data", metavar="FILE", help="for --eval: the text that the weights were trained on (Tiny Shakespeare)")
 args = parser.parse_args()
-if not 0 <= args.temperature < math.inf:
-    refuse(f"--temperature {args.temperature}: pass 0 or more")
+if args.temperature != 0 and not LOWEST_TEMPERATURE <= args.temperature < math.inf:
+    refuse(f"--temperature {args.temperature}: pass 0, or {LOWEST_TEMPERATURE} or more")
 if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
-load_model = from_pretrained if args.weights in PUBLISHED else load
 device = machine.find_device(args.device)
-model = load_model(args.weights, attention).to(device)
+model, in_bytes = load(args.weights, attention)
+model.to(device)
+encoding = single_bytes() if in_bytes else gpt2_encoding()
+if model.config.vocab_size < encoding.n_vocab:
+    refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
     corpus = load_tokens(args.data, split="val")
+    if corpus.in_bytes != in_bytes:
+        print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
     loss = held_out_loss(model, corpus.ids)
     print(f"{corpus.name}, held-out text")
     print(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")
 else:
-    encoding = gpt2_encoding()
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
     # Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.

@@ -14,7 +14,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 from harness import ROOT, ladder, machine  # first: it makes data and model importable from here
 from harness import watcher as watcher_module
 from harness.figures import COUNTED_STEPS, WARMUP
-from harness.flags import Parser, positive
+from harness.flags import Parser, positive, seed
 from harness.record import Record
 from harness.scripts import folder_of, logs_by_itself
 from harness.watcher import Watcher, end_process, watch_pytorch
@@ -50,7 +50,7 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop the script after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
     add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} (50; {WARMUP + COUNTED_STEPS} without a GPU)")
-    add("--seed", type=int, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="at the end, show where the last step's time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     args = parser.parse_args(own)

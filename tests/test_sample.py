@@ -1,9 +1,14 @@
 """python stages/sample.py: text from what a stage saved, and its held-out loss."""
 
+from harness.weights import save
+
 import math
 
 import pytest
 from conftest import FLOAT32, ROOT, run_script
+from test_model import small
+
+import data
 
 SAMPLE = ROOT / "stages" / "sample.py"
 
@@ -24,7 +29,7 @@ def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on_also_
     assert first.out.startswith("Größe" * 10)  # more than the 24 tokens of its training
     assert first.out == again.out
     assert first.out != run_script(SAMPLE, *flags, "--seed", 2).out
-    assert first.err == "no GPT-2 vocabulary (no network in a test): each byte is a token\n"
+    assert first.err == ""
     assert run_script(SAMPLE, *flags, "--temperature", 0).out == run_script(SAMPLE, *flags, "--top-k", 1).out
 
 
@@ -35,7 +40,22 @@ def test_the_held_out_loss_is_that_of_the_stage_and_is_told_as_a_perplexity_too(
     assert out.splitlines()[1] == f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}"
 
 
-@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1")])
+def test_weights_of_bytes_are_sampled_in_bytes_whatever_vocabulary_is_there(weights, monkeypatch):
+    """The text of the test is Python's documentation, a token a byte."""
+    monkeypatch.setattr(data, "gpt2_encoding", None)
+    ended = run_script(SAMPLE, "--device", "cpu", "--weights", weights, "--prompt", "Größe", "--tokens", 3)
+    assert ended.out.startswith("Größe")
+    assert ended.err == ""
+
+
+def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path):
+    save(small(), tmp_path / "characters.pt")
+    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "characters.pt")
+    assert (ended.status, ended.out) == (2, "")
+    assert "has 211 ids, not GPT-2's vocabulary" in ended.err
+
+
+@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1"), ("--temperature", "1e-320")])
 def test_a_flag_that_can_not_be_is_one_line(name, value):
     ended = run_script(SAMPLE, "--weights", "typo", f"{name}={value}")
     assert (ended.status, ended.out) == (2, "")

@@ -1,9 +1,10 @@
 """Weights on disk, those that Hugging Face's package reads, and their loss on held-out text."""
 
 from harness import weights
-from harness.weights import from_pretrained, held_out_loss, load, save
+from harness.weights import held_out_loss, load, save
 
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +14,50 @@ from conftest import error_of
 from test_model import SDPA, SMALL, random_ids, small
 from torch.nn import functional as F
 
-from model import GPTConfig
+from model import GPT, SIZES, GPTConfig
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_from_pretrained_computes_in_float32_what_hugging_face_saved(tmp_path, dtype):
+def hugging_faces(dtype, **shape):
+    """Return a GPT-2 of the package transformers with random weights, in float32 after a round by way of a dtype."""
     transformers = pytest.importorskip("transformers")
-    shape = SMALL | dict(n_positions=SMALL["block_size"], bos_token_id=None, eos_token_id=None)
+    shape = SMALL | shape | dict(n_positions=SMALL["block_size"], bos_token_id=None, eos_token_id=None)
     reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     for p in reference.parameters():
         torch.nn.init.normal_(p, std=0.2)
-    reference.to(dtype).save_pretrained(tmp_path)
-    model = from_pretrained(str(tmp_path), SDPA)
-    assert model.config == GPTConfig(**SMALL)
+    return reference.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tmp_path, dtype):
+    reference = hugging_faces(dtype)
+    reference.save_pretrained(tmp_path)
+    model, in_bytes = load(str(tmp_path), SDPA)
+    assert (model.config, in_bytes) == (GPTConfig(**SMALL), False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     x = random_ids(2, 24)
     torch.testing.assert_close(model(x), reference.float()(x).logits, rtol=0, atol=1e-4)
+
+
+def test_a_state_dict_of_transformers_has_its_matrices_on_their_sides_and_is_read_all_the_same(tmp_path):
+    reference, x = hugging_faces(torch.float32, n_embd=128, n_head=2), random_ids(2, 24)
+    expected = reference(x).logits
+    for module in (reference, reference.transformer):  # the second has neither "transformer." nor lm_head
+        torch.save(module.state_dict(), tmp_path / "bare.pt")
+        torch.testing.assert_close(load(tmp_path / "bare.pt", SDPA)[0](x), expected, rtol=0, atol=1e-4)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPTNeoConfig(
+        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    ).save_pretrained(tmp_path)
+    assert "it is a model of type gpt_neo" in error_of(capsys, load, str(tmp_path), SDPA)
+
+
+def test_without_transformers_a_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("gpt2", str(tmp_path)):
+        assert error_of(capsys, load, name, SDPA).endswith("pip install transformers")
 
 
 # The held-out loss
@@ -102,6 +131,70 @@ def test_a_save_that_fails_leaves_the_weights_that_were_there(saved, monkeypatch
     assert list(saved.parent.iterdir()) == [saved]
 
 
+def test_what_was_saved_is_loaded_and_knows_whether_its_tokens_were_bytes(tmp_path):
+    model, x = small(), random_ids(2, 24)
+    for in_bytes in (False, True):
+        save(model, tmp_path / "saved.pt", in_bytes)
+        loaded, loaded_in_bytes = load(tmp_path / "saved.pt", SDPA)
+        assert loaded_in_bytes == in_bytes
+        assert torch.equal(loaded(x), model(x))
+
+
+def nanogpts_checkpoint(model, biases, prefix):
+    """What nanoGPT's train.py writes of a model: prefixes, a buffer of masks, and no biases where they are off."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if biases or not name.endswith(".bias"):
+            weights[prefix + name] = tensor
+    weights[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    about = dict(n_layer=3, n_head=4, n_embd=48, block_size=24, bias=biases, vocab_size=211, dropout=0.0)
+    return {"model": weights, "optimizer": {}, "model_args": about, "iter_num": 5, "config": {"dataset": "owt"}}
+
+
+@pytest.mark.parametrize(
+    "biases, prefix", [(True, ""), (True, "_orig_mod."), (False, "module."), (False, "module._orig_mod.")]
+)
+def test_nanogpts_checkpoint_and_its_state_dict_give_its_logits(tmp_path, capsys, biases, prefix):
+    model, x = small(), random_ids(2, 24)
+    if not biases:
+        for name, p in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.zeros_(p)
+    checkpoint = nanogpts_checkpoint(model, biases, prefix)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert torch.equal(load(tmp_path / "ckpt.pt", SDPA)[0](x), model(x))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_state_dict_alone_does_not_tell_its_heads_and_a_line_says_what_was_taken(tmp_path, capsys):
+    """Those of the size that it has, and otherwise GPT-2's 64 channels for each."""
+    tiny = GPT(GPTConfig(block_size=16, **SIZES["tiny"]), SDPA)
+    torch.save(tiny.state_dict(), tmp_path / "tiny.pt")
+    x = random_ids(2, 16)
+    assert torch.equal(load(tmp_path / "tiny.pt", SDPA)[0](x), tiny(x))
+    assert capsys.readouterr().err.endswith("tiny.pt does not say how many heads there are: taking 2\n")
+    wide = GPT(GPTConfig(100, 16, n_layer=1, n_head=3, n_embd=192), SDPA)
+    torch.save(wide.state_dict(), tmp_path / "wide.pt")
+    assert load(tmp_path / "wide.pt", SDPA)[0].config == wide.config
+
+
+class Config:
+    """A class of somebody's script, as build-nanogpt's checkpoints hold one."""
+
+
+def test_what_cannot_be_read_is_told_in_words(tmp_path, capsys):
+    torch.save({"model": small().state_dict(), "config": Config()}, tmp_path / "log.pt")
+    assert "save model.state_dict() alone" in error_of(capsys, load, tmp_path / "log.pt", SDPA)
+    (tmp_path / "model.safetensors").touch()
+    assert "pass the folder that it lies in" in error_of(capsys, load, tmp_path / "model.safetensors", SDPA)
+    torch.save({"conv.weight": torch.ones(3, 3)}, tmp_path / "conv.pt")
+    assert "no embeddings of tokens and positions" in error_of(capsys, load, tmp_path / "conv.pt", SDPA)
+    model = small()
+    torch.nn.init.constant_(model.transformer.ln_f.bias, float("nan"))
+    save(model, tmp_path / "nan.pt")
+    assert "weights that are not finite" in error_of(capsys, load, tmp_path / "nan.pt", SDPA)
+
+
 class Trap:
     """What a pickle can hold: a call that is made when it is read."""
 
@@ -117,11 +210,11 @@ def test_any_file_that_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(sa
     trap = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
     for content in (b"", b"First Citizen:\n", b"\x80\x02}q\x00.", whole[: len(whole) // 2], trap):
         saved.write_bytes(content)
-        assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
+        assert f"{saved} holds no weights of a GPT-2 (" in error_of(capsys, load, saved, SDPA)
     saved.write_bytes(whole)
     incomplete = torch.load(saved)
     del incomplete["weights"]["transformer.ln_f.bias"]
     for checkpoint in (torch.ones(3), [1, 2], {"transformer.wte.weight": torch.ones(3)}, incomplete):
         torch.save(checkpoint, saved)
-        assert f"{saved} is no file that --save wrote: " in error_of(capsys, load, saved, SDPA)
+        assert f"{saved} holds no weights of a GPT-2 (" in error_of(capsys, load, saved, SDPA)
     assert not (tmp_path / "sprung").exists()

@@ -40,6 +40,13 @@ def positive(text):
     return int(text)
 
 
+def seed(text):
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not from 0 to the last of numpy's."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
 def learning_rate(text):
     """Return the number in a text. Raises argparse.ArgumentTypeError where it is not above 0, or infinite."""
     rate = float(text)
@@ -108,7 +115,7 @@ def new_parser(doc):
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
     add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
     data_help = (

@@ -120,7 +120,7 @@ class StepLog:
         """
         self.record.wait_for_request()  # a process that exits would slow down a step of another row
         if self.args.save and machine.is_rank_0():
-            save(self.model, self.args.save)
+            save(self.model, self.args.save, self.corpus.in_bytes)
             self.report.say(f"saved to {self.args.save}")
         self.write_summary()
         settle()

@@ -1,61 +1,143 @@
 """Weights of a GPT: to a file and back, those that OpenAI published, and their loss on held-out text."""
 
+import os
+import re
+import sys
 from dataclasses import asdict
 
 import numpy as np
 import torch
 
 from data import refuse, refuse_unknown_ids, whole_file
-from model import GPT, GPTConfig
+from model import GPT, SIZES, GPTConfig
 
+PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
+PREFIXES = r"^(_orig_mod\.|module\.)+"  # which torch.compile and DistributedDataParallel put in front of names
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
-def save(model, path):
-    """Write a GPT's weights to a file, with its shape. Raises OSError or RuntimeError where the disk is full."""
+def save(model, path, in_bytes=False):
+    """Write a GPT's weights to a file, with its shape. Raises OSError or RuntimeError where the disk is full.
+
+    in_bytes: whether each byte of its text was a token.
+    """
     with whole_file(path) as unfinished:
-        torch.save({"config": asdict(model.config), "weights": model.state_dict()}, unfinished)
+        checkpoint = {"config": asdict(model.config), "weights": model.state_dict(), "in_bytes": in_bytes}
+        torch.save(checkpoint, unfinished)
 
 
 def load(path, attention):
-    """Return the GPT of a file that save() wrote, on the CPU. Exits with one line where it is no such file."""
+    """Return (GPT, whether each byte of its text was a token) of weights, in float32 on the CPU.
+
+    path: a file that save() wrote, nanoGPT's ckpt.pt, a state_dict, a folder that transformers wrote, or the name of
+    weights that OpenAI published. Exits with one line where it is none of these.
+    """
+    in_bytes = False
+    if path in PUBLISHED or os.path.isdir(path):
+        config, weights = read_transformers(path)
+    else:
+        checkpoint = read_file(path)
+        in_bytes = checkpoint.get("in_bytes", False)
+        config, weights = take_apart(checkpoint, path)
+    model = GPT(config, attention)
+    weights = as_in_a_gpt(weights, model)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        refuse_weights(path, error)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"{path} holds weights that are not finite: its training has diverged")
+    return model, in_bytes
+
+
+def refuse_weights(path, reason):
+    """Exit with one line that says why there are no weights of a GPT-2, and what may be passed."""
+    reason = " ".join(str(reason).split())[:200]
+    remedy = "pass a file of --save, nanoGPT's ckpt.pt, a state_dict of GPT-2's names, or a folder of transformers"
+    refuse(f"{path} holds no weights of a GPT-2 ({reason}): {remedy}")
+
+
+def read_file(path):
+    """Return the dict in a file of torch.save. None of its code runs. Exits with one line where it is another file."""
+    if str(path).endswith(".safetensors"):
+        refuse(f"{path}: pass the folder that it lies in, with its config.json")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        model = GPT(GPTConfig(**checkpoint["config"]), attention)
-        model.load_state_dict(checkpoint["weights"])
     except Exception as error:  # torch.load raises many kinds for a file that is no checkpoint
-        reason = " ".join(str(error).split())[:200]
-        refuse(f"{path} is no file that --save wrote: {reason or type(error).__name__}")
-    return model
+        reason = str(error) or type(error).__name__
+        if "Unsupported global" in reason:
+            reason = "it holds Python objects, which might run code: save model.state_dict() alone"
+        refuse_weights(path, reason)
+    if not isinstance(checkpoint, dict):
+        refuse_weights(path, f"it is a {type(checkpoint).__name__}")
+    return checkpoint
 
 
-def from_pretrained(name, attention):
-    """Return a GPT with OpenAI's weights, in float32 on the CPU, as the package transformers reads them.
+def take_apart(checkpoint, path):
+    """Return (GPTConfig, state_dict) of what a file holds. The names of the state_dict begin as in a GPT.
 
-    name: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", or a folder that transformers wrote. Raises what
-    transformers raises.
+    Where the file does not say how many heads there are, these are GPT-2's, and a line says so. Exits with one line
+    where it is no GPT-2.
     """
-    from transformers import GPT2LMHeadModel
+    known = checkpoint.get("config", {}) if "weights" in checkpoint else checkpoint.get("model_args", {})
+    weights = {}
+    for name, tensor in (checkpoint.get("weights") or checkpoint.get("model") or checkpoint).items():
+        name = re.sub(PREFIXES, "", str(name))
+        if not name.startswith(("transformer.", "lm_head.")):
+            name = f"transformer.{name}"
+        weights[name] = tensor
+    try:
+        vocab_size, n_embd = weights["transformer.wte.weight"].shape
+        block_size = weights["transformer.wpe.weight"].shape[0]
+    except (KeyError, ValueError, AttributeError):
+        refuse_weights(path, "it has no embeddings of tokens and positions, wte and wpe")
+    n_layer = len([name for name in weights if re.fullmatch(r"transformer\.h\.\d+\.ln_1\.weight", name)])
+    n_head = known.get("n_head")
+    if n_head is None:
+        of_sizes = [s["n_head"] for s in SIZES.values() if (s["n_layer"], s["n_embd"]) == (n_layer, n_embd)]
+        n_head = of_sizes[0] if of_sizes else max(1, n_embd // 64)
+        print(f"{path} does not say how many heads there are: taking {n_head}", file=sys.stderr)
+    return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd), weights
 
-    theirs = GPT2LMHeadModel.from_pretrained(name)
-    config = GPTConfig(
-        vocab_size=theirs.config.vocab_size,
-        block_size=theirs.config.n_positions,
-        n_layer=theirs.config.n_layer,
-        n_head=theirs.config.n_head,
-        n_embd=theirs.config.n_embd,
-    )
-    model = GPT(config, attention)
-    weights = theirs.state_dict()
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            weight = weights[key]
-            if key.endswith(CONV1D_SUFFIXES):
-                weight = weight.t()
-            p.copy_(weight)
-    return model
+
+def as_in_a_gpt(weights, model):
+    """Return a state_dict as a GPT has it: its lm_head, all biases, and matrices as nn.Linear has them.
+
+    nanoGPT with bias=False computes as if all biases were 0. Its buffers of masks are left out.
+    """
+    ours = model.state_dict()
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith((".attn.bias", ".masked_bias"))}
+    weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
+    if not any(name.endswith(".bias") for name in weights):
+        weights |= {name: torch.zeros_like(tensor) for name, tensor in ours.items() if name.endswith(".bias")}
+    C = model.config.n_embd
+    if weights.get("transformer.h.0.attn.c_attn.weight", torch.empty(0)).shape == (C, 3 * C):
+        for name in weights:
+            if name.endswith(CONV1D_SUFFIXES):
+                weights[name] = weights[name].t()
+    return weights
+
+
+def read_transformers(name):
+    """Return (GPTConfig, state_dict) of weights that the package transformers reads.
+
+    name: one of PUBLISHED, or a folder that transformers wrote. Exits with one line where it can't be read.
+    """
+    try:
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        config = AutoConfig.from_pretrained(name)
+        if config.model_type != "gpt2":
+            refuse_weights(name, f"it is a model of type {config.model_type}")
+        weights = GPT2LMHeadModel.from_pretrained(name).state_dict()
+    except ImportError:
+        refuse(f"{name}: these weights are read by the package transformers: pip install transformers")
+    except (OSError, ValueError) as error:  # no such weights, or no network
+        refuse_weights(name, error)
+    shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
+    return GPTConfig(*shape), weights
 
 
 @torch.no_grad()
