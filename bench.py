@@ -21,9 +21,11 @@ steps or more that took six seconds together, and at the latest after 160.
 """
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -32,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, machine
+from harness import ladder, machine, terminal
 from harness.bench import page, picture
 from harness.bench.forecast import forecast_of
 from harness.bench.reaper import Reaper
@@ -190,12 +192,28 @@ def tell_where_scripts_run(rows, in_turn):
         say(f"scripts run in {folder}{at_once}; {{row}} in a flag is the row's number, for those that write files")
 
 
+def open_new(path):
+    """Return the file of a new record. Exits with one line where it is there already, or can't be written."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return open(path, "x", encoding="utf-8")
+    except OSError as error:
+        refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
+
+
+def new_reaper():
+    """Return a Reaper. Exits with one line where the temporary folder can't be written."""
+    try:
+        return Reaper()
+    except OSError as error:
+        refuse(f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a folder that can be written")
+
+
 def measure(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
     in_turn = args.shared_args.device.type == "cpu"
-    path.parent.mkdir(exist_ok=True)
     tell_where_scripts_run(args.rows, in_turn)
-    with open(path, "x", encoding="utf-8") as file, contextlib.closing(Reaper()) as reaper:
+    with open_new(path) as file, contextlib.closing(new_reaper()) as reaper:
         while True:  # a second time where memory does not hold all rows at once
             results = Results(new_bench(args, argv, in_turn), file)
             try:
@@ -274,11 +292,15 @@ def speed_of(results, row):
 def show(results, path):
     """Write the page and its picture, and print the short table and the verdict."""
     texts = {".svg": picture.draw(results, path.stem), ".md": page.page(results, path.stem)}
-    for suffix, text in texts.items():
-        with whole_file(path.with_suffix(suffix)) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
-    print(page.terminal_at_the_end(results), flush=True)
-    say(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
+    try:
+        for suffix, text in texts.items():
+            with whole_file(path.with_suffix(suffix)) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+        written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
+    except OSError as error:
+        written = f"results/{path.stem}.md was not written: {error.strerror}"
+    terminal.say(page.terminal_at_the_end(results))
+    say(written)
 
 
 def exit_status(results):
@@ -301,13 +323,16 @@ def interrupt(signal_number, frame):
 
 def main(argv):
     """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
+    machine.check_ranks()
+    if machine.world_size() > 1:
+        refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
     args = parse_command(argv)
     path = ROOT / "results" / f"{args.name}.jsonl"
     if args.render is not None:
         results = Results.load(path)
         show(results, path)
         return 0
-    if path.exists() or path.with_suffix(".md").exists():
+    if os.path.exists(path) or os.path.exists(path.with_suffix(".md")):  # Path.exists() raises for a long name
         refuse(f"results/{path.stem} is there already: pass another --out")
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
@@ -315,6 +340,8 @@ def main(argv):
     try:
         choose_batch(args)
         prepare_text(args)
+        if machine.what_slows_down():
+            say(f"all is slower by {machine.what_slows_down()} in the environment")
         return exit_status(measure(args, argv, path))
     except Interrupted as interrupted:
         return 128 + interrupted.args[0]

@@ -9,7 +9,8 @@ Weights may also be nanoGPT's ckpt.pt, a state_dict of GPT-2's names, or a folde
 
 from harness import machine  # first: it makes data and model importable from here
 from harness.flags import Parser, positive, seed
-from harness.weights import PUBLISHED, held_out_loss, load
+from harness.terminal import say
+from harness.weights import PUBLISHED, from_pretrained, held_out_loss, load
 
 import math
 import sys
@@ -44,22 +45,22 @@ if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
 device = machine.find_device(args.device)
-model, in_bytes = load(args.weights, attention)
-model.to(device)
-encoding = single_bytes() if in_bytes else gpt2_encoding()
+load_model = from_pretrained if args.weights in PUBLISHED else load
+model = load_model(args.weights, attention).to(device)
+encoding = single_bytes() if model.in_bytes else gpt2_encoding()
 if model.config.vocab_size < encoding.n_vocab:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
     corpus = load_tokens(args.data, split="val")
-    if corpus.in_bytes != in_bytes:
+    if corpus.in_bytes != model.in_bytes:
         print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
     loss = held_out_loss(model, corpus.ids)
-    print(f"{corpus.name}, held-out text")
-    print(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")
+    say(f"{corpus.name}, held-out text")
+    say(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")
 else:
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
     # Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.
-    print(encoding.decode([token for token in ids if token < encoding.n_vocab]))
+    say(encoding.decode([token for token in ids if token < encoding.n_vocab]))

@@ -17,12 +17,14 @@ from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
 from harness.record import Record
 from harness.scripts import folder_of, logs_by_itself
+from harness.terminal import say
 from harness.watcher import Watcher, end_process, watch_pytorch
 
 import builtins
 import importlib.util
 import os
 import random
+import select
 import sys
 import traceback
 import types
@@ -204,7 +206,7 @@ def watch(args, watcher):
         say_end(watcher, "was interrupted")
         return 130
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and stdout_is_closed(watcher):  # by `| head`
+        if isinstance(error, BrokenPipeError) and stdout_is_closed():  # by `| head`
             return 1
         text = its_own_traceback(error)
         print(text, end="", file=sys.stderr)
@@ -225,15 +227,14 @@ def end_well(watcher):
     return 0 if has_steps else 2
 
 
-def stdout_is_closed(watcher):
-    """Tell whether nobody reads our lines any more, and let what is left of them go nowhere."""
-    try:
-        print(file=watcher.out, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, watcher.out.fileno())
-        return True
-    return False
+def stdout_is_closed():
+    """Tell whether nobody reads stdout any more, and let what is left of it go nowhere."""
+    poll = select.poll()
+    poll.register(1, 0)
+    if not poll.poll(0):  # which tells of POLLERR alone
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
 
 
 def status_of(end, watcher):
@@ -250,15 +251,15 @@ def status_of(end, watcher):
 
 
 def main(argv):
+    machine.check_ranks()
     args = parse_command(argv)
     args.record = Record(args)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     watcher = Watcher(args, out)
     if machine.is_rank_0() and not args.record.is_led:
         until = f"stops after {args.steps} timed steps" if args.steps else "lets it end"
-        print(f"watching {args.title} in {args.folder}")
-        print(f"this {until}, seeds it with {args.seed}, and waits for the device after each step")
-        sys.stdout.flush()
+        say(f"watching {args.title} in {args.folder}")
+        say(f"this {until}, seeds it with {args.seed}, and waits for the device after each step")
     watch_pytorch(watcher)
     leave_home_to(args)
     status = watch(args, watcher)

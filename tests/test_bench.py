@@ -5,12 +5,15 @@ from harness.bench import workers
 from harness.bench.results import Results
 from harness.figures import WARMUP
 
+import errno
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,6 +168,8 @@ def gpu(monkeypatch):
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--out", "old"], "results/old is there already"),
         (["s01", "--out", "page"], "results/page is there already"),
+        (["s01", "--seed", "1" * 30], "is not a whole number from 0 to"),
+        (["s01", "--data", "/dev/stdin"], "--data /dev/stdin can be read only once"),
         (["--render", "old"], "old.jsonl is no record of a bench of this version"),
     ],
 )
@@ -320,6 +325,70 @@ def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypat
     finally:
         signal.signal(signal.SIGHUP, hangup)
     assert repo.steps_taken()["s02"] == [STEPS]
+
+
+def test_a_results_folder_that_cannot_be_written_is_one_line_before_anything_starts(repo):
+    (repo.folder / "results").write_text("a file")
+    ended = repo.run()
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == "error: results/x.jsonl: File exists; pass another --out, or mend the folder\n"
+
+
+def test_a_name_that_is_too_long_is_one_line(repo):
+    ended = repo.command("s01", *repo.flags, "--out", 300 * "a")
+    assert ended.status == 2
+    assert ended.err.endswith("File name too long; pass another --out, or mend the folder\n")
+
+
+def test_two_benches_with_one_name_are_one_line(repo, monkeypatch):
+    """The second one starts between the look at the folder and the first line of the first."""
+    monkeypatch.setattr(bench, "prepare_text", lambda args: (repo.records.parent.mkdir(), repo.records.touch()))
+    ended = repo.run()
+    assert (ended.status, repo.records.read_text()) == (2, "")
+    assert "error: results/x.jsonl: File exists; pass another --out" in ended.err
+
+
+def test_without_a_temporary_folder_a_line_says_which_variable_to_set(repo, monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", full_disk)
+    ended = repo.run()
+    assert ended.status == 2
+    assert ended.err.endswith("No space left on device; set TMPDIR to a folder that can be written\n")
+
+
+def full_disk(*arguments, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_the_record_and_the_page_and_no_figure(repo, monkeypatch):
+    class Full:
+        """A file on a full disk."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        write = full_disk
+
+    monkeypatch.setattr(bench, "open_new", lambda path: path.parent.mkdir() or Full())
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    ended = repo.run()
+    assert ended.status == 0
+    assert ended.err.count("the record ends here: No space left on device") == 1
+    assert "results/x.md was not written: No space left on device" in ended.err
+    assert re.search(r"^s03 .* 8,000 ", ended.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "variables, told",
+    [({"RANK": "1"}, "without WORLD_SIZE"), ({"RANK": "0", "WORLD_SIZE": "2"}, "start bench.py once")],
+)
+def test_a_bench_that_torchrun_starts_or_seems_to_is_one_line(repo, monkeypatch, variables, told):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ended = repo.run()
+    assert (ended.status, ended.out) == (2, "") and told in ended.err
 
 
 def test_render_draws_the_page_again_and_measures_nothing(repo):

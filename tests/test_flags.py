@@ -44,6 +44,7 @@ def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, 
     (tmp_path / "weights.pt").write_text("of an earlier run")
     assert parse("--save", "weights.pt").save == "weights.pt"
     assert "--save . is no file: name one" in error_of(capsys, parse, "--save", ".")
+    assert "its folder is not there" in error_of(capsys, parse, "--save", "weights.pt/new.pt")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to any
     assert "its folder is not there, or you may not" in error_of(capsys, parse, "--save", "new.pt")
 
@@ -61,6 +62,12 @@ def test_a_flag_that_no_stage_has_and_a_number_below_1_are_refused(parse, capsys
         assert f"{flag}: '0' is not a whole number of 1 or more" in error_of(capsys, parse, flag, "0")
 
 
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "99999999999999999999999", "1.5", "\u0663x"])
+def test_a_seed_is_a_number_that_numpy_takes_too(parse, capsys, seed):
+    assert "is not a whole number from 0 to 4294967295" in error_of(capsys, parse, f"--seed={seed}")
+    assert parse("--seed", "4294967295").seed == 2**32 - 1
+
+
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
 def test_a_learning_rate_is_a_number_above_0(parse, capsys, rate):
     assert f"'{rate}' is not a number above 0" in error_of(capsys, parse, f"--lr={rate}")
@@ -75,6 +82,7 @@ def test_a_learning_rate_is_a_number_above_0(parse, capsys, rate):
 )
 def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, monkeypatch, stage, words, ranks, remedy):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
     assert remedy in error_of(capsys, lambda: parse(*words.split(), stage=stage))
 
 
@@ -130,6 +138,7 @@ def test_what_is_given_wins(parse, capsys):
 @pytest.mark.parametrize("device, ranks, accum", [(CPU, 2, 2), (CPU, 3, 3), (CUDA, 2, 4), (CUDA, 3, 3)])
 def test_every_rank_has_a_micro_batch_by_default(parse, monkeypatch, device, ranks, accum):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
     assert parse(stage="s12", device=device).accum == accum
 
 
@@ -141,15 +150,36 @@ REASONS = {
 
 @pytest.mark.parametrize(
     "stage, rank, printed",
-    [("s02", "0", []), ("s03", "0", ["amp_dtype"]), ("s04", "0", ["amp_dtype", "compile"]), ("s12", "1", [])],
+    [("s02", None, []), ("s03", None, ["amp_dtype"]), ("s04", None, ["amp_dtype", "compile"]), ("s12", "1", [])],
 )
 def test_a_fallback_is_one_line_where_the_stage_heeds_the_flag(parse, monkeypatch, capsys, stage, rank, printed):
-    monkeypatch.setenv("RANK", rank)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
     args = parse(stage=stage, **NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
     assert args.fallbacks == REASONS  # the record has both, whatever the stage
     typed = {"amp_dtype": "--amp-dtype", "compile": "--compile"}
     assert capsys.readouterr().err.splitlines() == [f"{typed[flag]}: {REASONS[flag]}" for flag in printed]
+
+
+def test_what_turns_compile_off_is_dropped_where_compile_was_asked_for(parse, monkeypatch):
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    assert parse("--compile").compile
+    assert not {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"} & os.environ.keys()
+
+
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "ONEDNN_MAX_CPU_ISA"])
+def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "1")
+    assert parse().fallbacks == {"environment": f"slower, by {name}=1"}
+    assert capsys.readouterr().err == f"slower, by {name}=1\n"
+
+
+def test_a_stream_is_read_once_and_refused_where_it_would_be_read_again(parse, capsys, monkeypatch):
+    assert parse("--data", "/dev/stdin").data == "/dev/stdin"
+    assert "--data /dev/stdin can be read only once" in error_of(capsys, parse, "--data", "/dev/stdin", "--eval")
 
 
 def test_a_flag_that_a_stage_does_not_heed_is_one_line_and_the_run_goes_on(parse, capsys):

@@ -68,6 +68,46 @@ def test_a_device_that_is_not_here_or_not_for_all_ranks_is_refused(cuda, monkeyp
     assert reason in error_of(capsys, machine.find_device, name)
 
 
+@pytest.mark.parametrize(
+    "variables, told",
+    [
+        ({"RANK": "1"}, "RANK is 1 in the environment, without WORLD_SIZE"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 in the environment, without WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, without RANK"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment, and no number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 in the environment, of 2 ranks"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1' in the environment, and no number"),
+    ],
+)
+def test_variables_of_torchrun_that_are_left_over_are_one_line(monkeypatch, capsys, variables, told):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = error_of(capsys, machine.check_ranks)
+    assert told in line and line.endswith(": unset it, or start with torchrun")
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": ""}, {"RANK": "1", "WORLD_SIZE": "2"}]
+)
+def test_what_torchrun_sets_and_what_is_empty_is_no_mistake(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    machine.check_ranks()
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    before = machine.compile_problem(CPU)
+    monkeypatch.setenv(name, "1")
+    assert machine.compile_problem(CPU) == f"{name}=1 is in the environment: unset it" != before
+
+
+def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/home/me/a clone/.venv/lib/torch/__init__.py")
+    assert "the path of PyTorch has a blank (/home/me/a clone/.venv/lib/torch)" in machine.compile_problem(CPU)
+
+
 def test_the_first_process_of_another_node_is_not_rank_0(monkeypatch):
     assert machine.is_rank_0()
     monkeypatch.setenv("RANK", "8")

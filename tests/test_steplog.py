@@ -283,11 +283,55 @@ def test_a_failure_is_told_whole_and_below_it_what_to_try(new_log, capsys, tmp_p
     assert "raise error\n" in line["traceback"]
 
 
-def test_who_reads_only_the_head_of_a_run_sees_no_traceback(monkeypatch):
+def test_a_compiler_that_fails_is_told_with_the_remedy(new_log, capsys):
+    new_log()
+    sys.excepthook(
+        type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"}), Exception("no g++"), None
+    )
+    assert capsys.readouterr().err.endswith("torch.compile failed: --no-compile goes without it\n")
+
+
+def test_a_reader_who_leaves_and_a_terminal_in_ascii_cost_a_run_nothing(monkeypatch, tmp_path):
+    """Its title has a sign that ASCII lacks, and all steps are recorded after `head` has closed the pipe."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
-    words = [sys.executable, STAGE_FILES["s11"], *FLOAT32, "--steps", "30"]
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    words = [sys.executable, STAGE_FILES["s11"], *FLOAT32, "--steps", "30", "--record", tmp_path / "r.jsonl"]
     run = subprocess.run(["sh", "-c", '"$0" "$@" | head -2', *words], capture_output=True, text=True, timeout=100)
     assert run.stderr == ""
+    assert run.stdout.startswith("Stage 11 ? accum")
+    assert [line["kind"] for line in lines_of(tmp_path / "r.jsonl")] == ["header", *["step"] * 30, "summary"]
+
+
+def full_disk(*arguments, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_at_save_comes_after_the_summary_and_is_one_line(new_log, card, monkeypatch, capsys, tmp_path):
+    log = new_log("--save", tmp_path / "w.pt")
+    log.start()
+    card.now += 1
+    log.step(5.0)
+    capsys.readouterr()
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(SystemExit) as ended:
+        log.finish()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out.startswith("median 1000.00ms")) == (2, True)
+    assert re.fullmatch(
+        r"error: --save .*w\.pt was not written, with \S+ GB free on its disk: .*No space.*\n", printed.err
+    )
+
+
+def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeypatch, capsys, tmp_path):
+    log = new_log("--record", tmp_path / "r.jsonl")
+    log.record.file = open("/dev/full", "w")
+    for _ in range(2):
+        log.start()
+        card.now += 1
+        log.step(5.0)
+    printed = capsys.readouterr()
+    assert printed.err == f"--record {tmp_path / 'r.jsonl'} ends here: No space left on device\n"
+    assert printed.out.count("\nstep ") + printed.out.startswith("step ") == 2
 
 
 # A run that the bench leads

@@ -1,7 +1,7 @@
 """Weights on disk, those that Hugging Face's package reads, and their loss on held-out text."""
 
 from harness import weights
-from harness.weights import held_out_loss, load, save
+from harness.weights import from_pretrained, held_out_loss, load, save
 
 import pickle
 import sys
@@ -31,8 +31,8 @@ def hugging_faces(dtype, **shape):
 def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tmp_path, dtype):
     reference = hugging_faces(dtype)
     reference.save_pretrained(tmp_path)
-    model, in_bytes = load(str(tmp_path), SDPA)
-    assert (model.config, in_bytes) == (GPTConfig(**SMALL), False)
+    model = load(str(tmp_path), SDPA)
+    assert (model.config, model.in_bytes) == (GPTConfig(**SMALL), False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     x = random_ids(2, 24)
     torch.testing.assert_close(model(x), reference.float()(x).logits, rtol=0, atol=1e-4)
@@ -43,7 +43,7 @@ def test_a_state_dict_of_transformers_has_its_matrices_on_their_sides_and_is_rea
     expected = reference(x).logits
     for module in (reference, reference.transformer):  # the second has neither "transformer." nor lm_head
         torch.save(module.state_dict(), tmp_path / "bare.pt")
-        torch.testing.assert_close(load(tmp_path / "bare.pt", SDPA)[0](x), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(load(tmp_path / "bare.pt", SDPA)(x), expected, rtol=0, atol=1e-4)
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path, capsys):
@@ -56,8 +56,8 @@ def test_a_folder_of_another_model_is_refused(tmp_path, capsys):
 
 def test_without_transformers_a_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for name in ("gpt2", str(tmp_path)):
-        assert error_of(capsys, load, name, SDPA).endswith("pip install transformers")
+    assert error_of(capsys, load, str(tmp_path), SDPA).endswith("pip install transformers")
+    assert error_of(capsys, from_pretrained, "gpt2", SDPA).endswith("pip install transformers")
 
 
 # The held-out loss
@@ -135,8 +135,8 @@ def test_what_was_saved_is_loaded_and_knows_whether_its_tokens_were_bytes(tmp_pa
     model, x = small(), random_ids(2, 24)
     for in_bytes in (False, True):
         save(model, tmp_path / "saved.pt", in_bytes)
-        loaded, loaded_in_bytes = load(tmp_path / "saved.pt", SDPA)
-        assert loaded_in_bytes == in_bytes
+        loaded = load(tmp_path / "saved.pt", SDPA)
+        assert loaded.in_bytes == in_bytes
         assert torch.equal(loaded(x), model(x))
 
 
@@ -162,7 +162,7 @@ def test_nanogpts_checkpoint_and_its_state_dict_give_its_logits(tmp_path, capsys
                 torch.nn.init.zeros_(p)
     checkpoint = nanogpts_checkpoint(model, biases, prefix)
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert torch.equal(load(tmp_path / "ckpt.pt", SDPA)[0](x), model(x))
+    assert torch.equal(load(tmp_path / "ckpt.pt", SDPA)(x), model(x))
     assert capsys.readouterr().err == ""
 
 
@@ -171,11 +171,11 @@ def test_a_state_dict_alone_does_not_tell_its_heads_and_a_line_says_what_was_tak
     tiny = GPT(GPTConfig(block_size=16, **SIZES["tiny"]), SDPA)
     torch.save(tiny.state_dict(), tmp_path / "tiny.pt")
     x = random_ids(2, 16)
-    assert torch.equal(load(tmp_path / "tiny.pt", SDPA)[0](x), tiny(x))
+    assert torch.equal(load(tmp_path / "tiny.pt", SDPA)(x), tiny(x))
     assert capsys.readouterr().err.endswith("tiny.pt does not say how many heads there are: taking 2\n")
     wide = GPT(GPTConfig(100, 16, n_layer=1, n_head=3, n_embd=192), SDPA)
     torch.save(wide.state_dict(), tmp_path / "wide.pt")
-    assert load(tmp_path / "wide.pt", SDPA)[0].config == wide.config
+    assert load(tmp_path / "wide.pt", SDPA).config == wide.config
 
 
 class Config:

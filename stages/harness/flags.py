@@ -62,6 +62,7 @@ def parse_args(doc):
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
     ladder.Stage or None; title; and record. Exits with one line and status 2 for a wrong flag.
     """
+    machine.check_ranks()
     script = Path(sys.argv[0]).resolve()
     stage = ladder.stage_of(str(script))
     args = parse(doc, sys.argv[1:])
@@ -79,6 +80,8 @@ def parse_args(doc):
 
 def tell_what_has_no_effect(args):
     """Print why the batch is what it is, which defaults do not work here, and which flags do nothing in this stage."""
+    if "environment" in args.fallbacks:
+        print(args.fallbacks["environment"], file=sys.stderr)
     if args.why_this_batch:
         print(args.why_this_batch, file=sys.stderr)
     for flag in FLAGS_OF_STAGES:
@@ -163,6 +166,11 @@ def fill_in_defaults(args):
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
+    elif args.compile:  # it was asked for
+        for name in machine.COMPILE_IS_OFF:
+            os.environ.pop(name, None)
+    if machine.what_slows_down():
+        args.fallbacks["environment"] = f"slower, by {machine.what_slows_down()}"
 
 
 def fit_batch(args, free):
@@ -204,5 +212,5 @@ def check(args, stage):
         path = Path(args.save)
         if path.exists() and not path.is_file():
             refuse(f"--save {path} is no file: name one")
-        if not os.access(path.resolve().parent, os.W_OK):
+        if not path.resolve().parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
             refuse(f"--save {path}: its folder is not there, or you may not write to it")

@@ -16,9 +16,13 @@ from torch.nn import functional as F
 
 from data import refuse
 
+# They make each kernel wait, give memory back at once, or leave the units of a CPU unused.
+SLOW = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+SLOW = (*SLOW, "ATEN_CPU_CAPABILITY")
 DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
 # The MI300 and MI350 series: see AMD in PyTorch's note on numerical accuracy, since 2.13, and the kernels of ROCm.
 AMD_WITH_TF32 = ("gfx942", "gfx950")
+COMPILE_IS_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with a value of 1
 # how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
@@ -30,7 +34,27 @@ def is_rank_0():
 
 def world_size():
     """Return how many processes torchrun started for this run; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def check_ranks():
+    """Exit with one line where a variable of torchrun's is left over: pods and clusters set some of them."""
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)}
+    remedy = "unset it, or start with torchrun"
+    for name, value in found.items():
+        if not value.isdecimal():
+            refuse(f"{name} is {value!r} in the environment, and no number: {remedy}")
+        if "WORLD_SIZE" not in found:
+            refuse(f"{name} is {value} in the environment, without WORLD_SIZE: {remedy}")
+    if world_size() > 1 and "RANK" not in found:
+        refuse(f"WORLD_SIZE is {world_size()} in the environment, without RANK: {remedy}")
+    if int(found.get("RANK", "0")) >= world_size():
+        refuse(f"RANK is {found['RANK']} in the environment, of {world_size()} ranks: {remedy}")
+
+
+def what_slows_down():
+    """Return which variables of the environment make PyTorch slower, as "CUDA_LAUNCH_BLOCKING=1"; "" without any."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in SLOW if os.environ.get(name, "0") not in ("", "0"))
 
 
 def dtype_name(dtype):
@@ -126,6 +150,9 @@ def has_tf32(device):
 
 def compile_problem(device):
     """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
+    for name in COMPILE_IS_OFF:
+        if os.environ.get(name) == "1":
+            return f"{name}=1 is in the environment: unset it"
     if device.type == "mps":  # Metal has a compiler of its own
         return None
     if device.type == "cuda":
@@ -138,6 +165,8 @@ def compile_problem(device):
     else:  # on a CPU torch.compile tries a single one
         default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         compilers = [os.environ.get("CXX", default)]
+        if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
+            return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
         remedy = f"no C++ compiler {compilers[0]} found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if not any(name and shutil.which(name) for name in compilers):
         return remedy

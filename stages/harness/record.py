@@ -68,7 +68,6 @@ their share of the time.
 """
 
 import json
-import os
 import re
 import sys
 import traceback
@@ -124,7 +123,11 @@ class Record:
         if self.leader:
             self.leader.tell(line)
         if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
+            try:
+                print(json.dumps(line), file=self.file, flush=True)
+            except OSError as error:  # a training is worth more than its record
+                self.file = None
+                print(f"--record {self.args.record_path} ends here: {error.strerror}", file=sys.stderr)
 
     def wait_for_request(self):
         """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
@@ -144,9 +147,6 @@ class Record:
 
         This is sys.excepthook once parse_args() has returned. Where the bench leads, every rank keeps its exception.
         """
-        if isinstance(error, BrokenPipeError) and not self.is_led:  # `| head` has closed stdout: end quietly
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python reports it once more when it ends
-            return
         sys.__excepthook__(error_type, error, trace)
         text = "".join(traceback.format_exception(error_type, error, trace))
         is_short = self.write_error(f"{error_type.__name__}: {error}", text)
@@ -154,6 +154,8 @@ class Record:
             batch_size = self.args.batch_size
             remedy = f"--batch-size {batch_size // 2}" if batch_size > 1 else "a smaller --seq-len or --size"
             print(f"memory is short at batch size {batch_size}: try {remedy}", file=sys.stderr)
+        if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
+            print("torch.compile failed: --no-compile goes without it", file=sys.stderr)
 
     def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. Return whether memory was short. text: the traceback."""

@@ -9,6 +9,7 @@ from . import machine
 from .arithmetic import flops_per_token, shape_name
 from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup
 from .ladder import FOLDER
+from .terminal import say
 
 
 class Report:
@@ -150,7 +151,7 @@ class Report:
     def say(self, line):
         """Print a line of progress."""
         if self.prints:
-            print(line, file=self.out, flush=True)
+            say(line, self.out)
 
 
 def finite_or_none(value):

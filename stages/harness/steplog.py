@@ -1,8 +1,10 @@
 """The clock of a stage, and what it does at its end."""
 
 import math
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -114,16 +116,26 @@ class StepLog:
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
     def finish(self):
-        """End the run: save the weights with --save, then write and print the summary.
+        """End the run: write and print the summary, then save the weights with --save.
 
         The summary has the held-out loss with --eval, and the parts of the last step with --profile.
         """
         self.record.wait_for_request()  # a process that exits would slow down a step of another row
-        if self.args.save and machine.is_rank_0():
-            save(self.model, self.args.save, self.corpus.in_bytes)
-            self.report.say(f"saved to {self.args.save}")
         self.write_summary()
+        if self.args.save and machine.is_rank_0():
+            self.save_weights()
         settle()
+
+    def save_weights(self):
+        """Save the weights. Exits with one line where the disk is full."""
+        path = Path(self.args.save)
+        try:
+            save(self.model, path, self.corpus.in_bytes)
+        except (OSError, RuntimeError) as error:
+            free = shutil.disk_usage(path.resolve().parent).free / 1e9
+            reason = " ".join(str(error).split())[:200]
+            refuse(f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}")
+        self.report.say(f"saved to {path}")
 
     def write_summary(self):
         """Write the summary of the record and print the summary of the run."""

@@ -29,27 +29,40 @@ def save(model, path, in_bytes=False):
 
 
 def load(path, attention):
-    """Return (GPT, whether each byte of its text was a token) of weights, in float32 on the CPU.
+    """Return the GPT of a file or folder, in float32 on the CPU. Its attribute in_bytes is what save() was told.
 
-    path: a file that save() wrote, nanoGPT's ckpt.pt, a state_dict, a folder that transformers wrote, or the name of
-    weights that OpenAI published. Exits with one line where it is none of these.
+    path: a file that save() wrote, nanoGPT's ckpt.pt, a state_dict, or a folder that transformers wrote. Exits with one
+    line where it is none of these.
     """
-    in_bytes = False
-    if path in PUBLISHED or os.path.isdir(path):
-        config, weights = read_transformers(path)
-    else:
-        checkpoint = read_file(path)
-        in_bytes = checkpoint.get("in_bytes", False)
-        config, weights = take_apart(checkpoint, path)
+    if os.path.isdir(path):
+        return from_pretrained(path, attention)
+    checkpoint = read_file(path)
+    config, weights = take_apart(checkpoint, path)
+    model = gpt_of(config, weights, path, attention)
+    model.in_bytes = checkpoint.get("in_bytes", False)
+    return model
+
+
+def from_pretrained(name, attention):
+    """Return a GPT with OpenAI's weights, in float32 on the CPU, as the package transformers reads them.
+
+    name: one of PUBLISHED, or a folder that transformers wrote. Exits with one line where it can't be read.
+    """
+    model = gpt_of(*read_transformers(name), name, attention)
+    model.in_bytes = False
+    return model
+
+
+def gpt_of(config, weights, path, attention):
+    """Return a GPT with a state_dict. Exits with one line where that does not fit, or is not finite."""
     model = GPT(config, attention)
-    weights = as_in_a_gpt(weights, model)
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(as_in_a_gpt(weights, model))
     except RuntimeError as error:
         refuse_weights(path, error)
     if not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"{path} holds weights that are not finite: its training has diverged")
-    return model, in_bytes
+    return model
 
 
 def refuse_weights(path, reason):

@@ -379,6 +379,9 @@ def conditions(results):
     if env["cuda"]:
         words.append(f"CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}")
     machine = f"{', '.join(words)}."
+    facts = results.first_facts()
+    if facts and "environment" in facts["fallbacks"]:
+        machine += f" All is {facts['fallbacks']['environment']}."
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
     if results.first_facts() is None:
         return [machine, "No row got as far as its first step.", again]

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,7 +92,11 @@ class Results:
     def write_line(self, line):
         """Write a line to the file, where there is one."""
         if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
+            try:
+                print(json.dumps(line), file=self.file, flush=True)
+            except OSError as error:  # what is measured goes on, in memory
+                print(f"the record ends here: {error.strerror}", file=sys.stderr)
+                self.file = None
 
     def add(self, line):
         """Keep a line of a row, and write it."""
