@@ -38,24 +38,24 @@ setup: $(runtime)
 	touch $@
 
 bench: $(runtime)
-	@$(PY) bench.py $(ARGS)
+	@"$(PY)" bench.py $(ARGS)
 
 climb: export COMMAND := $(SCRIPT)
 climb: $(runtime)
-	@$(PY) bench.py --climb "$$COMMAND" $(ARGS)
+	@"$(PY)" bench.py --climb "$$COMMAND" $(ARGS)
 
 amp: $(runtime)
-	@$(PY) bench.py "s03 --amp-dtype float32" "s03 --amp-dtype bfloat16" "s03 --amp-dtype float16" $(ARGS)
+	@"$(PY)" bench.py "s03 --amp-dtype float32" "s03 --amp-dtype bfloat16" "s03 --amp-dtype float16" $(ARGS)
 
 limit: $(runtime)
-	@$(PY) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available() and "make limit is for a card: on a CPU a large batch takes all memory of the machine")'
-	@$(PY) bench.py $(foreach B,1 2 4 8 16 32 64 128 256,"s11 --batch-size $(B)") --rounds 1 $(ARGS)
+	@"$(PY)" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available() and "make limit is for a card: on a CPU a large batch takes all memory of the machine")'
+	@"$(PY)" bench.py $(foreach B,1 2 4 8 16 32 64 128 256,"s11 --batch-size $(B)") --rounds 1 $(ARGS)
 
 scale: $(runtime)
-	@$(PY) bench.py s12 "torchrun --standalone --nproc_per_node=$(N) s12" $(ARGS)
+	@"$(PY)" bench.py s12 "torchrun --standalone --nproc_per_node=$(N) s12" $(ARGS)
 
 test: $(dev)
-	@$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
+	@"$(PY)" -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 # The docstring of the stage, and the lines that change below the docstrings of both.
 diff:

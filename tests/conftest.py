@@ -23,6 +23,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)  # these tests are one process, whatever started them
 for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS"):
     os.environ.pop(name, None)  # what make test was given is not for the make commands of the tests
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and make test starts two processes
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it

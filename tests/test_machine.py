@@ -169,6 +169,7 @@ def test_a_cpu_without_units_for_bfloat16_computes_in_float32(
 @pytest.fixture
 def programs(cuda, monkeypatch, tmp_path):
     """The folder of all programs, g++ and gcc until a test says otherwise. Python.h is there, and so is Triton."""
+    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # which has no blank
     for name in ("Python.h", "g++", "gcc"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -211,13 +211,13 @@ def test_the_target_of_a_make_command_is_there(command):
 )
 def test_a_target_of_make_runs_its_rows_and_passes_on_what_it_is_given(target, rows):
     done = make(target, "--dry-run", "PY=python3", "N=3", "ARGS=--steps 9 --size tiny")
-    assert done.stdout.splitlines()[-1] == f"python3 bench.py {rows}--steps 9 --size tiny"
+    assert done.stdout.splitlines()[-1] == f'"python3" bench.py {rows}--steps 9 --size tiny'
     assert f"make {target}" in README
 
 
 def test_make_test_passes_on_what_it_is_given_and_clean_leaves_the_results():
     done = make("test", "--dry-run", "PY=python3", "ARGS=-x")
-    assert done.stdout == "python3 -m pytest -q -n 2 --dist loadfile -x\n"
+    assert done.stdout == '"python3" -m pytest -q -n 2 --dist loadfile -x\n'
     assert "results" not in make("clean", "--dry-run").stdout
 
 

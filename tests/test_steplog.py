@@ -294,11 +294,11 @@ def test_a_reader_who_leaves_and_a_terminal_in_ascii_cost_a_run_nothing(monkeypa
     """Its title has a sign that ASCII lacks, and all steps are recorded after `head` has closed the pipe."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    words = [sys.executable, STAGE_FILES["s11"], *FLOAT32, "--steps", "30", "--record", tmp_path / "r.jsonl"]
+    words = [sys.executable, STAGE_FILES["s11"], *FLOAT32, "--steps", "9", "--record", tmp_path / "r.jsonl"]
     run = subprocess.run(["sh", "-c", '"$0" "$@" | head -2', *words], capture_output=True, text=True, timeout=100)
     assert run.stderr == ""
     assert run.stdout.startswith("Stage 11 ? accum")
-    assert [line["kind"] for line in lines_of(tmp_path / "r.jsonl")] == ["header", *["step"] * 30, "summary"]
+    assert [line["kind"] for line in lines_of(tmp_path / "r.jsonl")] == ["header", *["step"] * 9, "summary"]
 
 
 def full_disk(*arguments, **options):

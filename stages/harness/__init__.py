@@ -14,6 +14,9 @@ if Path(sys.argv[0]).name not in ("watch.py", "bench.py"):  # a script that is w
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if os.environ.get(name) == "":  # an empty variable is none
             del os.environ[name]
+    if "WORLD_SIZE" not in os.environ:  # what a cluster has left over of the others is for no process that is alone
+        os.environ.pop("MASTER_ADDR", None)
+        os.environ.pop("MASTER_PORT", None)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py and model.py are

@@ -82,6 +82,8 @@ def read_file(path):
         reason = str(error) or type(error).__name__
         if "Unsupported global" in reason:
             reason = "it holds Python objects, which might run code: save model.state_dict() alone"
+        elif "Weights only load failed" in reason:
+            reason = "it is no file of torch.save"
         refuse_weights(path, reason)
     if not isinstance(checkpoint, dict):
         refuse_weights(path, f"it is a {type(checkpoint).__name__}")
