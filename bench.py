@@ -25,7 +25,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -206,7 +205,7 @@ def new_reaper():
     try:
         return Reaper()
     except OSError as error:
-        refuse(f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a folder that can be written")
+        refuse(f"no temporary folder: {error.strerror}; set TMPDIR to one that can be written")
 
 
 def measure(args, argv, path):

@@ -210,7 +210,7 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
     assert verdict_lines(results_of(*runs)) == [
         ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
         ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs)"),
-        ("no difference", "s06 a vocabulary in 64s; s02 TF32, which compute the same here"),
+        ("no difference", "s06 a vocabulary in 64s; s02 TF32: the same computation here"),
         ("can't be told", "s05 flash attention 0.92 ± 0.08, s07 clipping 0.92 ± 0.08: --steps 100 may tell"),
         ("has to pay first", "s04 has a warm-up that is 40 s longer, and is ahead after about 480 steps"),
         ("all together", "s04 is 3.60 ± 0.00 x s01"),

@@ -172,7 +172,7 @@ def words_on_rows(results, rows, verdict):
         measured = [row for row in rows if row not in alike]
         parts = [names_of(results, measured, verdict)] if measured else []
         if alike:
-            parts.append(f"{names_of(results, alike, verdict)}, which compute the same here")
+            parts.append(f"{names_of(results, alike, verdict)}: the same computation here")
         return "; ".join(parts)
     words = names_of(results, rows, verdict)
     return f"{words}: {SURPRISE}" if verdict is Verdict.UNEXPECTED else words
