@@ -352,7 +352,7 @@ def test_without_a_temporary_folder_a_line_says_which_variable_to_set(repo, monk
     monkeypatch.setattr(tempfile, "mkdtemp", full_disk)
     ended = repo.run()
     assert ended.status == 2
-    assert ended.err.endswith("No space left on device; set TMPDIR to a folder that can be written\n")
+    assert ended.err.endswith("No space left on device; set TMPDIR to one that can be written\n")
 
 
 def full_disk(*arguments, **options):

@@ -32,9 +32,9 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
 
     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
-               "above": null, "control_of": null},
+               "is_watched": false, "above": null, "control_of": null},
               {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
-               "above": null, "control_of": null}],
+               "is_watched": false, "above": null, "control_of": null}],
      "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
      "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}

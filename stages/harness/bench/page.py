@@ -171,19 +171,20 @@ def number_cell(value, form, scale=1):
 
 def words_on_speed(results, row):
     """Return the speed of a row with its unit, as "1,000 tok/sec", or None where it has none."""
-    cell = speed_cell(results, row)
-    if cell == NOTHING:
+    speed = results.figure(row, "tok_per_sec")
+    if speed is None:
         return None
-    return f"{cell}/sec" if " " in cell else f"{cell} tok/sec"
+    unit = unit_of(results.facts(row))
+    return f"{speed:,.0f} tok/sec" if unit == "tok" else f"{speed:,.0f} {unit}s/sec"
 
 
 def speed_cell(results, row):
     """Return the cell of a row's tokens per second; its unit stands beside it where it counts something else."""
-    cell = number_cell(results.figure(row, "tok_per_sec"), "{:,.0f}")
-    facts = results.facts(row)
-    if cell == NOTHING or unit_of(facts) == "tok":
-        return cell
-    return f"{cell} {unit_of(facts)}s"
+    speed = results.figure(row, "tok_per_sec")
+    if speed is None:
+        return NOTHING
+    unit = unit_of(results.facts(row))
+    return f"{speed:,.0f}" if unit == "tok" else f"{speed:,.0f} {unit}s"
 
 
 def ratio_alone_cell(results, row, base):

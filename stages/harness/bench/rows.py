@@ -36,8 +36,8 @@ class Row:
     name: the command as it was typed, or a stage's short name; no two rows share one. title: what the first column of
     the short table shows. script: the name of a stage, "probe", the path of another script, or -m and a module.
     launcher, flags: what stands before and behind it in the command. added: the techniques that are added to a script
-    from outside, as "bf16". above: the name of the row above. control_of: in a second run, the name of the row that it
-    repeats.
+    from outside, as "bf16". is_watched: whether the script knows nothing of the bench, so that watch.py runs it. above:
+    the name of the row above. control_of: in a second run, the name of the row that it repeats.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Row:
     launcher: tuple = ()
     flags: tuple = ()
     added: tuple = ()
+    is_watched: bool = False
     above: str | None = None
     control_of: str | None = None
 
@@ -73,11 +74,6 @@ class Row:
     def is_module(self):
         """Whether it runs a module, by -m."""
         return self.script.startswith("-m ")
-
-    @property
-    def is_watched(self):
-        """Whether its script knows nothing of the bench, and watch.py runs it."""
-        return not (self.is_probe or self.stage or logs_by_itself(self.script))
 
     @property
     def is_of_the_ladder(self):
@@ -208,7 +204,8 @@ def row_of(command):
         name = stage.short if len(words) == 1 else command
         row = Row(name, stage.short, stage.name, launcher, flags, tuple(added))
     else:
-        row = Row(command, title_of(script), script, launcher, flags, tuple(added))
+        is_watched = not logs_by_itself(script)
+        row = Row(command, title_of(script), script, launcher, flags, tuple(added), is_watched)
     check(row, script)
     return row
 
