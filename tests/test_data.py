@@ -193,6 +193,13 @@ def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, na
     assert problem in error_of(capsys, load_tokens, path)
 
 
+def test_a_text_that_begins_with_the_ids_of_a_date_is_a_text(tmp_path):
+    """1000 + 309 * 65536 is 20251624, as a header with a date would begin."""
+    ids = np.array([1000, 309, *IDS], dtype=np.uint16)
+    np.tile(ids, 2).tofile(tmp_path / "a.bin")
+    assert whole(tmp_path / "a.bin").tolist() == [*ids, *ids]
+
+
 @pytest.mark.parametrize("ids", [np.zeros(3000), np.tile([5, 3], 1000), np.full(2000, 50256)], ids=["0", "few", "one"])
 def test_a_dull_text_is_not_taken_for_ids_of_32_bits(tmp_path, ids):
     ids.astype(np.uint16).tofile(tmp_path / "a.bin")
