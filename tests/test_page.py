@@ -132,7 +132,7 @@ def test_brackets_stand_around_what_is_no_difference():
     shown = page.terminal_at_the_end(results)
     assert "  4.00 ± 0.00  " in shown
     assert "  (1.00 ± 0.00)  " in shown
-    assert "In brackets: not shown to differ, with a noise of 1.0 % and the ratio's own ±\nadded up." in shown
+    assert "In brackets: what a noise of 1.0 % and the ratio's own ± may explain together." in shown
     assert shown.endswith("all together   s05 is 4.00 ± 0.00 x s01")
     once = page.terminal_at_the_end(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once

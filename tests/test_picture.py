@@ -33,9 +33,9 @@ def test_a_bar_is_as_long_as_the_speed_and_its_color_is_the_verdict():
     results = results_of(*runs, run("s06", [0.25] * 2), run("s07", [0.25, 0.35]))
     classes = [name for name, _ in bars(results)]
     lengths = [length for _, length in bars(results)]
-    assert classes == ["bar", "unexpected", "differs", "same", "unclear"]
+    assert classes == ["bar", "unexpected", "faster", "same", "unclear"]
     assert [length / lengths[0] for length in lengths[:4]] == pytest.approx([1, 2, 4, 4], rel=0.01)
-    assert {"faster or slower", "no difference", "can't be told", "unexpected"} <= set(texts(results))
+    assert {"no verdict", "faster", "no difference", "can't be told", "unexpected"} <= set(texts(results))
 
 
 def test_a_whisker_is_the_spread_of_the_ratio_and_ends_inside_of_the_picture():

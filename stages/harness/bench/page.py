@@ -131,7 +131,7 @@ def terminal_at_the_end(results):
     noise = noise_of(results)
     if noise is None:
         return f"{terminal(results)}\n{textwrap.fill(NO_NOISE, TERMINAL_WIDTH)}"
-    words = f"In brackets: not shown to differ, with a noise of {100 * noise:.1f} % and the ratio's own ± added up."
+    words = f"In brackets: what a noise of {100 * noise:.1f} % and the ratio's own ± may explain together."
     lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH)]
     verdict = verdict_lines(results)
     if verdict:
@@ -157,7 +157,7 @@ def expectations(forecast):
     ]
     lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
     lines.append(aligned(columns, list(predicted)))
-    lines.append(f"All together {math.prod(known):.1f} times as fast, without what has a dash.")
+    lines.append(f"All together {math.prod(known):.1f} times as fast; what has a dash can't be predicted.")
     return "\n".join(lines)
 
 
@@ -444,7 +444,9 @@ def noise_line(results):
     noise = noise_of(results)
     if noise is None:
         return f"{line} {NO_NOISE}"
-    return f"{line} The noise is {100 * noise:.1f} %. What is not shown to differ stands in brackets."
+    return (
+        f"{line} The noise is {100 * noise:.1f} %. What it and a ratio's own ± may explain together stands in brackets."
+    )
 
 
 def rates_line(results):

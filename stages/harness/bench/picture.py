@@ -26,7 +26,8 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 .grid { stroke: #8c959f; opacity: 0.25 }
 .whisker { stroke: #24292f }
 .bar { fill: #0969da }
-.differs { fill: #1a7f37 }
+.faster { fill: #1a7f37 }
+.slower { fill: #cf222e }
 .same { fill: #9aa4ae }
 .unclear { fill: url(#hatched) }
 .unexpected { fill: #bc4c00 }
@@ -38,7 +39,8 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
   text { fill: #e6edf3 }
   .whisker { stroke: #e6edf3 }
   .bar { fill: #388bfd }
-  .differs { fill: #2ea043 }
+  .faster { fill: #2ea043 }
+  .slower { fill: #f85149 }
   .same { fill: #6e7681 }
   .hatch { stroke: #6e7681 }
   .unexpected { fill: #db6d28 }
@@ -47,7 +49,9 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 }
 """
 LEGEND = {
-    "differs": "faster or slower",
+    "bar": "no verdict",
+    "faster": "faster",
+    "slower": "slower",
     "same": "no difference",
     "unclear": "can't be told",
     "unexpected": "unexpected",
@@ -127,7 +131,7 @@ def draw_bars(svg, results, left, top):
             end = left + length + half
         add(svg, "text", words, x=end + 6, y=y + 11)
         y += LINE
-    if set(classes) & LEGEND.keys():
+    if set(classes) - {"bar"}:
         y = draw_legend(svg, classes, left, y + 6)
     return y
 
@@ -154,8 +158,10 @@ def half_of_whisker(results, row):
 def class_of(verdict):
     """Return the class of a bar, whose color shows the verdict on its row."""
     match verdict:
-        case Verdict.FASTER | Verdict.SLOWER:
-            return "differs"
+        case Verdict.FASTER:
+            return "faster"
+        case Verdict.SLOWER:
+            return "slower"
         case Verdict.SAME:
             return "same"
         case Verdict.UNCLEAR:
