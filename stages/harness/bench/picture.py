@@ -178,7 +178,7 @@ def draw_legend(svg, classes, left, y):
         if name in classes:
             add(svg, "rect", x=x, y=y, width=BAR, height=BAR, class_=name)
             add(svg, "text", words, x=x + BAR + 5, y=y + 11)
-            x += 32 + LETTER * len(words)
+            x += 24 + LETTER * len(words)
     return y + LINE
 
 
