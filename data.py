@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import http.client
 import os
+import re
 import sys
 import urllib.request
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ SHAKESPEARE_TOKENS = 338_025
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HEADER_OF_BIN = 1024  # bytes
 MAGIC_OF_GPT2 = 20240520  # in that header
-FEW_IDS = 16  # a text has larger ones among its even and its odd ids
+FEW_IDS = 16  # a text has larger ids at odd places, too; the upper halves of ids of 32 bits are smaller
+HELD_OUT = ("val", "valid", "validation", "dev", "test")  # in the names of files
 LONG_TEXT = 2**20  # letters
 # What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
@@ -53,9 +55,10 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text. name: for people. ids: its tokens, a 1-D array of integers. source: how load_tokens() finds it.
+    """A text.
 
-    in_bytes: whether each byte is a token, because GPT-2's vocabulary could not be had.
+    name: for people. ids: its tokens, a 1-D array of integers, or Shards. source: how load_tokens() finds it. in_bytes:
+    whether each byte is a token, because GPT-2's vocabulary could not be had.
     """
 
     name: str
@@ -71,12 +74,12 @@ def load_tokens(source=None, split="train"):
     corpus_of_file(). split: "train" for the first nine tenths, "val" for the last, on which no stage trains. Of a
     folder these are its files with train and with val in their names. Exits with one line where there is no such text.
     """
-    if source is not None and os.path.isdir(source):
-        return corpus_of_folder(source, split)
     if source is None:
         corpus = tiny_shakespeare()
     elif source == "docs":
         corpus = pythons_documentation()
+    elif os.path.isdir(source):
+        return corpus_of_folder(source, split)
     else:
         corpus = corpus_of_file(source)
     cut = len(corpus.ids) * 9 // 10
@@ -161,14 +164,17 @@ def corpus_of_file(source):
     path = Path(source)
     in_bytes = False
     try:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             ids = ids_of_npy(path)
-        elif path.suffix == ".bin":
+        elif path.suffix.lower() == ".bin":
             ids = ids_of_bin(path)
         else:
+            text = path.read_bytes().decode("utf-8-sig")
+            if "\0" in text:
+                raise ValueError("it has zero bytes, as ids and texts of UTF-16 have")
             encoding = gpt2_encoding()
             in_bytes = encoding.n_vocab < VOCAB
-            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"), encoding)
+            ids = ids_of_text(text, encoding)
     except (OSError, ValueError, EOFError) as error:  # the last two: not UTF-8, of an odd length, cut, another format
         refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
     if path.with_name("meta.pkl").exists():
@@ -177,17 +183,30 @@ def corpus_of_file(source):
 
 
 def corpus_of_folder(source, split):
-    """Return the Corpus of all files of a folder with the name of a split in theirs, as one ring.
+    """Return the Corpus of the files of a folder, as one ring: of those to train on, or of those that are held out.
 
-    Where none has "val" in its name, the last file is held out. Exits with one line where no file is left to train on.
+    Files are told by a word of their names, as in fineweb_val_000000.bin: "train", and the first of HELD_OUT that any
+    has. Without such a word the last file is held out, and all others are to train on. Exits with one line where no
+    file is left to train on.
     """
-    paths = sorted(path for path in Path(source).iterdir() if path.suffix in (".bin", ".npy"))
-    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
-    chosen = held_out if split == "val" else [path for path in paths if path not in held_out]
-    if not chosen:
+    found = [path for path in Path(source).iterdir() if path.suffix.lower() in (".bin", ".npy")]
+    paths = sorted(path for path in found if not path.name.startswith("."))
+    held_out = paths[-1:]
+    for word in reversed(HELD_OUT):
+        held_out = paths_with(word, paths) or held_out
+    training = paths_with("train", paths) or paths
+    training = [path for path in training if path not in held_out]
+    if not training:
         refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
+    chosen = held_out if split == "val" else training
     ids = Shards([corpus_of_file(path).ids for path in chosen])
-    return Corpus(f"{Path(source).resolve().name}, {len(chosen)} of {len(paths)} files", ids, source)
+    name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
+    return Corpus(name, ids, source)
+
+
+def paths_with(word, paths):
+    """Return the paths whose names have a word between signs, as "val" in fineweb_val_000000.bin."""
+    return [path for path in paths if word in re.split(r"[^a-z0-9]+", path.name.lower())]
 
 
 class Shards:
@@ -216,7 +235,9 @@ class Shards:
 def ids_of_npy(path):
     """Return the ids in a .npy, which stay on disk. Raises ValueError where it is another array than a row of ids."""
     ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    if not isinstance(ids, np.ndarray):
+        raise ValueError("it is an archive of several arrays")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"it is an array of shape {ids.shape} and type {ids.dtype}, and not a row of ids")
     return ids
 
@@ -227,13 +248,18 @@ def ids_of_bin(path):
     The header of llm.c and modded-nanogpt has 256 numbers of 32 bits: a magic number, a version, how many ids follow.
     """
     ids = np.memmap(path, dtype=np.uint16, mode="r")
+    first_bytes = ids[:4096].tobytes()
+    if first_bytes.startswith(b"\x93NUMPY"):
+        raise ValueError("it is an array of numpy: name it .npy")
+    if len(first_bytes) > 100 and re.fullmatch(rb"[\t\n\r -~]*", first_bytes):
+        raise ValueError("it is a text: name it .txt")
     if len(ids) > HEADER_OF_BIN // 2:
         magic, version, count = np.array(ids[:6]).view(np.int32)
         if magic == MAGIC_OF_GPT2:
             ids = ids[HEADER_OF_BIN // 2 :]
-            if len(ids) < count:
-                raise ValueError(f"its header tells of {count:,} ids, and {len(ids):,} are there")
-            return ids[:count]
+            if len(ids) != count:
+                raise ValueError(f"its header tells of {count:,} ids of 16 bits, and {len(ids):,} are there")
+            return ids
         is_date = 20_240_000 < magic < 20_270_000  # as llm.c's magic numbers are
         if is_date and 0 < version < 100:  # a text may begin with two ids that make a date, but hardly with four
             raise ValueError(f"its header has the magic number {magic}, and llm.c's for GPT-2's ids is {MAGIC_OF_GPT2}")

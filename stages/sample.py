@@ -18,7 +18,7 @@ import sys
 import torch
 from torch.nn import functional as F
 
-from data import gpt2_encoding, load_tokens, refuse, single_bytes
+from data import VOCAB, gpt2_encoding, load_tokens, refuse, single_bytes
 
 LOWEST_TEMPERATURE = 0.001  # below it logits grow past the largest number
 
@@ -58,8 +58,10 @@ if args.eval:
         print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
     loss = held_out_loss(model, corpus.ids)
     say(f"{corpus.name}, held-out text")
-    say(f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}")
+    say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
 else:
+    if encoding.n_vocab < VOCAB and not model.in_bytes:
+        refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
     # Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.

@@ -155,7 +155,7 @@ HEADER = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
     [
         ("a.bin", IDS.astype(np.uint16).tobytes()),
         ("a.bin", HEADER + IDS.astype(np.uint16).tobytes()),
-        ("a.bin", HEADER + IDS.astype(np.uint16).tobytes() + b"some more"[:8]),
+        ("a.BIN", IDS.astype(np.uint16).tobytes()),
     ],
 )
 def test_ids_are_read_from_the_files_of_the_field(tmp_path, name, content):
@@ -179,9 +179,14 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
         ("a.bin", (IDS + 70_000).astype(np.uint32), "every second id is 0"),  # a larger vocabulary, as Llama's
         ("a.bin", np.concatenate([np.array([20240801, 7, 500] + 253 * [0]), IDS]).astype(np.int32), "number 20240801"),
         ("a.bin", np.frombuffer(HEADER + IDS[:400].astype(np.uint16).tobytes(), np.uint8), "400 are there"),
+        ("a.bin", np.frombuffer(HEADER + IDS.astype(np.uint32).tobytes(), np.uint8), "1,000 are there"),
+        ("a.bin", np.frombuffer(4096 * b"To be, or not to be\n", np.uint8), "it is a text: name it .txt"),
+        ("a.txt", np.frombuffer("caf\u00e9".encode("utf-16-le"), np.uint8), "can't decode"),
+        ("b.txt", np.frombuffer("cafe".encode("utf-16-le"), np.uint8), "it has zero bytes"),
         ("a.npy", IDS.astype(np.float32), "type float32, and not a row of ids"),
         ("a.npy", IDS.reshape(50, 10), "shape (50, 10)"),
         ("a.npy", np.array(["a text"], dtype=object), "Python objects"),
+        ("a.npy", IDS.astype("timedelta64[s]"), "type timedelta64[s]"),
     ],
 )
 def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, name, content, problem):
@@ -206,27 +211,59 @@ def test_a_dull_text_is_not_taken_for_ids_of_32_bits(tmp_path, ids):
     assert whole(tmp_path / "a.bin").tolist() == ids.tolist()
 
 
+def test_an_array_under_another_name_is_refused(capsys, tmp_path):
+    np.save(tmp_path / "a.npy", IDS.astype(np.uint16))
+    (tmp_path / "a.npy").rename(tmp_path / "a.bin")
+    assert "it is an array of numpy: name it .npy" in error_of(capsys, load_tokens, tmp_path / "a.bin")
+    np.savez(tmp_path / "b.npz", ids=IDS)
+    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
+    assert "it is an archive of several arrays" in error_of(capsys, load_tokens, tmp_path / "b.npy")
+
+
 def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path):
-    """By the names of build-nanogpt's, modded-nanogpt's and nanoGPT's files."""
+    """By the names of build-nanogpt's and modded-nanogpt's files."""
     np.save(tmp_path / "edufineweb_val_000000.npy", IDS[:100].astype(np.uint16))
     np.save(tmp_path / "edufineweb_train_000001.npy", IDS[100:300].astype(np.uint16))
-    (tmp_path / "fineweb_train_000002.bin").write_bytes(
-        HEADER.replace(b"\xf4\x01", b"\xc8\0") + IDS[300:].astype(np.uint16).tobytes()
-    )
-    (tmp_path / "README.txt").touch()
+    header = np.array([20240520, 1, 200] + 253 * [0], np.int32).tobytes()
+    (tmp_path / "fineweb_train_000002.bin").write_bytes(header + IDS[300:].astype(np.uint16).tobytes())
+    for name in ("README.txt", "._edufineweb_train_000001.npy"):
+        (tmp_path / name).touch()
     corpus = load_tokens(tmp_path)
+    assert corpus.name.endswith(", 2 files, and edufineweb_val_000000.npy held out")
     assert load_tokens(tmp_path, "val").ids[:].tolist() == IDS[:100].tolist()
     x, y = TokenLoader(corpus, 3, 150).next_batch(CPU)  # once around, and over both borders
     ring = [*IDS[100:], *IDS[100:]]
     assert (x.flatten().tolist(), y.flatten().tolist()) == (ring[:450], ring[1:451])
 
 
-def test_without_a_val_file_the_last_of_a_folder_is_held_out(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "names, training, held_out",
+    [
+        ("train.bin val.bin", ["train.bin"], ["val.bin"]),
+        ("train.bin test.bin", ["train.bin"], ["test.bin"]),
+        ("train.bin val.bin test.bin", ["train.bin"], ["val.bin"]),
+        ("train.bin validation.bin", ["train.bin"], ["validation.bin"]),
+        ("medieval_train.bin retrieval_train_1.bin", ["medieval_train.bin"], ["retrieval_train_1.bin"]),
+        ("1.bin 2.bin 3.bin", ["1.bin", "2.bin"], ["3.bin"]),
+    ],
+)
+def test_files_of_a_folder_are_told_by_words_of_their_names(tmp_path, names, training, held_out):
+    names = names.split()
+    for number, name in enumerate(names):
+        np.full(10, 1000 + number, np.uint16).tofile(tmp_path / name)
+    read = [{names[one - 1000] for one in load_tokens(tmp_path, split).ids[:]} for split in ("train", "val")]
+    assert read == [set(training), set(held_out)]
+
+
+def test_a_folder_with_one_file_has_none_to_hold_out(capsys, tmp_path):
     np.save(tmp_path / "1.npy", IDS[:50])
     assert "it has no two files" in error_of(capsys, load_tokens, tmp_path)
-    np.save(tmp_path / "2.npy", IDS[50:])
-    assert load_tokens(tmp_path).ids[:].tolist() == IDS[:50].tolist()
-    assert load_tokens(tmp_path, "val").ids[:].tolist() == IDS[50:].tolist()
+
+
+def test_docs_is_pythons_documentation_where_a_folder_has_that_name_too(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_tokens("docs").in_bytes
 
 
 def test_an_empty_name_is_no_folder(capsys):
@@ -301,9 +338,9 @@ def test_a_cache_that_was_cut_is_filled_again(online, merges, kept):
     assert merges.decode(whole()) == TEXT
 
 
-def test_the_tokens_of_the_cache_are_counted():
-    """338,025 is what GPT-2's tokenizer makes of the file: 1,115,394 bytes."""
-    assert data.SHAKESPEARE_TOKENS == 338_025
+def test_tiny_shakespeare_has_as_many_tokens_as_nanogpt_counts():
+    """Its data/shakespeare/prepare.py prints 301,966 to train on and 36,059 held out."""
+    assert data.SHAKESPEARE_TOKENS == 301_966 + 36_059
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):

@@ -10,6 +10,7 @@ from conftest import FLOAT32, ROOT, run_script, run_stage
 from test_model import small
 
 import data
+from model import GPT, SIZES, GPTConfig
 
 SAMPLE = ROOT / "stages" / "sample.py"
 
@@ -52,6 +53,13 @@ def test_weights_of_bytes_are_sampled_in_bytes_whatever_vocabulary_is_there(weig
     ended = run_script(SAMPLE, "--device", "cpu", "--weights", weights, "--prompt", "Größe", "--tokens", 3)
     assert ended.out.startswith("Größe")
     assert ended.err == ""
+
+
+def test_weights_of_gpt_2s_tokens_are_not_sampled_without_its_vocabulary(tmp_path):
+    save(GPT(GPTConfig(block_size=8, **SIZES["tiny"]), None), tmp_path / "w.pt")
+    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt")
+    assert (ended.status, ended.out) == (2, "")
+    assert "these weights know GPT-2's tokens, and its vocabulary can't be had" in ended.err
 
 
 def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path):

@@ -46,6 +46,38 @@ def test_a_state_dict_of_transformers_has_its_matrices_on_their_sides_and_is_rea
         torch.testing.assert_close(load(tmp_path / "bare.pt", SDPA)(x), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        ("activation_function", "relu", "its activation is relu"),
+        ("scale_attn_weights", False, "its scale_attn_weights is False"),
+        ("layer_norm_epsilon", 1e-2, "its layer_norm_epsilon is 0.01"),
+        ("tie_word_embeddings", False, "its lm_head is another matrix than its wte"),
+    ],
+)
+def test_a_gpt_2_that_computes_otherwise_is_refused(tmp_path, capfd, field, value, told):
+    hugging_faces(torch.float32, **{field: value}).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        load(str(tmp_path), SDPA)
+    assert told in capfd.readouterr().err
+
+
+def test_a_folder_that_lacks_weights_or_is_cut_is_refused(tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    hugging_faces(torch.float32).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = safetensors.load_file(path)
+    without_a_layer = {name: tensor for name, tensor in weights.items() if ".h.1." not in name}
+    safetensors.save_file(without_a_layer, path, metadata={"format": "pt"})
+    with pytest.raises(SystemExit):
+        load(str(tmp_path), SDPA)
+    assert "it lacks transformer.h.1.attn.c_attn.bias" in capfd.readouterr().err
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(SystemExit):
+        load(str(tmp_path), SDPA)
+    assert "holds no weights of a GPT-2" in capfd.readouterr().err
+
+
 def test_a_folder_of_another_model_is_refused(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     transformers.GPTNeoConfig(
@@ -178,6 +210,17 @@ def test_a_state_dict_alone_does_not_tell_its_heads_and_a_line_says_what_was_tak
     assert load(tmp_path / "wide.pt", SDPA).config == wide.config
 
 
+@pytest.mark.parametrize("place", ["model", "state_dict", "model_state_dict"])
+def test_wrappers_inside_of_names_are_left_out_and_heads_may_stand_in_a_config(tmp_path, capsys, place):
+    model, x = small(), random_ids(2, 24)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        weights[name.replace(".h.0.", ".h.0._orig_mod.").replace(".h.1.", ".h.1._fsdp_wrapped_module.")] = tensor
+    torch.save({place: weights, "config": {"n_head": 4}}, tmp_path / "a.pt")
+    assert torch.equal(load(tmp_path / "a.pt", SDPA)(x), model(x))
+    assert capsys.readouterr().err == ""
+
+
 class Config:
     """A class of somebody's script, as build-nanogpt's checkpoints hold one."""
 
@@ -187,6 +230,11 @@ def test_what_cannot_be_read_is_told_in_words(tmp_path, capsys):
     assert "save model.state_dict() alone" in error_of(capsys, load, tmp_path / "log.pt", SDPA)
     (tmp_path / "model.safetensors").touch()
     assert "pass the folder that it lies in" in error_of(capsys, load, tmp_path / "model.safetensors", SDPA)
+    torch.save({"model": small().state_dict(), "config": {"n_head": 5}}, tmp_path / "odd.pt")
+    assert "its 48 channels do not divide over 5 heads" in error_of(capsys, load, tmp_path / "odd.pt", SDPA)
+    for checkpoint in ({"model": "gpt2"}, {"weights": [1, 2], "model_args": None}):
+        torch.save(checkpoint, tmp_path / "words.pt")
+        assert "no embeddings of tokens" in error_of(capsys, load, tmp_path / "words.pt", SDPA)
     torch.save({"conv.weight": torch.ones(3, 3)}, tmp_path / "conv.pt")
     assert "no embeddings of tokens and positions" in error_of(capsys, load, tmp_path / "conv.pt", SDPA)
     model = small()

@@ -116,26 +116,31 @@ class StepLog:
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
     def finish(self):
-        """End the run: write and print the summary, then save the weights with --save.
+        """End the run: save the weights with --save, then write and print the summary.
 
-        The summary has the held-out loss with --eval, and the parts of the last step with --profile.
+        The summary has the held-out loss with --eval, and the parts of the last step with --profile. Exits with one
+        line where the weights could not be saved.
         """
         self.record.wait_for_request()  # a process that exits would slow down a step of another row
-        self.write_summary()
+        problem = None
         if self.args.save and machine.is_rank_0():
-            self.save_weights()
+            problem = self.save_weights()
+        self.write_summary()
         settle()
+        if problem:
+            refuse(problem)
 
     def save_weights(self):
-        """Save the weights. Exits with one line where the disk is full."""
+        """Save the weights. Return None, or where the disk is full, what to say about it."""
         path = Path(self.args.save)
         try:
             save(self.model, path, self.corpus.in_bytes)
         except (OSError, RuntimeError) as error:
             free = shutil.disk_usage(path.resolve().parent).free / 1e9
             reason = " ".join(str(error).split())[:200]
-            refuse(f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}")
+            return f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}"
         self.report.say(f"saved to {path}")
+        return None
 
     def write_summary(self):
         """Write the summary of the record and print the summary of the run."""

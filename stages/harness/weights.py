@@ -12,7 +12,11 @@ from data import refuse, refuse_unknown_ids, whole_file
 from model import GPT, SIZES, GPTConfig
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
-PREFIXES = r"^(_orig_mod\.|module\.)+"  # which torch.compile and DistributedDataParallel put in front of names
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")  # which torch.compile, DDP and FSDP put into names
+PLACES = ("weights", "model", "state_dict", "model_state_dict")  # where a checkpoint may have its weights
+# what the config of a GPT-2 of transformers says where it computes as ours does, but for the kind of GELU
+COMPUTES = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5}
+GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu")
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
@@ -31,13 +35,14 @@ def save(model, path, in_bytes=False):
 def load(path, attention):
     """Return the GPT of a file or folder, in float32 on the CPU. Its attribute in_bytes is what save() was told.
 
-    path: a file that save() wrote, nanoGPT's ckpt.pt, a state_dict, or a folder that transformers wrote. Exits with one
-    line where it is none of these.
+    path: a file that save() wrote, nanoGPT's ckpt.pt, a state_dict, or a folder that transformers wrote. nanoGPT's GELU
+    is exact, and ours is GPT-2's approximation, so that logits differ by about a thousandth. Exits with one line where
+    it is none of these.
     """
     if os.path.isdir(path):
         return from_pretrained(path, attention)
     checkpoint = read_file(path)
-    config, weights = take_apart(checkpoint, path)
+    config, weights = split_checkpoint(checkpoint, path)
     model = gpt_of(config, weights, path, attention)
     model.in_bytes = checkpoint.get("in_bytes", False)
     return model
@@ -55,9 +60,14 @@ def from_pretrained(name, attention):
 
 def gpt_of(config, weights, path, attention):
     """Return a GPT with a state_dict. Exits with one line where that does not fit, or is not finite."""
+    if config.n_embd % config.n_head:
+        refuse_weights(path, f"its {config.n_embd} channels do not divide over {config.n_head} heads")
     model = GPT(config, attention)
+    weights = converted(weights, model)
+    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
+        refuse_weights(path, "its lm_head is another matrix than its wte")
     try:
-        model.load_state_dict(as_in_a_gpt(weights, model))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         refuse_weights(path, error)
     if not all(p.isfinite().all() for p in model.parameters()):
@@ -90,16 +100,20 @@ def read_file(path):
     return checkpoint
 
 
-def take_apart(checkpoint, path):
+def split_checkpoint(checkpoint, path):
     """Return (GPTConfig, state_dict) of what a file holds. The names of the state_dict begin as in a GPT.
 
     Where the file does not say how many heads there are, these are GPT-2's, and a line says so. Exits with one line
     where it is no GPT-2.
     """
-    known = checkpoint.get("config", {}) if "weights" in checkpoint else checkpoint.get("model_args", {})
+    state_dict = checkpoint
+    for place in PLACES:
+        if isinstance(checkpoint.get(place), dict):
+            state_dict = checkpoint[place]
+            break
     weights = {}
-    for name, tensor in (checkpoint.get("weights") or checkpoint.get("model") or checkpoint).items():
-        name = re.sub(PREFIXES, "", str(name))
+    for name, tensor in state_dict.items():
+        name = ".".join(part for part in str(name).split(".") if part not in WRAPPERS)
         if not name.startswith(("transformer.", "lm_head.")):
             name = f"transformer.{name}"
         weights[name] = tensor
@@ -109,15 +123,31 @@ def take_apart(checkpoint, path):
     except (KeyError, ValueError, AttributeError):
         refuse_weights(path, "it has no embeddings of tokens and positions, wte and wpe")
     n_layer = len([name for name in weights if re.fullmatch(r"transformer\.h\.\d+\.ln_1\.weight", name)])
-    n_head = known.get("n_head")
+    n_head = heads_of(checkpoint)
     if n_head is None:
-        of_sizes = [s["n_head"] for s in SIZES.values() if (s["n_layer"], s["n_embd"]) == (n_layer, n_embd)]
-        n_head = of_sizes[0] if of_sizes else max(1, n_embd // 64)
+        n_head = usual_heads(n_layer, n_embd)
         print(f"{path} does not say how many heads there are: taking {n_head}", file=sys.stderr)
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd), weights
 
 
-def as_in_a_gpt(weights, model):
+def heads_of(checkpoint):
+    """Return n_head as a checkpoint says it, beside its weights, or None."""
+    for place in ("config", "model_args"):
+        about = checkpoint.get(place)
+        if isinstance(about, dict) and isinstance(about.get("n_head"), int):
+            return about["n_head"]
+    return None
+
+
+def usual_heads(n_layer, n_embd):
+    """Return how many heads a GPT-2 of this shape has: those of the size that it is, and else one for 64 channels."""
+    for size in SIZES.values():
+        if (size["n_layer"], size["n_embd"]) == (n_layer, n_embd):
+            return size["n_head"]
+    return max(1, n_embd // 64)
+
+
+def converted(weights, model):
     """Return a state_dict as a GPT has it: its lm_head, all biases, and matrices as nn.Linear has them.
 
     nanoGPT with bias=False computes as if all biases were 0. Its buffers of masks are left out.
@@ -146,11 +176,19 @@ def read_transformers(name):
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":
             refuse_weights(name, f"it is a model of type {config.model_type}")
-        weights = GPT2LMHeadModel.from_pretrained(name).state_dict()
+        reader, loaded = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
     except ImportError:
         refuse(f"{name}: these weights are read by the package transformers: pip install transformers")
-    except (OSError, ValueError) as error:  # no such weights, or no network
+    except Exception as error:  # no such weights, no network, or what safetensors and pickle raise for a broken file
         refuse_weights(name, error)
+    if loaded["missing_keys"]:
+        refuse_weights(name, f"it lacks {', '.join(sorted(loaded['missing_keys'])[:3])}")
+    for field, value in COMPUTES.items():
+        if getattr(config, field) != value:
+            refuse_weights(name, f"its {field} is {getattr(config, field)}, and GPT-2's {value}")
+    if config.activation_function not in GELUS:
+        refuse_weights(name, f"its activation is {config.activation_function}, and GPT-2's GELU")
+    weights = reader.state_dict()
     shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
     return GPTConfig(*shape), weights
 
