@@ -55,7 +55,7 @@ def whole_file(path):
 
 @dataclass
 class Corpus:
-    """A text.
+    """A text as tokens, and where it came from.
 
     name: for people. ids: its tokens, a 1-D array of integers, or Shards. source: how load_tokens() finds it. in_bytes:
     whether each byte is a token, because GPT-2's vocabulary could not be had.
@@ -175,7 +175,11 @@ def corpus_of_file(source):
             encoding = gpt2_encoding()
             in_bytes = encoding.n_vocab < VOCAB
             ids = ids_of_text(text, encoding)
-    except (OSError, ValueError, EOFError) as error:  # the last two: not UTF-8, of an odd length, cut, another format
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+    ) as error:  # it is not there, not UTF-8, of an odd length, cut, another format
         refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
     if path.with_name("meta.pkl").exists():
         print(f"{path.name}: beside it is meta.pkl, so its ids may be characters and not GPT-2's", file=sys.stderr)
@@ -194,8 +198,8 @@ def corpus_of_folder(source, split):
     held_out = paths[-1:]
     for word in reversed(HELD_OUT):
         held_out = paths_with(word, paths) or held_out
-    training = paths_with("train", paths) or paths
-    training = [path for path in training if path not in held_out]
+    kept_back = [*held_out, *[path for word in HELD_OUT for path in paths_with(word, paths)]]
+    training = [path for path in paths_with("train", paths) or paths if path not in kept_back]
     if not training:
         refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
     chosen = held_out if split == "val" else training
@@ -308,12 +312,13 @@ def single_bytes():
     return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
-def refuse_unknown_ids(ids, name):
-    """Exit with one line where an id is not one of GPT-2's vocabulary. name: that of the text."""
+def refuse_unknown_ids(ids, name, vocab_size=VOCAB):
+    """Exit with one line where an id is not one of a vocabulary, by default of GPT-2's. name: that of the text."""
     if ids.min() < 0:
         refuse(f"{name}: id {ids.min()} is none of GPT-2's: pass GPT-2's ids")
-    if ids.max() >= VOCAB:
-        refuse(f"{name}: id {ids.max()} is past GPT-2's last, {VOCAB - 1}: pass GPT-2's ids")
+    if ids.max() >= vocab_size:
+        whose = "GPT-2's" if vocab_size == VOCAB else "the model's"
+        refuse(f"{name}: id {ids.max()} is past {whose} last, {vocab_size - 1}: pass {whose} ids")
 
 
 class TokenLoader:

@@ -245,6 +245,7 @@ def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path)
         ("train.bin validation.bin", ["train.bin"], ["validation.bin"]),
         ("medieval_train.bin retrieval_train_1.bin", ["medieval_train.bin"], ["retrieval_train_1.bin"]),
         ("1.bin 2.bin 3.bin", ["1.bin", "2.bin"], ["3.bin"]),
+        ("a.bin test.bin val.bin", ["a.bin"], ["val.bin"]),
     ],
 )
 def test_files_of_a_folder_are_told_by_words_of_their_names(tmp_path, names, training, held_out):

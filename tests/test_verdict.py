@@ -185,10 +185,14 @@ def test_a_second_run_of_a_row_is_noise_however_bad_and_excuses_a_claim():
     assert verdict(results, "s03") is Verdict.FASTER
 
 
-def test_a_wrong_claim_silences_nothing_where_it_is_the_only_pair():
+def test_a_wrong_claim_is_named_where_it_is_the_only_pair():
     results = results_of(run("s01", [1.0] * 2), run("s02", [0.5] * 2), run("s03", [0.25] * 2))
     assert names_of_pairs(results) == {("s02", "s01")}
     assert noise_of(results) is None
+    assert verdict(results, "s03") is None
+    [(heading, words)] = verdict_lines(results)
+    assert (heading, words.split(":")[0]) == ("unexpected", "s02 TF32 2.00 ± 0.00")
+    assert words.endswith("--rounds 3 would tell")
 
 
 # The answer
@@ -243,3 +247,10 @@ def test_a_row_that_failed_has_no_verdict():
 def test_the_memory_variables_are_named_where_they_are_all_that_differs():
     runs = [run("plain", [1.0] * 3), run("s01", [0.5] * 3), run("s01 again", [0.5] * 3)]
     assert dict(verdict_lines(results_of(*runs)))["worth it"] == "memory variables 2.00"
+
+
+def test_a_single_sample_hides_no_gain_of_another_row():
+    runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.5] * 3), run("c", [0.4])]
+    words = dict(verdict_lines(results_of(*runs)))
+    assert words["all together"] == "b is 2.00 ± 0.00 x a"
+    assert words["can't be told"] == "c 1.25: more steps may tell"

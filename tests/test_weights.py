@@ -129,8 +129,8 @@ def test_a_text_with_nothing_to_predict_is_refused(capsys, length):
 
 
 def test_an_id_past_the_vocabulary_is_refused(capsys):
-    ids = np.array([1] * 30 + [50257], np.uint16)
-    assert "id 50257 is past GPT-2's last" in error_of(capsys, held_out_loss, small(), ids)
+    ids = np.array([1] * 30 + [211], np.uint16)
+    assert "id 211 is past the model's last, 210" in error_of(capsys, held_out_loss, small(), ids)
 
 
 # On disk

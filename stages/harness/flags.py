@@ -67,6 +67,9 @@ def parse_args(doc):
     stage = ladder.stage_of(str(script))
     args = parse(doc, sys.argv[1:])
     check(args, stage)
+    if args.compile and "compile" in args.given:  # what was asked for comes before what is in the environment
+        for name in machine.COMPILE_IS_OFF:
+            os.environ.pop(name, None)
     args.script, args.stage = script, stage
     args.title = (doc or script.stem).strip().splitlines()[0]
     if args.device.type == "cuda":
@@ -166,9 +169,6 @@ def fill_in_defaults(args):
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
-    elif args.compile:  # it was asked for
-        for name in machine.COMPILE_IS_OFF:
-            os.environ.pop(name, None)
     if machine.what_slows_down():
         args.fallbacks["environment"] = f"slower, by {machine.what_slows_down()}"
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from data import refuse, refuse_unknown_ids, whole_file
+from data import VOCAB, refuse, refuse_unknown_ids, whole_file
 from model import GPT, SIZES, GPTConfig
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
@@ -210,7 +210,7 @@ def held_out_loss(model, ids):
     total = 0.0
     for start in range(0, targets, T):
         window = ids[start : start + T + 1]
-        refuse_unknown_ids(window, "the held-out text")
+        refuse_unknown_ids(window, "the held-out text", min(VOCAB, model.config.vocab_size))
         window = torch.from_numpy(window.astype(np.int64)).to(device)
         x, y = window[None, :-1], window[None, 1:]
         total += model(x, y).item() * y.numel()

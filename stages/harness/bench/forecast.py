@@ -12,8 +12,8 @@ from .rows import starts_python
 def forecast_of(results):
     """Return a Results that has a header for each stage and no steps, which is enough for its predicted().
 
-    results: those in which the probe alone has taken its warm-up. Its first step is not counted. A row whose launcher
-    starts a Python is left out, because that may start several processes, as torchrun does.
+    results: of a bench whose probe has taken its warm-up, and no other row any step. The probe's first step is left
+    out, and so is a row whose launcher starts a Python, because that may start several processes, as torchrun does.
     """
     forecast = Results(results.bench | {"warmup": 1})
     probe = results.runs_of(results.probe)[0]

@@ -16,8 +16,8 @@ from ..figures import UNEVEN, waiting_share
 from .results import unit_of
 from .rows import goes_without_cpu_memory
 from .verdict import (
+    IN_BRACKETS,
     LONG_WARMUP,
-    NOT_SHOWN,
     is_contradicted,
     noise_of,
     pairs_of_one_computation,
@@ -129,9 +129,9 @@ def terminal(results):
 def terminal_at_the_end(results):
     """Return the last words of a bench: what terminal() shows, what brackets mean, and the verdict."""
     noise = noise_of(results)
-    if noise is None:
-        return f"{terminal(results)}\n{textwrap.fill(NO_NOISE, TERMINAL_WIDTH)}"
-    words = f"In brackets: what a noise of {100 * noise:.1f} % and the ratio's own ± may explain together."
+    words = NO_NOISE
+    if noise is not None:
+        words = f"In brackets: what a noise of {100 * noise:.1f} % and the ratio's own ± may explain together."
     lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH)]
     verdict = verdict_lines(results)
     if verdict:
@@ -199,7 +199,7 @@ def ratio_cell(results, row, digits):
     if compared is None:
         return NOTHING
     cell = words_on_ratio(compared, digits)
-    return f"({cell})" if verdict_on(results, row) in NOT_SHOWN else cell
+    return f"({cell})" if verdict_on(results, row) in IN_BRACKETS else cell
 
 
 def linked_cell(row, folder):

@@ -93,7 +93,7 @@ def add(parent, tag, text=None, **attributes):
 
 
 def shortened(label, most=MOST_LETTERS):
-    """Return a label of at most so many letters, without its middle: rows of one script differ at their ends."""
+    """Return a label of at most `most` letters, without its middle: rows of one script differ at their ends."""
     if len(label) <= most:
         return label
     half = (most - 1) // 2
@@ -176,6 +176,8 @@ def draw_legend(svg, classes, left, y):
     x = left
     for name, words in LEGEND.items():
         if name in classes:
+            if x + 24 + LETTER * len(words) > WIDTH:
+                x, y = left, y + LINE
             add(svg, "rect", x=x, y=y, width=BAR, height=BAR, class_=name)
             add(svg, "text", words, x=x + BAR + 5, y=y + 11)
             x += 24 + LETTER * len(words)
@@ -253,7 +255,9 @@ def draw_curves(svg, curves, left, top):
         add(svg, "line", x1=x_of(seconds), y1=bottom, x2=x_of(seconds), y2=bottom + 4, class_="axis")
         add(svg, "text", f"{seconds:g} s", x=x_of(seconds), y=bottom + 18, text_anchor="middle")
     for number, (row, points) in enumerate(curves):
-        kept = points[:: 1 + len(points) // MOST_POINTS]
+        kept = points[:: math.ceil(len(points) / MOST_POINTS)]
+        if kept[-1] != points[-1]:
+            kept.append(points[-1])
         path = " ".join(f"{x_of(seconds):.1f},{y_of(loss):.1f}" for seconds, loss in kept)
         add(svg, "polyline", points=path, class_=f"curve c{number}")
         y = top + 8 + LINE * number

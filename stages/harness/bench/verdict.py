@@ -13,7 +13,7 @@ LONG_WARMUP = 10  # seconds that are worth a word
 MOST_STEPS = 500  # that are worth a try, to make a ± smaller
 SURPRISE = (
     "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
-    "process was slow, which --rounds 3 would tell"
+    "process was slow, which --rounds {} would tell"
 )
 
 
@@ -27,7 +27,7 @@ class Verdict(Enum):
     UNEXPECTED = "unexpected"  # the row should compute the same as the one above, and its speed differs
 
 
-NOT_SHOWN = (Verdict.SAME, Verdict.UNCLEAR)  # they stand in brackets
+IN_BRACKETS = (Verdict.SAME, Verdict.UNCLEAR)
 
 
 class Pair(NamedTuple):
@@ -95,8 +95,8 @@ def pairs_of_one_computation(results):
 def is_contradicted(pair, pairs):
     """Tell whether a bench contradicts our claim that two rows do the same computation.
 
-    It does where their distance is more than the sum of their own ± and the noise, or 5 % where the noise is less. The
-    noise is here that of second runs alone.
+    It does where their ratio is further from 1 than the sum of its ± and the noise. Here the noise is that of second
+    runs alone, and at least 5 %.
     """
     if pair.is_repeat or pair.ratio.spread is None:
         return False
@@ -121,19 +121,21 @@ def noise_of(results):
 def verdict_on(results, row):
     """Return the Verdict on a row beside the row above.
 
-    None where they can't be compared, where one of them failed, where they train different models, and where the noise
-    is not known.
+    None where they can't be compared, where one of them failed, and where they train different models. Where the noise
+    is not known, it is None or UNEXPECTED.
     """
     above, noise = results.above(row), noise_of(results)
     ratio = results.compare(row, above)
-    if ratio is None or noise is None or results.error(row) or results.error(above):
-        return None
-    if results.trains_another_model(row, above):
+    if ratio is None or results.error(row) or results.error(above) or results.trains_another_model(row, above):
         return None
     pairs = pairs_of_one_computation(results)
-    for pair in pairs:
-        if pair.row is row and not pair.is_repeat and ratio.spread is not None:
-            return Verdict.UNEXPECTED if is_contradicted(pair, pairs) else Verdict.SAME
+    claims = [pair for pair in pairs if pair.row is row and not pair.is_repeat]
+    if claims and is_contradicted(claims[0], pairs):
+        return Verdict.UNEXPECTED
+    if noise is None:
+        return None
+    if claims and ratio.spread is not None:
+        return Verdict.SAME
     return judge(ratio, noise)
 
 
@@ -141,10 +143,7 @@ def verdict_on(results, row):
 
 
 def verdict_lines(results):
-    """Return what a bench has shown, as a list of (heading, words); empty where the noise is not known.
-
-    The largest gains and losses come first.
-    """
+    """Return what a bench has shown, as a list of (heading, words). The largest gains and losses come first."""
     rows_by_verdict = {verdict: [] for verdict in Verdict}
     for row in results.table_rows:
         verdict = verdict_on(results, row)
@@ -175,7 +174,9 @@ def words_on_rows(results, rows, verdict):
             parts.append(f"{names_of(results, alike, verdict)}: the same computation here")
         return "; ".join(parts)
     words = names_of(results, rows, verdict)
-    return f"{words}: {SURPRISE}" if verdict is Verdict.UNEXPECTED else words
+    if verdict is Verdict.UNEXPECTED:
+        return f"{words}: {SURPRISE.format(max(3, 2 * results.bench['rounds']))}"
+    return words
 
 
 def names_of(results, rows, verdict):
@@ -223,6 +224,8 @@ def remedy(results, row):
     """Return what would tell more about a row whose verdict is UNCLEAR."""
     if not results.bench["in_turn"]:
         return f"--rounds {2 * results.bench['rounds']} may tell"
+    if results.compare(row, results.above(row)).spread is None:
+        return "more steps may tell"
     needed = steps_needed(results, row)
     return "a quieter machine may tell" if needed > MOST_STEPS else f"--steps {needed:.0f} may tell"
 
@@ -235,7 +238,7 @@ def steps_needed(results, row):
     ratio, noise = results.compare(row, results.above(row)), noise_of(results)
     away = distance(ratio.value)
     small_enough = max(away - noise, ALIKE - away - noise)
-    if ratio.spread is None or small_enough <= 0:
+    if small_enough <= 0:
         return math.inf
     turns = len(results.counted(row)) / results.bench["rounds"]
     turns *= (spread_of_distance(ratio) / small_enough) ** 2
@@ -261,13 +264,16 @@ def words_on_compiling(results):
 def words_on_all_together(results):
     """Return how many times as fast as the first row the fastest one is, as a list of one (heading, words) or none."""
     first, noise = results.table_rows[0], noise_of(results)
-    fastest, ratio_of_fastest = None, None
+    if noise is None or results.error(first):
+        return []
+    faster = {}
     for row in results.table_rows[1:]:
         ratio = results.compare(row, first)
-        if ratio is None or results.error(row) or results.error(first) or results.trains_another_model(row, first):
+        if ratio is None or results.error(row) or results.trains_another_model(row, first):
             continue
-        if fastest is None or ratio.value > ratio_of_fastest.value:
-            fastest, ratio_of_fastest = row, ratio
-    if fastest is None or noise is None or judge(ratio_of_fastest, noise) is not Verdict.FASTER:
+        if judge(ratio, noise) is Verdict.FASTER:
+            faster[row] = ratio
+    if not faster:
         return []
-    return [("all together", f"{fastest.label} is {words_on_ratio(ratio_of_fastest)} x {first.label}")]
+    fastest = max(faster, key=lambda row: faster[row].value)
+    return [("all together", f"{fastest.label} is {words_on_ratio(faster[fastest])} x {first.label}")]
