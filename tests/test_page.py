@@ -133,7 +133,8 @@ def test_brackets_stand_around_what_is_no_difference():
     assert "  4.00 ± 0.00  " in shown
     assert "  (1.00 ± 0.00)  " in shown
     assert "In brackets: what a noise of 1.0 % and the ratio's own ± may explain together." in shown
-    assert shown.endswith("all together   s05 is 4.00 ± 0.00 x s01")
+    assert "\nall together   s05 is 4.00 ± 0.00 x s01\n" in shown
+    assert shown.endswith("\nwhat to type   s03 to s04, F.scaled_dot_product_attention(...)")
     once = page.terminal_at_the_end(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
     assert "Nothing is called faster or slower, because the noise is not known yet." in once

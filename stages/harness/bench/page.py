@@ -18,7 +18,10 @@ from .rows import goes_without_cpu_memory
 from .verdict import (
     IN_BRACKETS,
     LONG_WARMUP,
+    MEMORY,
+    Verdict,
     is_contradicted,
+    name_of_change,
     noise_of,
     pairs_of_one_computation,
     repeats_the_row_above,
@@ -133,13 +136,30 @@ def terminal_at_the_end(results):
     if noise is not None:
         words = f"In brackets: what a noise of {100 * noise:.1f} % and the ratio's own ± may explain together."
     lines = [terminal(results), textwrap.fill(words, TERMINAL_WIDTH)]
-    verdict = verdict_lines(results)
+    verdict = answer(results)
     if verdict:
         lines.append("")
     width = max((len(heading) for heading, _ in verdict), default=0) + 2
     for heading, words in verdict:
-        lines.append(textwrap.fill(heading.ljust(width) + words, TERMINAL_WIDTH, subsequent_indent=width * " "))
+        line = heading.ljust(width) + words.replace("`", "")
+        lines.append(textwrap.fill(line, TERMINAL_WIDTH, subsequent_indent=width * " "))
     return "\n".join(lines)
+
+
+def answer(results):
+    """Return the verdict as a list of (heading, words), and last what to type for the gains that it found."""
+    typed = []
+    for row in results.table_rows:
+        if verdict_on(results, row) is not Verdict.FASTER:
+            continue
+        if name_of_change(results, row) == MEMORY:
+            typed.append("three variables in front of python, see stages/memory.md")
+        elif row.added or (row.stage and not row.launcher and not row.flags):
+            typed.append(typed_cell(results, row))
+    lines = verdict_lines(results)
+    if typed:
+        lines.append(("what to type", " | ".join(typed)))
+    return lines
 
 
 def expectations(forecast):
@@ -364,7 +384,7 @@ def page(results, name):
         f"# {name}: {what} on {results.bench['environment']['device_name']}",
         f"![The speed of each row, and the loss over the seconds of training]({name}.svg)",
         markdown(columns_of_page(results), rows),
-        "\n".join(f"- **{heading}**: {words}" for heading, words in verdict_lines(results)),
+        "\n".join(f"- **{heading}**: {words}" for heading, words in answer(results)),
         markdown(full_columns(results), rows),
         "\n".join(f"- {line}" for line in conditions(results)),
         "[How to read this page](README.md)",

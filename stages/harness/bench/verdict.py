@@ -10,6 +10,7 @@ from .rows import Row, goes_without_cpu_memory
 
 ALIKE = 0.05  # rows that differ by less make no difference
 LONG_WARMUP = 10  # seconds that are worth a word
+MEMORY = "memory variables"  # what a row has that runs with those of rows.CPU_MEMORY, below one without
 MOST_STEPS = 500  # that are worth a try, to make a ± smaller
 SURPRISE = (
     "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
@@ -211,7 +212,7 @@ def name_of_change(results, row):
     above = results.above(row)
     runs_the_same = (row.script, row.flags) == (above.script, above.flags)
     if runs_the_same and goes_without_cpu_memory(above) and not goes_without_cpu_memory(row):
-        return "memory variables"
+        return MEMORY
     others = [stage for stage in results.stages_crossed(row) if stage is not row.stage]
     if others:
         return f"{row.label} with {ladder.words_on_stages(others)}"
