@@ -12,8 +12,9 @@ A row is a command: a stage or a script, the flags behind it, and what launches 
 lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
 
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
-scripts, and --device cpu hides the cards from these. Each row is compared with the one above and with the first. The
-table goes to results/NAME.md, each step to results/NAME.jsonl as it is measured.
+scripts, and --device cpu hides the cards from these. Each row is compared with the one above and with the first. Table
+and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it is measured, to
+results/NAME.jsonl.
 
 On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
 hold them all, they run one after the other, in three rounds. In each round a row then stops when it has counted 20
@@ -212,7 +213,8 @@ def measure(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
     in_turn = args.shared_args.device.type == "cpu"
     tell_where_scripts_run(args.rows, in_turn)
-    with open_new(path) as file, contextlib.closing(new_reaper()) as reaper:
+    with contextlib.closing(new_reaper()) as reaper, open_new(path) as file:
+        say(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
         while True:  # a second time where memory does not hold all rows at once
             results = Results(new_bench(args, argv, in_turn), file)
             try:
