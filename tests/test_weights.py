@@ -237,10 +237,11 @@ def test_what_cannot_be_read_is_told_in_words(tmp_path, capsys):
         assert "no embeddings of tokens" in error_of(capsys, load, tmp_path / "words.pt", SDPA)
     torch.save({"conv.weight": torch.ones(3, 3)}, tmp_path / "conv.pt")
     assert "no embeddings of tokens and positions" in error_of(capsys, load, tmp_path / "conv.pt", SDPA)
-    model = small()
-    torch.nn.init.constant_(model.transformer.ln_f.bias, float("nan"))
-    save(model, tmp_path / "nan.pt")
-    assert "weights that are not finite" in error_of(capsys, load, tmp_path / "nan.pt", SDPA)
+    for name in ("transformer.ln_f.bias", "transformer.wte.weight"):
+        model = small()
+        torch.nn.init.constant_(model.get_parameter(name), float("nan"))
+        save(model, tmp_path / "nan.pt")
+        assert "weights that are not finite" in error_of(capsys, load, tmp_path / "nan.pt", SDPA)
 
 
 class Trap:

@@ -64,14 +64,14 @@ def gpt_of(config, weights, path, attention):
         refuse_weights(path, f"its {config.n_embd} channels do not divide over {config.n_head} heads")
     model = GPT(config, attention)
     weights = converted(weights, model)
-    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
-        refuse_weights(path, "its lm_head is another matrix than its wte")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         refuse_weights(path, error)
     if not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"{path} holds weights that are not finite: its training has diverged")
+    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
+        refuse_weights(path, "its lm_head is another matrix than its wte")
     return model
 
 
@@ -134,7 +134,7 @@ def heads_of(checkpoint):
     """Return n_head as a checkpoint says it, beside its weights, or None."""
     for place in ("config", "model_args"):
         about = checkpoint.get(place)
-        if isinstance(about, dict) and isinstance(about.get("n_head"), int):
+        if isinstance(about, dict) and isinstance(about.get("n_head"), int) and about["n_head"] > 0:
             return about["n_head"]
     return None
 
