@@ -168,16 +168,19 @@ def expectations(forecast):
     forecast: what forecast_of() returned.
     """
     predicted = {row: forecast.predicted(row) for row in forecast.table_rows}
-    known = [ratio for ratio in predicted.values() if ratio]
+    known = {row: ratio for row, ratio in predicted.items() if ratio}
     if not known:
         return None
     columns = [
         *short_columns(forecast)[:2],
         Column("should be x above", lambda row: number_cell(predicted[row], "{:.2f}")),
     ]
+    above_all = forecast.above([*known][0])
     lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
     lines.append(aligned(columns, list(predicted)))
-    lines.append(f"All together {math.prod(known):.1f} times as fast; what has a dash can't be predicted.")
+    lines.append(
+        f"All together {math.prod(known.values()):.1f} x {above_all.label}; what has a dash can't be predicted."
+    )
     return "\n".join(lines)
 
 
