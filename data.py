@@ -153,6 +153,12 @@ def is_stream(source):
     return not (os.path.isfile(source) or os.path.isdir(source))
 
 
+def refuse_stream(source):
+    """Exit with one line where a text can be read only once, and is needed more often."""
+    if is_stream(source):
+        refuse(f"--data {source} can be read only once: write it to a file")
+
+
 def corpus_of_file(source):
     """Return the Corpus in a user's file. Exits with one line where it is no such file.
 
@@ -195,11 +201,16 @@ def corpus_of_folder(source, split):
     """
     found = [path for path in Path(source).iterdir() if path.suffix.lower() in (".bin", ".npy")]
     paths = sorted(path for path in found if not path.name.startswith("."))
-    held_out = paths[-1:]
-    for word in reversed(HELD_OUT):
-        held_out = paths_with(word, paths) or held_out
-    kept_back = [*held_out, *[path for word in HELD_OUT for path in paths_with(word, paths)]]
-    training = [path for path in paths_with("train", paths) or paths if path not in kept_back]
+    held_out = []
+    kept_back = set()  # those of other words of HELD_OUT, too
+    for word in HELD_OUT:
+        held_out = held_out or paths_with(word, paths)
+        kept_back.update(paths_with(word, paths))
+    if not held_out:
+        held_out = paths[-1:]
+    kept_back.update(held_out)
+    candidates = paths_with("train", paths) or paths
+    training = [path for path in candidates if path not in kept_back]
     if not training:
         refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
     chosen = held_out if split == "val" else training

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data import is_stream, refuse
+from data import refuse, refuse_stream
 from model import SIZES
 
 from . import ladder, machine
@@ -169,8 +169,9 @@ def fill_in_defaults(args):
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
-    if machine.what_slows_down():
-        args.fallbacks["environment"] = f"slower, by {machine.what_slows_down()}"
+    slow = machine.what_slows_down()
+    if slow:
+        args.fallbacks["environment"] = f"slower, by {slow}"
 
 
 def fit_batch(args, free):
@@ -206,8 +207,8 @@ def check(args, stage):
         refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-    if is_stream(args.data) and (args.eval or ranks > 1):
-        refuse(f"--data {args.data} can be read only once: write it to a file")
+    if args.eval or ranks > 1:
+        refuse_stream(args.data)
     if args.save:  # looked at here, since at its end a training would be lost
         path = Path(args.save)
         if path.exists() and not path.is_file():

@@ -17,8 +17,13 @@ from torch.nn import functional as F
 from data import refuse
 
 # They make each kernel wait, give memory back at once, or leave the units of a CPU unused.
-SLOW = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-SLOW = (*SLOW, "ATEN_CPU_CAPABILITY")
+SLOW = (
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+)
 DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
 # The MI300 and MI350 series: see AMD in PyTorch's note on numerical accuracy, since 2.13, and the kernels of ROCm.
 AMD_WITH_TF32 = ("gfx942", "gfx950")

@@ -14,14 +14,13 @@ from .. import ladder
 from ..arithmetic import flops_per_token, shape_name
 from ..figures import UNEVEN, waiting_share
 from .results import unit_of
-from .rows import goes_without_cpu_memory
+from .rows import gains_cpu_memory, goes_without_cpu_memory, runs_the_same
 from .verdict import (
     IN_BRACKETS,
     LONG_WARMUP,
-    MEMORY,
     Verdict,
     is_contradicted,
-    name_of_change,
+    noise_among,
     noise_of,
     pairs_of_one_computation,
     repeats_the_row_above,
@@ -152,7 +151,7 @@ def answer(results):
     for row in results.table_rows:
         if verdict_on(results, row) is not Verdict.FASTER:
             continue
-        if name_of_change(results, row) == MEMORY:
+        if gains_cpu_memory(row, results.above(row)):
             typed.append("three variables in front of python, see stages/memory.md")
         elif row.added or (row.stage and not row.launcher and not row.flags):
             typed.append(typed_cell(results, row))
@@ -241,7 +240,7 @@ def typed_cell(results, row):
         text = ladder.ADDED[row.added[-1]].line
     elif goes_without_cpu_memory(row):
         text = "without the memory variables"
-    elif above and goes_without_cpu_memory(above) and row.is_watched:
+    elif row.is_watched and gains_cpu_memory(row, above):
         text = "with the memory variables"
     elif row.is_watched:
         words = [f"+{name}" for name in row.added]
@@ -257,11 +256,6 @@ def typed_cell(results, row):
     if not skipped:
         return text
     return f"{ladder.words_on_stages(skipped)}, {text}"
-
-
-def runs_the_same(row, above):
-    """Tell whether a row runs the script of the row above, with the same flags."""
-    return above is not None and (row.script, row.flags) == (above.script, above.flags)
 
 
 def step_time_cell(results, row):
@@ -464,7 +458,7 @@ def noise_line(results):
         left_out = ", which is left out" if is_contradicted(pair, pairs) else ""
         words.append(f"{pair.row.label} / {pair.base.label} {pair.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(words) or 'none'}."
-    noise = noise_of(results)
+    noise = noise_among(pairs)
     if noise is None:
         return f"{line} {NO_NOISE}"
     return (

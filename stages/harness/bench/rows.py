@@ -135,6 +135,16 @@ def sets_a_variable(word):
     return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word
 
 
+def runs_the_same(row, above):
+    """Tell whether a row runs the script of the row above, with the same flags. above: a Row, or None."""
+    return above is not None and (row.script, row.flags) == (above.script, above.flags)
+
+
+def gains_cpu_memory(row, above):
+    """Tell whether a row runs what the row above runs, and has the variables of memory that this one goes without."""
+    return runs_the_same(row, above) and goes_without_cpu_memory(above) and not goes_without_cpu_memory(row)
+
+
 def starts_python(launcher):
     """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
     programs = [Path(word).name for word in launcher if not sets_a_variable(word)]

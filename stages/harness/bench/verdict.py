@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from .. import ladder
 from .results import Ratio
-from .rows import Row, goes_without_cpu_memory
+from .rows import Row, gains_cpu_memory
 
 ALIKE = 0.05  # rows that differ by less make no difference
 LONG_WARMUP = 10  # seconds that are worth a word
-MEMORY = "memory variables"  # what a row has that runs with those of rows.CPU_MEMORY, below one without
 MOST_STEPS = 500  # that are worth a try, to make a ± smaller
 SURPRISE = (
     "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
@@ -111,7 +110,11 @@ def noise_of(results):
     A pair that contradicts our claim is left out. None without a pair, and where every pair has a single sample, as
     after one round on a card.
     """
-    pairs = pairs_of_one_computation(results)
+    return noise_among(pairs_of_one_computation(results))
+
+
+def noise_among(pairs):
+    """Return the noise of a bench, by its Pairs: see noise_of()."""
     distances = []
     for pair in pairs:
         if pair.ratio.spread is not None and not is_contradicted(pair, pairs):
@@ -125,7 +128,7 @@ def verdict_on(results, row):
     None where they can't be compared, where one of them failed, and where they train different models. Where the noise
     is not known, it is None or UNEXPECTED.
     """
-    above, noise = results.above(row), noise_of(results)
+    above = results.above(row)
     ratio = results.compare(row, above)
     if ratio is None or results.error(row) or results.error(above) or results.trains_another_model(row, above):
         return None
@@ -133,6 +136,7 @@ def verdict_on(results, row):
     claims = [pair for pair in pairs if pair.row is row and not pair.is_repeat]
     if claims and is_contradicted(claims[0], pairs):
         return Verdict.UNEXPECTED
+    noise = noise_among(pairs)
     if noise is None:
         return None
     if claims and ratio.spread is not None:
@@ -209,10 +213,8 @@ def words_on_ratio(ratio, digits=2):
 
 def name_of_change(results, row):
     """Return what a row has that the row above does not: its technique where that is all, and else its own label."""
-    above = results.above(row)
-    runs_the_same = (row.script, row.flags) == (above.script, above.flags)
-    if runs_the_same and goes_without_cpu_memory(above) and not goes_without_cpu_memory(row):
-        return MEMORY
+    if gains_cpu_memory(row, results.above(row)):
+        return "memory variables"
     others = [stage for stage in results.stages_crossed(row) if stage is not row.stage]
     if others:
         return f"{row.label} with {ladder.words_on_stages(others)}"
