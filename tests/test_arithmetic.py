@@ -288,7 +288,7 @@ def test_float16_has_two_bytes_and_unscales_its_gradients():
     run = changed(RUN_ON_A100, amp_dtype="float16")
     bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
     assert float16 == replace(bfloat16, amp_dtype="float16", matmul_dtype="float16", update=20 + 2)
-    for tensor in arithmetic.BYTES["16 bits"]:
+    for tensor in arithmetic.BYTES:
         assert arithmetic.bytes_moved(tensor, float16) == arithmetic.bytes_moved(tensor, bfloat16)
     rates = Rates({"float16": 312e12, "bfloat16": 312e12}, copy=2.039e12)
     assert arithmetic.attention_seconds(float16, rates) == arithmetic.attention_seconds(bfloat16, rates)

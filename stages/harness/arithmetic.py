@@ -6,7 +6,6 @@ kernels that were missing until profiles of an H100 showed them. stages/arithmet
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from data import VOCAB
 from model import SIZES
@@ -14,55 +13,19 @@ from model import SIZES
 PADDED_VOCAB = 50304  # the rows of s06's logits, of which those past VOCAB are padding
 
 
-class Bytes(NamedTuple):
-    """The bytes that all operations but matmuls read and write for each number of a large tensor.
-
-    one_by_one: by one operation after the other, as PyTorch runs them. fused: by a compiler's kernels.
-    """
-
-    one_by_one: int
-    fused: int
-
-
-# A comment above an entry says which operations it adds up: those of the forward before the semicolon, those of the
-# backward behind it. An addition reads two numbers and writes one, so it is a 3. "Fused" counts one kernel for the
-# forward and one for the backward, which read their inputs once and write their outputs once; projections have two.
+# The bytes that all operations but matmuls read and write for each number of a tensor: in float32 one operation after
+# the other and fused, under autocast one after the other and fused. stages/arithmetic.md adds them up.
 BYTES = {
-    "float32": {  # the comments count numbers, of 4 bytes each
-        # divide 2, mask 4 (it copies, and fills the copy), softmax 2; softmax 3, mask 4, divide 2. Fused: 2; 3.
-        "scores": Bytes(one_by_one=68, fused=20),
-        # log_softmax 2; nll_loss 1, log_softmax 3. Fused: 1; 2.
-        "logits": Bytes(one_by_one=24, fused=12),
-        # add 3, LayerNorm 2; LayerNorm 3, add 3. Fused: 4; 5.
-        "residual": Bytes(one_by_one=44, fused=36),
-        # gelu 2; gelu 3. There is nothing beside it that it could be fused with.
-        "gelu": Bytes(one_by_one=20, fused=20),
-        # copies of q, k, v and y 8; three copies 6, joining three gradients 6, gradients of biases 9. Fused: 0; 15.
-        "projections": Bytes(one_by_one=116, fused=60),
-        "casts": Bytes(one_by_one=0, fused=0),
-    },
-    # Under autocast the loss and the residual stream stay in float32, and most other numbers have 2 bytes.
-    "16 bits": {
-        "scores": Bytes(one_by_one=34, fused=10),
-        # in bytes: cast 6, log_softmax 8; nll_loss 4, log_softmax 12, cast 6. Fused: 2; 4.
-        "logits": Bytes(one_by_one=36, fused=6),
-        # in bytes: add 10, LayerNorm 8, cast 6; cast 6, LayerNorm 12, add 12, cast 6. Fused: 12; 16.
-        "residual": Bytes(one_by_one=60, fused=28),
-        "gelu": Bytes(one_by_one=10, fused=10),
-        "projections": Bytes(one_by_one=58, fused=30),
-        # in bytes: each weight to 16 bits 6; its gradient back to float32 6
-        "casts": Bytes(one_by_one=12, fused=12),
-    },
+    "scores": (68, 20, 34, 10),
+    "logits": (24, 12, 36, 6),
+    "residual": (44, 36, 60, 28),
+    "gelu": (20, 20, 10, 10),
+    "projections": (116, 60, 58, 30),
+    "casts": (0, 0, 12, 12),
 }
-# On CUDA three things differ.
-BYTES_ON_CUDA = {precision: dict(table) for precision, table in BYTES.items()}
-# The backward of a softmax first multiplies the gradient by the output: 3 numbers more.
-BYTES_ON_CUDA["float32"]["scores"] = Bytes(one_by_one=80, fused=20)
-# Under autocast the softmax is computed in float32, so that scores are cast there and back. In bytes: divide 4, mask 8,
-# cast 6, softmax 8, cast 6; cast 6, multiply 12, softmax 12, cast 6, mask 8, divide 4.
-BYTES_ON_CUDA["16 bits"]["scores"] = Bytes(one_by_one=80, fused=10)
-# A compiler leaves the cast of LayerNorm's gradient as a kernel of its own, which reads 4 bytes again.
-BYTES_ON_CUDA["16 bits"]["residual"] = Bytes(one_by_one=60, fused=32)
+# On CUDA the backward of a softmax makes three passes more, autocast computes the softmax in float32, and a compiler
+# leaves the cast of LayerNorm's gradient as a kernel of its own.
+BYTES_ON_CUDA = BYTES | {"scores": (80, 20, 80, 10), "residual": (44, 36, 60, 32)}
 
 # Two of explicit attention's six matmuls write a tensor as large as the scores, and four read one.
 PASSES_OF_MATMULS_OVER_SCORES = 6
@@ -205,38 +168,31 @@ def memory_of_s01(shape, batch_size):
     return 3 * weight_bytes(shape) + 4 * numbers
 
 
+def numbers_in(work):
+    """Return {tensor: how many numbers a micro-batch has in it, over all layers}."""
+    L, H, C = work.shape["n_layer"], work.shape["n_head"], work.shape["n_embd"]
+    return {
+        "scores": L * H * work.tokens * work.seq_len,
+        "logits": work.tokens * work.shape["vocab_size"],
+        "residual": (2 * L + 1) * work.tokens * C,  # two in each layer, and the last LayerNorm with the embeddings
+        "gelu": 4 * L * work.tokens * C,
+        "projections": L * work.tokens * C,  # copies of q, k, v and y, the gradient of the three, bias gradients
+        "casts": matmul_weights(work.shape),
+    }
+
+
 def bytes_per_number(tensor, work):
     """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in BYTES."""
-    table = BYTES_ON_CUDA if work.on_cuda else BYTES
-    precision = "float32" if work.amp_dtype == "float32" else "16 bits"
-    moved = table[precision][tensor]
+    columns = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
+    one_by_one, fused = columns[:2] if work.amp_dtype == "float32" else columns[2:]
     if tensor == "projections" and work.flash:  # the kernel reads q, k and v in place: no copies, compiled or not
-        return moved.fused
-    return moved.fused if work.compiled else moved.one_by_one
-
-
-def numbers_in(tensor, work):
-    """Return how many numbers a micro-batch has in a tensor, one of those in BYTES, over all layers."""
-    L, C = work.shape["n_layer"], work.shape["n_embd"]
-    tokens = work.tokens
-    match tensor:
-        case "scores":
-            return L * work.shape["n_head"] * tokens * work.seq_len
-        case "logits":
-            return tokens * work.shape["vocab_size"]
-        case "residual":  # two in each layer, and the last LayerNorm with the sum of the embeddings
-            return (2 * L + 1) * tokens * C
-        case "gelu":
-            return L * tokens * 4 * C
-        case "projections":  # copies of q, k, v and y, the gradient of the three in one, sums for bias gradients
-            return L * tokens * C
-        case "casts":
-            return matmul_weights(work.shape)
+        return fused
+    return fused if work.compiled else one_by_one
 
 
 def bytes_moved(tensor, work):
     """Return the bytes that a micro-batch reads and writes for a whole tensor, one of those in BYTES."""
-    return numbers_in(tensor, work) * bytes_per_number(tensor, work)
+    return numbers_in(work)[tensor] * bytes_per_number(tensor, work)
 
 
 def attention_seconds(work, rates):
@@ -251,7 +207,7 @@ def attention_seconds(work, rates):
     if work.flash:
         return FLASH_ATTENTION_FLOPS * unit / rate
     bytes_of_score = 4 if work.amp_dtype == "float32" else 2
-    moved = PASSES_OF_MATMULS_OVER_SCORES * bytes_of_score * numbers_in("scores", work)
+    moved = PASSES_OF_MATMULS_OVER_SCORES * bytes_of_score * numbers_in(work)["scores"]
     return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
 
 
