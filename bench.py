@@ -44,7 +44,7 @@ from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, le
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
-from data import TokenLoader, load_tokens, refuse, refuse_stream, whole_file
+from data import TokenLoader, load_tokens, refuse, whole_file
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
 ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
@@ -150,7 +150,6 @@ def prepare_text(args):
     """
     if not any(row.is_of_the_ladder for row in args.rows):
         return
-    refuse_stream(args.shared_args.data)
     corpus = load_tokens(args.shared_args.data)
     TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short
     if corpus.source != args.shared_args.data:

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import http.client
 import os
-import re
 import sys
 import urllib.request
 from dataclasses import dataclass, replace
@@ -22,11 +21,7 @@ VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoft
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_TOKENS = 338_025
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-HEADER_OF_BIN = 1024  # bytes
-MAGIC_OF_GPT2 = 20240520  # in that header
-FEW_IDS = 16  # a text has larger ids at odd places, too; the upper halves of ids of 32 bits are smaller
-HELD_OUT = ("val", "valid", "validation", "dev", "test")  # in the names of files
-LONG_TEXT = 2**20  # letters
+HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # how the 1,024 bytes of llm.c's begin
 # What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
@@ -87,40 +82,22 @@ def load_tokens(source=None, split="train"):
     return replace(corpus, ids=ids)
 
 
-def cache_folder():
-    """Return the folder in which ids are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-speed-ladder"
-
-
-def read_cache(path, count):
-    """Return the ids of a file in the cache, or None where it is not there or has another number of ids."""
-    try:
-        ids = np.memmap(path, dtype=np.uint16, mode="r")
-    except (OSError, ValueError):  # it may not be read, or is empty or of an odd length
-        return None
-    return ids if len(ids) == count else None
-
-
-def write_cache(path, ids):
-    """Keep ids as a file in the cache, if that can be written."""
-    with contextlib.suppress(OSError), whole_file(path) as unfinished:
-        ids.tofile(unfinished)
-
-
 def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    path = cache_folder() / "tinyshakespeare.bin"
-    ids = read_cache(path, SHAKESPEARE_TOKENS)
-    if ids is not None:
-        return Corpus("Tiny Shakespeare", ids, None)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "gpt2-speed-ladder" / "tinyshakespeare.bin"
+    with contextlib.suppress(OSError, ValueError):  # it may not be read, or is empty or of an odd length
+        ids = np.memmap(path, dtype=np.uint16, mode="r")
+        if len(ids) == SHAKESPEARE_TOKENS:
+            return Corpus("Tiny Shakespeare", ids, None)
     print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
     try:
-        text = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
-        ids = ids_of(text, tiktoken.get_encoding("gpt2"))
+        ids = ids_of(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256), tiktoken.get_encoding("gpt2"))
     except DOWNLOAD_ERRORS as error:
         print(f"no download ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
         return pythons_documentation()
-    write_cache(path, ids)
+    with contextlib.suppress(OSError), whole_file(path) as unfinished:
+        ids.tofile(unfinished)
     return Corpus("Tiny Shakespeare", ids, None)
 
 
@@ -144,84 +121,46 @@ def pythons_documentation():
 # Files
 
 
-def is_stream(source):
-    """Tell whether a text can be read only once, as a pipe, or not by another process, as /dev/stdin."""
-    if source in (None, "docs") or not os.path.exists(source):
-        return False
-    if str(source).startswith(("/dev/stdin", "/dev/fd/", "/proc/")):
-        return True
-    return not (os.path.isfile(source) or os.path.isdir(source))
-
-
-def refuse_stream(source):
-    """Exit with one line where a text can be read only once, and is needed more often."""
-    if is_stream(source):
-        refuse(f"--data {source} can be read only once: write it to a file")
-
-
 def corpus_of_file(source):
     """Return the Corpus in a user's file. Exits with one line where it is no such file.
 
-    A .npy is an array of ids. A .bin is GPT-2's ids as uint16, with the header of llm.c and modded-nanogpt or without
-    any; both stay on disk. Any other file is a text in UTF-8.
+    A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
+    other file is a text in UTF-8.
     """
-    if source == "":
-        refuse("--data is empty: pass a file, a folder, or docs")
-    path = Path(source)
-    in_bytes = False
+    path, encoding = Path(source), None
     try:
-        if path.suffix.lower() == ".npy":
-            ids = ids_of_npy(path)
-        elif path.suffix.lower() == ".bin":
-            ids = ids_of_bin(path)
+        if path.suffix == ".npy":
+            ids = np.load(path, mmap_mode="r")
+        elif path.suffix == ".bin":
+            ids = np.memmap(path, dtype=np.uint16, mode="r")
+            if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
+                ids = ids[512:]
+            if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
+                raise ValueError("every second id is 0, so they are no uint16")
         else:
             text = path.read_bytes().decode("utf-8-sig")
-            if "\0" in text:
-                raise ValueError("it has zero bytes, as ids and texts of UTF-16 have")
             encoding = gpt2_encoding()
-            in_bytes = encoding.n_vocab < VOCAB
-            ids = ids_of_text(text, encoding)
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-    ) as error:  # it is not there, not UTF-8, of an odd length, cut, another format
+            ids = ids_of(text, encoding)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError("it is no row of ids")
+    except (OSError, ValueError, EOFError) as error:
         refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
-    if path.with_name("meta.pkl").exists():
-        print(f"{path.name}: beside it is meta.pkl, so its ids may be characters and not GPT-2's", file=sys.stderr)
-    return Corpus(path.name, ids, source, in_bytes)
+    return Corpus(path.name, ids, source, in_bytes=encoding is not None and encoding.n_vocab < VOCAB)
 
 
 def corpus_of_folder(source, split):
-    """Return the Corpus of the files of a folder, as one ring: of those to train on, or of those that are held out.
+    """Return the Corpus of the .bin and .npy of a folder, as one ring. Exits with one line where none is left.
 
-    Files are told by a word of their names, as in fineweb_val_000000.bin: "train", and the first of HELD_OUT that any
-    has. Without such a word the last file is held out, and all others are to train on. Exits with one line where no
-    file is left to train on.
+    Those with val in their names are held out; without any, the last one is.
     """
-    found = [path for path in Path(source).iterdir() if path.suffix.lower() in (".bin", ".npy")]
-    paths = sorted(path for path in found if not path.name.startswith("."))
-    held_out = []
-    kept_back = set()  # those of other words of HELD_OUT, too
-    for word in HELD_OUT:
-        held_out = held_out or paths_with(word, paths)
-        kept_back.update(paths_with(word, paths))
-    if not held_out:
-        held_out = paths[-1:]
-    kept_back.update(held_out)
-    candidates = paths_with("train", paths) or paths
-    training = [path for path in candidates if path not in kept_back]
+    paths = sorted(path for path in Path(source).glob("[!.]*") if path.suffix in (".bin", ".npy"))
+    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
+    training = [path for path in paths if path not in held_out]
     if not training:
         refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
-    chosen = held_out if split == "val" else training
-    ids = Shards([corpus_of_file(path).ids for path in chosen])
+    ids = Shards([corpus_of_file(path).ids for path in (held_out if split == "val" else training)])
     name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
     return Corpus(name, ids, source)
-
-
-def paths_with(word, paths):
-    """Return the paths whose names have a word between signs, as "val" in fineweb_val_000000.bin."""
-    return [path for path in paths if word in re.split(r"[^a-z0-9]+", path.name.lower())]
 
 
 class Shards:
@@ -245,57 +184,6 @@ class Shards:
             begin = self.ends[place] - len(shard)
             ids[which == place] = shard[positions[which == place] - begin]
         return ids
-
-
-def ids_of_npy(path):
-    """Return the ids in a .npy, which stay on disk. Raises ValueError where it is another array than a row of ids."""
-    ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(ids, np.ndarray):
-        raise ValueError("it is an archive of several arrays")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"it is an array of shape {ids.shape} and type {ids.dtype}, and not a row of ids")
-    return ids
-
-
-def ids_of_bin(path):
-    """Return the ids in a .bin, which stay on disk. Raises ValueError where they are not ids of 16 bits.
-
-    The header of llm.c and modded-nanogpt has 256 numbers of 32 bits: a magic number, a version, how many ids follow.
-    """
-    ids = np.memmap(path, dtype=np.uint16, mode="r")
-    first_bytes = ids[:4096].tobytes()
-    if first_bytes.startswith(b"\x93NUMPY"):
-        raise ValueError("it is an array of numpy: name it .npy")
-    if len(first_bytes) > 100 and re.fullmatch(rb"[\t\n\r -~]*", first_bytes):
-        raise ValueError("it is a text: name it .txt")
-    if len(ids) > HEADER_OF_BIN // 2:
-        magic, version, count = np.array(ids[:6]).view(np.int32)
-        if magic == MAGIC_OF_GPT2:
-            ids = ids[HEADER_OF_BIN // 2 :]
-            if len(ids) != count:
-                raise ValueError(f"its header tells of {count:,} ids of 16 bits, and {len(ids):,} are there")
-            return ids
-        is_date = 20_240_000 < magic < 20_270_000  # as llm.c's magic numbers are
-        if is_date and 0 < version < 100:  # a text may begin with two ids that make a date, but hardly with four
-            raise ValueError(f"its header has the magic number {magic}, and llm.c's for GPT-2's ids is {MAGIC_OF_GPT2}")
-    begin = np.array(ids[: 2 * 4096])
-    if len(begin) > 1 and begin[1::2].max() < FEW_IDS <= begin[::2].max():
-        raise ValueError("every second id is 0 or nearly so: this is 32 or 64 bits for an id, and not 16")
-    return ids
-
-
-def ids_of_text(text, encoding):
-    """Return the ids of a text. Those of a long one are kept in the cache, because a bench needs them in each row."""
-    if len(text) < LONG_TEXT:
-        return ids_of(text, encoding)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    for path in cache_folder().glob(f"text-{digest}-{encoding.n_vocab}-*.bin"):
-        ids = read_cache(path, int(path.stem.split("-")[-1]))
-        if ids is not None:
-            return ids
-    ids = ids_of(text, encoding)
-    write_cache(cache_folder() / f"text-{digest}-{encoding.n_vocab}-{len(ids)}.bin", ids)
-    return ids
 
 
 # Tokens
@@ -325,11 +213,8 @@ def single_bytes():
 
 def refuse_unknown_ids(ids, name, vocab_size=VOCAB):
     """Exit with one line where an id is not one of a vocabulary, by default of GPT-2's. name: that of the text."""
-    if ids.min() < 0:
-        refuse(f"{name}: id {ids.min()} is none of GPT-2's: pass GPT-2's ids")
-    if ids.max() >= vocab_size:
-        whose = "GPT-2's" if vocab_size == VOCAB else "the model's"
-        refuse(f"{name}: id {ids.max()} is past {whose} last, {vocab_size - 1}: pass {whose} ids")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        refuse(f"{name}: it has ids from {ids.min()} to {ids.max()}, and the model's are from 0 to {vocab_size - 1}")
 
 
 class TokenLoader:

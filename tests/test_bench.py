@@ -169,7 +169,6 @@ def gpu(monkeypatch):
         (["s01", "--out", "old"], "results/old is there already"),
         (["s01", "--out", "page"], "results/page is there already"),
         (["s01", "--seed", "1" * 30], "is not a whole number from 0 to"),
-        (["s01", "--data", "/dev/stdin"], "--data /dev/stdin can be read only once"),
         (["--render", "old"], "old.jsonl is no record of a bench of this version"),
     ],
 )

@@ -116,7 +116,7 @@ def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path)
     _, y = loader.next_batch(CPU)
     assert y.max() == VOCAB - 1  # which no signed 16 bits hold
     line = error_of(capsys, loader.next_batch, CPU)
-    assert line == "error: ids.bin: id 50257 is past GPT-2's last, 50256: pass GPT-2's ids"
+    assert line == "error: ids.bin: it has ids from 0 to 50257, and the model's are from 0 to 50256"
 
 
 def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
@@ -155,7 +155,6 @@ HEADER = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
     [
         ("a.bin", IDS.astype(np.uint16).tobytes()),
         ("a.bin", HEADER + IDS.astype(np.uint16).tobytes()),
-        ("a.BIN", IDS.astype(np.uint16).tobytes()),
     ],
 )
 def test_ids_are_read_from_the_files_of_the_field(tmp_path, name, content):
@@ -176,17 +175,10 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
     [
         ("a.bin", IDS.astype(np.uint32), "every second id is 0"),
         ("a.bin", IDS.astype(np.int64), "every second id is 0"),
-        ("a.bin", (IDS + 70_000).astype(np.uint32), "every second id is 0"),  # a larger vocabulary, as Llama's
-        ("a.bin", np.concatenate([np.array([20240801, 7, 500] + 253 * [0]), IDS]).astype(np.int32), "number 20240801"),
-        ("a.bin", np.frombuffer(HEADER + IDS[:400].astype(np.uint16).tobytes(), np.uint8), "400 are there"),
-        ("a.bin", np.frombuffer(HEADER + IDS.astype(np.uint32).tobytes(), np.uint8), "1,000 are there"),
-        ("a.bin", np.frombuffer(4096 * b"To be, or not to be\n", np.uint8), "it is a text: name it .txt"),
         ("a.txt", np.frombuffer("caf\u00e9".encode("utf-16-le"), np.uint8), "can't decode"),
-        ("b.txt", np.frombuffer("cafe".encode("utf-16-le"), np.uint8), "it has zero bytes"),
-        ("a.npy", IDS.astype(np.float32), "type float32, and not a row of ids"),
-        ("a.npy", IDS.reshape(50, 10), "shape (50, 10)"),
+        ("a.npy", IDS.astype(np.float32), "no row of ids"),
+        ("a.npy", IDS.reshape(50, 10), "no row of ids"),
         ("a.npy", np.array(["a text"], dtype=object), "Python objects"),
-        ("a.npy", IDS.astype("timedelta64[s]"), "type timedelta64[s]"),
     ],
 )
 def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, name, content, problem):
@@ -198,26 +190,10 @@ def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, na
     assert problem in error_of(capsys, load_tokens, path)
 
 
-def test_a_text_that_begins_with_the_ids_of_a_date_is_a_text(tmp_path):
-    """1000 + 309 * 65536 is 20251624, as a header with a date would begin."""
-    ids = np.array([1000, 309, *IDS], dtype=np.uint16)
-    np.tile(ids, 2).tofile(tmp_path / "a.bin")
-    assert whole(tmp_path / "a.bin").tolist() == [*ids, *ids]
-
-
-@pytest.mark.parametrize("ids", [np.zeros(3000), np.tile([5, 3], 1000), np.full(2000, 50256)], ids=["0", "few", "one"])
+@pytest.mark.parametrize("ids", [np.zeros(3000), np.tile([5, 3], 1000)], ids=["0", "few"])
 def test_a_dull_text_is_not_taken_for_ids_of_32_bits(tmp_path, ids):
     ids.astype(np.uint16).tofile(tmp_path / "a.bin")
     assert whole(tmp_path / "a.bin").tolist() == ids.tolist()
-
-
-def test_an_array_under_another_name_is_refused(capsys, tmp_path):
-    np.save(tmp_path / "a.npy", IDS.astype(np.uint16))
-    (tmp_path / "a.npy").rename(tmp_path / "a.bin")
-    assert "it is an array of numpy: name it .npy" in error_of(capsys, load_tokens, tmp_path / "a.bin")
-    np.savez(tmp_path / "b.npz", ids=IDS)
-    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
-    assert "it is an archive of several arrays" in error_of(capsys, load_tokens, tmp_path / "b.npy")
 
 
 def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path):
@@ -240,12 +216,7 @@ def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path)
     "names, training, held_out",
     [
         ("train.bin val.bin", ["train.bin"], ["val.bin"]),
-        ("train.bin test.bin", ["train.bin"], ["test.bin"]),
-        ("train.bin val.bin test.bin", ["train.bin"], ["val.bin"]),
-        ("train.bin validation.bin", ["train.bin"], ["validation.bin"]),
-        ("medieval_train.bin retrieval_train_1.bin", ["medieval_train.bin"], ["retrieval_train_1.bin"]),
         ("1.bin 2.bin 3.bin", ["1.bin", "2.bin"], ["3.bin"]),
-        ("a.bin test.bin val.bin", ["a.bin"], ["val.bin"]),
     ],
 )
 def test_files_of_a_folder_are_told_by_words_of_their_names(tmp_path, names, training, held_out):
@@ -267,39 +238,9 @@ def test_docs_is_pythons_documentation_where_a_folder_has_that_name_too(tmp_path
     assert load_tokens("docs").in_bytes
 
 
-def test_an_empty_name_is_no_folder(capsys):
-    assert error_of(capsys, load_tokens, "") == "error: --data is empty: pass a file, a folder, or docs"
-
-
 def test_a_byte_order_mark_is_no_token(tmp_path, merges):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     assert merges.decode(whole(tmp_path / "a.txt")) == TEXT
-
-
-def test_ids_beside_a_meta_pkl_may_be_characters_and_a_line_says_so(tmp_path, capsys):
-    """As in nanoGPT's data/shakespeare_char."""
-    IDS.astype(np.uint16).tofile(tmp_path / "train.bin")
-    (tmp_path / "meta.pkl").touch()
-    load_tokens(tmp_path / "train.bin")
-    assert capsys.readouterr().err.startswith("train.bin: beside it is meta.pkl, so its ids may be characters")
-
-
-def test_a_long_text_is_tokenized_once(text_file, merges, monkeypatch):
-    monkeypatch.setattr(data, "LONG_TEXT", len(TEXT))
-    first = whole(text_file)
-    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", None)
-    assert whole(text_file).tolist() == first.tolist()
-    text_file.write_bytes(b"another text" + TEXT.encode())
-    with pytest.raises(TypeError):
-        load_tokens(text_file)
-
-
-def test_a_pipe_is_a_stream_and_a_file_is_none(tmp_path, text_file):
-    os.mkfifo(tmp_path / "pipe")
-    streams = [
-        data.is_stream(source) for source in (tmp_path / "pipe", "/dev/stdin", text_file, tmp_path, None, "docs", "no")
-    ]
-    assert streams == [True, True, False, False, False, False, False]
 
 
 # Without the vocabulary

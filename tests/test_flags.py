@@ -177,11 +177,6 @@ def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch, capsys, n
     assert capsys.readouterr().err == f"slower, by {name}=1\n"
 
 
-def test_a_stream_is_read_once_and_refused_where_it_would_be_read_again(parse, capsys, monkeypatch):
-    assert parse("--data", "/dev/stdin").data == "/dev/stdin"
-    assert "--data /dev/stdin can be read only once" in error_of(capsys, parse, "--data", "/dev/stdin", "--eval")
-
-
 def test_a_flag_that_a_stage_does_not_heed_is_one_line_and_the_run_goes_on(parse, capsys):
     assert parse("--accum", "8", "--no-compile").accum == 8
     assert capsys.readouterr().err == "--accum has no effect in s05_flash, only from s11_accum on\n"

@@ -130,7 +130,7 @@ def test_a_text_with_nothing_to_predict_is_refused(capsys, length):
 
 def test_an_id_past_the_vocabulary_is_refused(capsys):
     ids = np.array([1] * 30 + [211], np.uint16)
-    assert "id 211 is past the model's last, 210" in error_of(capsys, held_out_loss, small(), ids)
+    assert "ids from 1 to 211, and the model's are from 0 to 210" in error_of(capsys, held_out_loss, small(), ids)
 
 
 # On disk

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data import refuse, refuse_stream
+from data import refuse
 from model import SIZES
 
 from . import ladder, machine
@@ -207,8 +207,6 @@ def check(args, stage):
         refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-    if args.eval or ranks > 1:
-        refuse_stream(args.data)
     if args.save:  # looked at here, since at its end a training would be lost
         path = Path(args.save)
         if path.exists() and not path.is_file():
