@@ -4,7 +4,7 @@ python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, w
 python stages/sample.py --weights mine.pt --eval              measure the loss on held-out text
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
 
-Weights may also be nanoGPT's ckpt.pt, a state_dict of GPT-2's names, or a folder that transformers wrote.
+Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
@@ -13,6 +13,7 @@ from harness.terminal import say
 from harness.weights import PUBLISHED, from_pretrained, held_out_loss, load
 
 import math
+import os
 import sys
 
 import torch
@@ -45,7 +46,7 @@ if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
 device = machine.find_device(args.device)
-load_model = from_pretrained if args.weights in PUBLISHED else load
+load_model = from_pretrained if args.weights in PUBLISHED or os.path.isdir(args.weights) else load
 model = load_model(args.weights, attention).to(device)
 encoding = single_bytes() if model.in_bytes else gpt2_encoding()
 if model.config.vocab_size < encoding.n_vocab:
