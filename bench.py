@@ -35,11 +35,12 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
 from harness import ladder, machine, terminal
-from harness.bench import page, picture
+from harness.bench import page, picture, words
 from harness.bench.forecast import forecast_of
 from harness.bench.reaper import Reaper
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
+from harness.bench.table import table_of
 from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
@@ -261,9 +262,9 @@ def measure_rounds(results, path, reaper):
 
 def tell_expectations(results):
     """Print what each row should bring, once the probe is warm."""
-    words = page.expectations(forecast_of(results))
-    if words:
-        say(words)
+    expected = page.expectations(forecast_of(results))
+    if expected:
+        say(expected)
 
 
 def teller_of_turns(results):
@@ -273,24 +274,26 @@ def teller_of_turns(results):
     def tell(turn, seconds):
         if turn % TELL_EVERY == 0 and turn < turns:
             say(f"turn {turn} of {turns}, {about(seconds / turn * (turns - turn))} left in this round")
-            say(page.terminal(results))
+            say(page.terminal(table_of(results)))
 
     return tell
 
 
 def speed_of(results, row):
     """Return words on a row that has ended: its tokens per second, and its ratio to the row above."""
-    speed = None if row.is_probe else page.words_on_speed(results, row)
-    if speed is None:
+    outcome = table_of(results).outcomes.get(row.name)  # the probe has none
+    if outcome is None or outcome.tok_per_sec is None:
         return f"{row.label} has ended"
-    words = f"{row.label}: {speed}"
-    compared = results.compare(row, results.above(row))
-    return f"{words}, {compared.value:.2f} x {results.above(row).label}" if compared else words
+    line = f"{row.label}: {words.words_on_speed(outcome)}"
+    if outcome.ratio is None or row.control_of:
+        return line
+    return f"{line}, {outcome.ratio.value:.2f} x {outcome.base.row.label}"
 
 
 def show(results, path):
     """Write the page and its picture, and print the short table and the verdict."""
-    texts = {".svg": picture.draw(results, path.stem), ".md": page.page(results, path.stem)}
+    table = table_of(results)
+    texts = {".svg": picture.draw(table, path.stem), ".md": page.page(table, path.stem)}
     try:
         for suffix, text in texts.items():
             with whole_file(path.with_suffix(suffix)) as unfinished:
@@ -298,7 +301,7 @@ def show(results, path):
         written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
     except OSError as error:
         written = f"results/{path.stem}.md was not written: {error.strerror}"
-    terminal.say(page.terminal_at_the_end(results))
+    terminal.say(page.terminal_at_the_end(table))
     say(written)
 
 

@@ -3,6 +3,7 @@
 from harness import ladder, machine
 from harness.bench import workers
 from harness.bench.results import Results
+from harness.bench.table import table_of
 from harness.figures import WARMUP
 
 import errno
@@ -452,8 +453,8 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_h
     names = ("ends", "raises", "segfaults", "no_memory")
     ended = repo.run("good.py --steps 50 --lr 1", *(f"{name}.py" for name in names), "--seed=4", steps=WARMUP + 2)
     assert ended.status == 1
-    results = Results.load(repo.records)
-    errors = {row.title: results.error(row) for row in results.table_rows}
+    table = table_of(Results.load(repo.records))
+    errors = {outcome.row.title: outcome.error for outcome in table.rows}
     assert {title: error["message"] for title, error in errors.items() if error} == {
         "ends": "ended after 2 of 6 timed steps",
         "raises": "ZeroDivisionError: division by zero",
@@ -462,10 +463,8 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_h
     }
     assert [title for title, error in errors.items() if error and error["out_of_memory"]] == ["no_memory"]
     assert "loss = 1 / (3 - step)" in errors["raises"]["traceback"] and "loss = 1 / (3 - step)" in ended.err
-    good = results.rows["good.py --steps 50 --lr 1"]
-    assert len(results.counted(good)) == 2
-    assert results.facts(good)["settings"]["batch_size"] == 4
-    assert results.facts(good)["settings"]["seed"] == 4
+    assert table.rows[0].steps == 2
+    assert (table.facts["settings"]["batch_size"], table.facts["settings"]["seed"]) == (4, 4)
     assert "good.py --steps 50 --lr 1: has nothing of the ladder; lacks " in ended.out
 
 
@@ -476,17 +475,17 @@ def test_a_climb_adds_to_a_script_what_it_lacks_and_measures_each(repo, own_scri
     ended = repo.command("--climb", "train.py --lr 0.01", "--device=cpu", f"--steps={WARMUP + 2}", "--out=x")
     assert ended.status == 0, ended.err
     assert "+compile is left out: no compiler" in ended.err
-    results = Results.load(repo.records)
-    assert [row.title for row in results.table_rows] == ["plain", "train", "+ bf16", "+ fused"]
-    assert results.reference.title == "plain"
-    used = [results.facts(row)["techniques"] for row in results.table_rows]
+    table = table_of(Results.load(repo.records))
+    assert [outcome.row.title for outcome in table.rows] == ["plain", "train", "+ bf16", "+ fused"]
+    assert table.reference.row.title == "plain"
+    used = [outcome.techniques for outcome in table.rows]
     assert [(each["autocast"], each["fused"]) for each in used] == [
         (None, False),
         (None, False),
         ("bfloat16", False),
         ("bfloat16", True),
     ]
-    losses = [results.loss_at(row, WARMUP) for row in results.table_rows]
+    losses = [outcome.loss for outcome in table.rows]
     assert losses[1] == losses[0]
     assert losses[2] == pytest.approx(losses[0], rel=0.02) and losses[2] != losses[0]
     assert losses[3] == pytest.approx(losses[2], rel=1e-3)

@@ -4,7 +4,7 @@ from harness import machine
 from harness.bench import page
 from harness.bench.forecast import forecast_of
 from harness.bench.results import Results
-from harness.bench.rows import row_of
+from harness.bench.rows import PROBE, row_of
 from harness.figures import WARMUP
 
 from dataclasses import replace
@@ -27,21 +27,20 @@ def a_card(monkeypatch):
 def only_the_warm_up_of_the_probe(results):
     """Return the Results of a bench whose probe has taken its warm-up, and nothing else has happened."""
     begun = Results(results.bench)
-    run = results.runs_of(results.probe)[0]
+    run = results.runs[PROBE, 0]
     steps = [step | {"sdpa": "cudnn"} for step in run.steps[:WARMUP]]
-    begun.runs[results.probe.name, 0] = replace(run, steps=steps, summary=None)
+    begun.runs[PROBE, 0] = replace(run, steps=steps, summary=None)
     return begun
 
 
 def test_what_is_foretold_of_the_h100_is_what_its_page_predicts(a_card):
     """The column of results/h100.md, but for the rates, which are those of the probe's warm-up."""
     begun = only_the_warm_up_of_the_probe(Results.load(ROOT / "results" / "h100.jsonl"))
-    forecast = forecast_of(begun)
-    foretold = [forecast.predicted(row) for row in forecast.table_rows]
+    foretold = [outcome.predicted for outcome in forecast_of(begun).rows]
     assert foretold[0] is foretold[5] is None  # s01, and the vocabulary of s06
     on_its_page = [2.522, 1.223, 2.439, 1.507, 0.985, 1, 1, 1.071, 1.030, 0.994]
     assert [ratio for ratio in foretold if ratio] == pytest.approx(on_its_page, rel=0.02)
-    assert all(not run.steps for run in begun.runs.values() if run is not begun.runs_of(begun.probe)[0])
+    assert list(begun.runs) == [(PROBE, 0)]
 
 
 def probe_of(copy, **peak):

@@ -1,6 +1,7 @@
-"""The page: from the figures of a bench to tables and sentences."""
+"""The table of a bench in words: on a page, in the terminal, and as an answer."""
 
-from harness.bench import page
+from harness.bench import page, words
+from harness.bench.answer import answer
 from harness.bench.rows import WITHOUT_CPU_MEMORY
 
 import os
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fixtures.records import A100, failure, probed, results_of, row, run, summary
+from fixtures.records import A100, failure, probed, row, run, summary, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -17,9 +18,9 @@ ONE = {"vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "seq_len": 1}
 RATES = {"float32": 1e12, "tf32": 3e12, "bfloat16": 6e12, "copy": 1e13}
 
 
-def page_of(results):
+def page_of(table):
     """Return the page of a bench, its no-break spaces as they are typed."""
-    return page.page(results, "x").replace("\u00a0", " ")
+    return page.page(table, "x").replace("\u00a0", " ")
 
 
 # whole pages
@@ -35,8 +36,8 @@ def cpu_run(name, speed, factors=(1, 1, 1, 1, 1), **about):
 
 
 def ladder_cpu():
-    """Return a bench on a CPU with a row of every kind."""
-    return results_of(
+    """Return the table of a bench on a CPU with a row of every kind."""
+    return table_from(
         cpu_run("plain", 0.8, (1, 1.01, 1, 0.99, 1)),
         cpu_run("s01", 1),
         cpu_run("s02", 1, (1, 1, 1.01, 0.99, 1)),
@@ -77,7 +78,7 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
         for i, (name, dts) in enumerate(times.items()):
             end = summary(reserved=(40 + i) * 10**9)
             runs.append(run(name, [dts[number]], number, end=end, memory=30 + i, **about))
-    drawn = page_of(results_of(*runs, in_turn=False, rounds=3, environment=A100))
+    drawn = page_of(table_from(*runs, in_turn=False, rounds=3, environment=A100))
     assert "| row | what you type | tok/sec | x above | x s01 | GB |" in drawn
     link = "[s03](../stages/s03_bf16.py) | `with torch.autocast(...):`"
     assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 |" in drawn
@@ -113,29 +114,28 @@ def test_what_you_type_is_a_stages_line_or_a_rows_own_command_and_names_what_it_
     rows = [row_below]
     if above:
         rows = [above, replace(row_below, above=above.name)]
-    results = results_of(*[run(each.name, [1.0], environment=A100) for each in rows], rows=rows)
-    assert page.typed_cell(results, rows[-1]) == typed
+    table = table_from(*[run(each.name, [1.0], environment=A100) for each in rows], rows=rows)
+    assert words.typed_cell(table.rows[-1]) == typed
 
 
 def test_a_stage_that_does_nothing_here_is_not_named_among_those_that_a_row_skips():
     """s02 without TF32 units and s04 without a compiler; s08 and s09 are there for the loss."""
     not_compiled = {"compile": False, "fallbacks": {"compile": "no compiler"}}
     names = ("s01", "s05", "s06", "s10")
-    results = results_of(*[run(name, [1.0], **not_compiled) for name in names])
-    typed = [page.typed_cell(results, each).split(", ")[0] for each in results.table_rows]
+    table = table_from(*[run(name, [1.0], **not_compiled) for name in names])
+    typed = [words.typed_cell(outcome).split(", ")[0] for outcome in table.rows]
     assert typed[1:] == ["s03", "`vocab_size=50304`", "s07 to s09"]
 
 
 def test_brackets_stand_around_what_is_no_difference():
     times = {"s01": 1.0, "s01 again": 1.01, "s05": 0.25, "s06": 0.251}
-    results = results_of(*[run(name, [dt] * 2) for name, dt in times.items()])
-    shown = page.terminal_at_the_end(results)
+    shown = page.terminal_at_the_end(table_from(*[run(name, [dt] * 2) for name, dt in times.items()]))
     assert "  4.00 ± 0.00  " in shown
     assert "  (1.00 ± 0.00)  " in shown
     assert "In brackets: what a noise of 1.0 % and the ratio's own ± may explain together." in shown
     assert "\nall together   s05 is 4.00 ± 0.00 x s01\n" in shown
     assert shown.endswith("\nwhat to type   s03 to s04, F.scaled_dot_product_attention(...)")
-    once = page.terminal_at_the_end(results_of(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
+    once = page.terminal_at_the_end(table_from(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
     assert "Nothing is called faster or slower, because the noise is not known yet." in once
 
@@ -147,7 +147,69 @@ def test_a_table_with_wide_figures_keeps_room_for_what_you_type():
 
 def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out():
     rows = [row("a", title=16 * "a"), row("x", script="s12_ddp", flags=("--data", "a/long/path" * 9), above="a")]
-    results = results_of(run("a", [0.001] * 2, memory=100), run("x", [0.001] * 2, memory=100), rows=rows)
-    lines = page.terminal(results).splitlines()
+    table = table_from(run("a", [0.001] * 2, memory=100), run("x", [0.001] * 2, memory=100), rows=rows)
+    lines = page.terminal(table).splitlines()
     assert max(len(line) for line in lines) <= 80
     assert "a/long/path" * 9 in "".join(line[18:].split("  ")[0].strip() for line in lines[3:])
+
+
+# The answer
+
+
+def test_the_answer_has_each_kind_of_verdict_the_largest_first():
+    """On a machine whose noise is 1 %: s04 takes 40 s more of warm-up, and saves 1 / 12 s in each step."""
+    runs = [
+        run("s01", [0.6] * 20),
+        run("s02", [0.6] * 20),
+        run("s03", [0.25] * 20, warmup_dt=1),
+        run("s03 again", [0.2525] * 20),
+        run("s04", [1 / 6] * 20, warmup_dt=11),
+        run("s05", [1 / 6] * 10 + [1 / 5] * 10),
+        run("s06", [1 / 6] * 10 + [1 / 5] * 10),
+        run("s07", [0.2] * 20),
+        run("s12", [0.25] * 20),
+    ]
+    assert answer(table_from(*runs)) == [
+        ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
+        ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs)"),
+        ("no difference", "s06 a vocabulary in 64s; s02 TF32: the same computation here"),
+        ("can't be told", "s05 flash attention 0.92 ± 0.08, s07 clipping 0.92 ± 0.08: --steps 100 may tell"),
+        ("has to pay first", "s04 has a warm-up that is 40 s longer, and is ahead after about 480 steps"),
+        ("all together", "s04 is 3.60 ± 0.00 x s01"),
+        ("what to type", "`with torch.autocast(...):` | `model = torch.compile(model)`"),
+    ]
+
+
+def test_each_row_that_cannot_be_told_has_its_own_remedy():
+    """With a noise of 2 %, b needs a ± of 0.02, 2.3 times as many turns. c needs one of 0.005, 35 times as many."""
+    runs = [run("a", [1.0] * 20), run("a again", [1.02] * 20)]
+    runs += [run("b", [1 / 1.04] * 12 + [1 / 1.07] * 8), run("c", [1 / 1.0251] * 12 + [1 / 1.0551] * 8)]
+    rows = [row("a"), row("a again", control_of="a"), row("b", above="a"), row("c", above="a")]
+    lines = dict(answer(table_from(*runs, rows=rows)))["can't be told"]
+    assert lines == "b 1.04 ± 0.03: --steps 100 may tell; c 1.03 ± 0.03: a quieter machine may tell"
+
+
+def test_in_rounds_more_rounds_may_tell():
+    dts = {"a": [1.0, 1.0, 1.0], "a again": [1.0, 1.0, 1.0], "b": [0.9, 1.0, 1.1]}
+    runs = [run(name, [dt], number) for name, each in dts.items() for number, dt in enumerate(each)]
+    lines = dict(answer(table_from(*runs, in_turn=False, rounds=3)))
+    assert lines == {"can't be told": "b 1.00 ± 0.11: --rounds 6 may tell"}
+
+
+def test_the_memory_variables_are_named_where_they_are_all_that_differs():
+    runs = [run("plain", [1.0] * 3), run("s01", [0.5] * 3), run("s01 again", [0.5] * 3)]
+    assert dict(answer(table_from(*runs)))["worth it"] == "memory variables 2.00"
+
+
+def test_a_single_sample_hides_no_gain_of_another_row():
+    runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.5] * 3), run("c", [0.4])]
+    lines = dict(answer(table_from(*runs)))
+    assert lines["all together"] == "b is 2.00 ± 0.00 x a"
+    assert lines["can't be told"] == "c 1.25: more steps may tell"
+
+
+def test_what_contradicts_our_claim_says_so():
+    [(heading, line)] = answer(table_from(run("s01", [1.0] * 2), run("s02", [0.5] * 2), run("s03", [0.25] * 2)))
+    assert heading == "unexpected"
+    assert line.startswith("s02 TF32 2.00 ± 0.00: should compute the same as the row above")
+    assert line.endswith("--rounds 3 would tell")

@@ -1,8 +1,9 @@
 """README, the lessons and the results show what the stages and the records say, and their commands run."""
 
 from harness import machine
-from harness.bench import page, picture
+from harness.bench import page, picture, words
 from harness.bench.results import Results
+from harness.bench.table import table_of
 
 import difflib
 import re
@@ -35,30 +36,35 @@ PAGES = [path for pattern in ("README.md", "stages/*.md", "results/*.md") for pa
 RECORDS = [path for path in committed("results/*.jsonl") if path.stem != DRAWN_BY_HAND]
 
 
+def committed_table(name):
+    """The Table of a committed record."""
+    return table_of(Results.load(ROOT / "results" / f"{name}.jsonl"))
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
 def test_a_record_draws_the_page_and_the_picture_that_are_committed_beside_it(record):
-    results = Results.load(record)
+    table = committed_table(record.stem)
     remedy = f"python bench.py --render {record.stem}"
-    assert page.page(results, record.stem) == record.with_suffix(".md").read_text("utf-8"), remedy
-    assert picture.draw(results, record.stem) == record.with_suffix(".svg").read_text("utf-8"), remedy
+    assert page.page(table, record.stem) == record.with_suffix(".md").read_text("utf-8"), remedy
+    assert picture.draw(table, record.stem) == record.with_suffix(".svg").read_text("utf-8"), remedy
 
 
 def test_readme_shows_the_table_of_the_h100_and_its_ends_in_the_first_line():
-    results = Results.load(ROOT / "results" / "h100.jsonl")
-    table = page.markdown(page.columns_of_page(results, "stages/"), results.table_rows)
-    assert table in README, table
-    speeds = [results.figure(row, "tok_per_sec") for row in results.table_rows]
+    table = committed_table("h100")
+    drawn = page.markdown(page.columns_of_page(table, "stages/"), table.rows)
+    assert drawn in README, drawn
+    speeds = [outcome.tok_per_sec for outcome in table.rows]
     assert f"**From {speeds[0]:,.0f} to {max(speeds):,.0f} tokens per second on one H100.**" in README
 
 
 def test_readme_says_how_nanogpts_script_climbs_and_with_which_command():
-    results = Results.load(ROOT / "results" / "zen4-nanogpt.jsonl")
-    ratios = [f"{results.compare(row, results.above(row)).value:.2f}" for row in results.table_rows[1:]]
-    words = "memory variables {}, autocast {}, compile {}, fused AdamW {}".format(*ratios)
-    assert words in " ".join(README.split())
-    assert f"{results.compare(results.table_rows[-1], results.reference).value:.1f} times as fast]" in README
+    table = committed_table("zen4-nanogpt")
+    ratios = [f"{outcome.ratio.value:.2f}" for outcome in table.rows[1:]]
+    sentence = "memory variables {}, autocast {}, compile {}, fused AdamW {}".format(*ratios)
+    assert sentence in " ".join(README.split())
+    assert f"{table.rows[-1].ratio_to_reference.value:.1f} times as fast]" in README
     [climb] = re.findall(r'^make climb SCRIPT="(.*)"$', README, re.MULTILINE)
-    assert shlex.quote(climb) in results.bench["command"]
+    assert shlex.quote(climb) in table.bench["command"]
 
 
 ALSO = {"memory variables": "s01", "vocabulary": "s06", "fused AdamW": "s10", "accumulation": "s11"}
@@ -69,8 +75,8 @@ ALSO = {"memory variables": "s01", "vocabulary": "s06", "fused AdamW": "s10", "a
     [("an H100", "h100"), ("a Xeon with AMX", "xeon-amx"), ("a CPU without 16-bit units", "zen3-float32")],
 )
 def test_what_to_do_first_says_what_our_records_say(reader, record):
-    results = Results.load(ROOT / "results" / f"{record}.jsonl")
-    ratios = {row.title: page.ratio_cell(results, row, 2) for row in results.table_rows}
+    table = committed_table(record)
+    ratios = {outcome.row.title: words.ratio_cell(outcome) for outcome in table.rows}
     ratios = {title: re.sub(" ± [0-9.]+", "", cell) for title, cell in ratios.items()}
     line = re.search(rf"^\| \[?{reader}.*", README, re.MULTILINE)[0]
     cells = line.strip("| ").split(" | ")
@@ -78,7 +84,7 @@ def test_what_to_do_first_says_what_our_records_say(reader, record):
     for technique, stage in ALSO.items():
         if technique in cells[5]:
             assert f"{technique} {ratios[stage]}" in re.sub(r"[\[\]]|\(stages[^)]*\)", "", cells[5])
-    speeds = [results.figure(row, "tok_per_sec") for row in results.table_rows]
+    speeds = [outcome.tok_per_sec for outcome in table.rows]
     assert cells[6] == f"{max(speeds) / min(speeds):.1f}"
 
 
@@ -117,8 +123,8 @@ def test_the_diff_in_readme_is_that_of_flash_attention():
 
 def test_the_page_of_results_explains_every_column():
     explained = (ROOT / "results" / "README.md").read_text("utf-8")
-    results = Results.load(ROOT / "results" / "h100.jsonl")
-    for column in page.short_columns(results) + page.full_columns(results):
+    table = committed_table("h100")
+    for column in page.short_columns(table) + page.full_columns(table):
         title = re.sub(r", step \d+", "", column.title)
         assert re.search(rf"^\| [^|]*{re.escape(title)}[^|]* \|", explained, re.MULTILINE), title
 

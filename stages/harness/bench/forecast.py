@@ -6,18 +6,20 @@ from .. import machine
 from ..arithmetic import shape_of_size
 from ..flags import parse
 from .results import Results
-from .rows import starts_python
+from .rows import PROBE, starts_python
+from .table import table_of
 
 
 def forecast_of(results):
-    """Return a Results that has a header for each stage and no steps, which is enough for its predicted().
+    """Return the Table of a bench before it is measured, which has predictions alone.
 
-    results: of a bench whose probe has taken its warm-up, and no other row any step. The probe's first step is left
-    out, and so is a row whose launcher starts a Python, because that may start several processes, as torchrun does.
+    It is that of a record with a header for each stage, and no steps. results: of a bench whose probe has taken its
+    warm-up. The probe's first step is left out, and so is a row whose launcher starts a Python, because that may start
+    several processes, as torchrun does.
     """
     forecast = Results(results.bench | {"warmup": 1})
-    probe = results.runs_of(results.probe)[0]
-    forecast.runs[results.probe.name, 0] = replace(probe, warmup=1)
+    probe = results.runs[PROBE, 0]
+    forecast.runs[PROBE, 0] = replace(probe, warmup=1)
     kernel = probe.steps[-1]["sdpa"]
     for row in results.table_rows:
         if row.is_of_the_ladder and not starts_python(row.launcher):
@@ -25,7 +27,7 @@ def forecast_of(results):
             forecast.add(about | {"kind": "start"})
             forecast.add(about | header_of(row, results.bench))
             forecast.add(about | {"kind": "summary", "sdpa": kernel})
-    return forecast
+    return table_of(forecast)
 
 
 def header_of(row, bench):

@@ -3,9 +3,7 @@
 import math
 from xml.etree import ElementTree
 
-from .page import failure, speed_cell
-from .results import unit_of
-from .verdict import Verdict, verdict_on
+from .words import failure, speed_cell
 
 WIDTH = 640  # all lengths are in pixels
 LETTER = 7  # about
@@ -58,20 +56,21 @@ LEGEND = {
 }
 
 
-def draw(results, name):
+def draw(table, name):
     """Return the text of results/NAME.svg."""
     svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     add(svg, "style", STYLE)
     hatched = add(add(svg, "defs"), "pattern", id="hatched", width=6, height=6, patternUnits="userSpaceOnUse")
     hatched.set("patternTransform", "rotate(45)")
     add(hatched, "line", x1=0, y1=0, x2=0, y2=6, class_="hatch")
-    heading = f"{name}: {results.bench['environment']['device_name']}"
+    heading = f"{name}: {table.bench['environment']['device_name']}"
     add(svg, "title", heading)
     add(svg, "text", shortened(heading, 80), x=12, y=20, class_="heading")
-    longest_label = max(len(shortened(row.label)) for row in results.table_rows)
+    unit = table.facts["unit"] if table.facts else "tok"  # of the first row that ran: others have no bars
+    longest_label = max(len(shortened(outcome.row.label)) for outcome in table.rows)
     left = 20 + LETTER * max(4, longest_label)  # of the bars and of the curves
-    bottom = draw_bars(svg, results, left, 48)
-    curves = choose_curves(results)
+    bottom = draw_bars(svg, table.rows, unit, left, 48)
+    curves = choose_curves(table.rows, unit)
     if curves:
         bottom = draw_curves(svg, curves, left, bottom + 34)
     svg.set("viewBox", f"0 0 {WIDTH} {bottom}")
@@ -103,72 +102,48 @@ def shortened(label, most=MOST_LETTERS):
 # The bars
 
 
-def draw_bars(svg, results, left, top):
+def draw_bars(svg, rows, unit, left, top):
     """Draw the heading, a bar for each row, and what their colors mean. Return where the picture goes on."""
-    unit = unit_of_picture(results)
-    speeds = {}
-    for row in results.table_rows:
-        if has_a_bar(results, row, unit):
-            speeds[row] = results.figure(row, "tok_per_sec")
-    farthest = max((speed * (1 + half_of_whisker(results, row)) for row, speed in speeds.items()), default=1)
+    with_bars = [outcome for outcome in rows if has_a_bar(outcome, unit)]
+    farthest = max((outcome.tok_per_sec * (1 + half_of_whisker(outcome)) for outcome in with_bars), default=1)
     scale = (WIDTH - left - FIGURES) / farthest
     units = {"tok": "tokens", "sample": "samples", "step": "steps"}
     add(svg, "text", f"{units[unit]} per second", x=left, y=top, class_="heading")
-    classes = []
     y = top + 12
-    for row in results.table_rows:
-        add(svg, "text", shortened(row.label), x=left - 8, y=y + 11, text_anchor="end")
-        words, end = speed_cell(results, row), left
-        if results.error(row):
-            words = shortened(failure(results.error(row)), MOST_LETTERS_OF_A_FAILURE)
-        if row in speeds:
-            length = scale * speeds[row]
-            half = length * half_of_whisker(results, row)
-            classes.append(class_of(verdict_on(results, row)))
-            add(svg, "rect", x=left, y=y, width=length, height=BAR, class_=classes[-1])
+    for outcome in rows:
+        add(svg, "text", shortened(outcome.row.label), x=left - 8, y=y + 11, text_anchor="end")
+        words, end = speed_cell(outcome), left
+        if outcome.error:
+            words = shortened(failure(outcome.error), MOST_LETTERS_OF_A_FAILURE)
+        if has_a_bar(outcome, unit):
+            length = scale * outcome.tok_per_sec
+            half = length * half_of_whisker(outcome)
+            add(svg, "rect", x=left, y=y, width=length, height=BAR, class_=class_of(outcome))
             middle = y + BAR / 2
             add(svg, "line", x1=left + length - half, y1=middle, x2=left + length + half, y2=middle, class_="whisker")
             end = left + length + half
         add(svg, "text", words, x=end + 6, y=y + 11)
         y += LINE
-    if set(classes) - {"bar"}:
+    classes = {class_of(outcome) for outcome in with_bars}
+    if classes - {"bar"}:
         y = draw_legend(svg, classes, left, y + 6)
     return y
 
 
-def unit_of_picture(results):
-    """Return what the first row that ran counts: only rows that count the same have bars."""
-    facts = results.first_facts()
-    return unit_of(facts) if facts else "tok"
-
-
-def has_a_bar(results, row, unit):
+def has_a_bar(outcome, unit):
     """Tell whether a row has a speed in this unit, and did not fail."""
-    if results.error(row) or not results.figure(row, "tok_per_sec"):
-        return False
-    return unit_of(results.facts(row)) == unit
+    return outcome.error is None and outcome.tok_per_sec is not None and outcome.unit == unit
 
 
-def half_of_whisker(results, row):
+def half_of_whisker(outcome):
     """Return the ± of a row's ratio to the row above, as a share of that ratio, and at most 1; 0 without one."""
-    ratio = results.compare(row, results.above(row))
+    ratio = outcome.ratio
     return min(1.0, ratio.spread / ratio.value) if ratio and ratio.spread else 0.0
 
 
-def class_of(verdict):
-    """Return the class of a bar, whose color shows the verdict on its row."""
-    match verdict:
-        case Verdict.FASTER:
-            return "faster"
-        case Verdict.SLOWER:
-            return "slower"
-        case Verdict.SAME:
-            return "same"
-        case Verdict.UNCLEAR:
-            return "unclear"
-        case Verdict.UNEXPECTED:
-            return "unexpected"
-    return "bar"
+def class_of(outcome):
+    """Return the class of a bar, whose color shows the verdict on its row: a name in LEGEND."""
+    return outcome.verdict.name.lower() if outcome.verdict else "bar"
 
 
 def draw_legend(svg, classes, left, y):
@@ -187,57 +162,36 @@ def draw_legend(svg, classes, left, y):
 # The curves
 
 
-def choose_curves(results):
-    """Return [(Row, [(seconds, loss)])] of at most MOST_CURVES rows.
+def choose_curves(rows, unit):
+    """Return the Outcomes of at most MOST_CURVES rows.
 
     These are the first row, the fastest one, and those that gained most over the row above.
     """
-    curves = {}
-    for row in results.table_rows:
-        points = points_of(results, row)
-        if len(points) > 1:
-            curves[row] = points
-    if len(curves) <= MOST_CURVES:
-        return list(curves.items())
-    first, *others = curves
-    unit = unit_of_picture(results)
-    speeds = {row: results.figure(row, "tok_per_sec") for row in curves if has_a_bar(results, row, unit)}
-    fastest = max(speeds, key=speeds.get, default=first)
-    others.sort(key=lambda row: gain(results, row), reverse=True)
-    chosen = {first, fastest}
-    for row in others:
+    with_curves = [outcome for outcome in rows if len(outcome.curve) > 1]
+    if len(with_curves) <= MOST_CURVES:
+        return with_curves
+    first, *others = with_curves
+    with_bars = [outcome for outcome in with_curves if has_a_bar(outcome, unit)]
+    fastest = max(with_bars, key=lambda outcome: outcome.tok_per_sec, default=first)
+    others.sort(key=lambda outcome: outcome.ratio.value if outcome.ratio else 0.0, reverse=True)
+    chosen = {first.row, fastest.row}
+    for outcome in others:
         if len(chosen) < MOST_CURVES:
-            chosen.add(row)
-    return [(row, points) for row, points in curves.items() if row in chosen]
+            chosen.add(outcome.row)
+    return [outcome for outcome in with_curves if outcome.row in chosen]
 
 
-def gain(results, row):
-    """Return how many times as fast as the row above a row is; 0 where that is not known."""
-    ratio = results.compare(row, results.above(row))
-    return ratio.value if ratio else 0.0
-
-
-def points_of(results, row):
-    """Return the loss of each step of a row's first run, and the seconds that all steps up to it took."""
-    points = []
-    seconds = 0.0
-    for run in results.runs_of(row)[:1]:
-        for step in run.steps:
-            seconds += step["dt"]
-            if step["loss"] is not None:
-                points.append((seconds, step["loss"]))
-    return points
-
-
-def draw_curves(svg, curves, left, top):
+def draw_curves(svg, rows, left, top):
     """Draw the loss of some rows over the seconds of their steps, which are logarithmic. Return the bottom."""
     heading = "training loss, over the seconds of all steps, warm-up included"
     add(svg, "text", heading, x=left, y=top, class_="heading")
     width = WIDTH - left - NAMES
     top += 14
     bottom = top + PLOT_HEIGHT
-    all_seconds = [seconds for _, points in curves for seconds, _ in points]
-    losses = [loss for _, points in curves for _, loss in points]
+    all_seconds, losses = [], []
+    for outcome in rows:
+        all_seconds += [seconds for seconds, _ in outcome.curve]
+        losses += [loss for _, loss in outcome.curve]
     first, last = math.log(min(all_seconds)), math.log(max(all_seconds))
     lowest, highest = min(losses), max(losses)
 
@@ -254,16 +208,16 @@ def draw_curves(svg, curves, left, top):
     for seconds in ticks_of_seconds(min(all_seconds), max(all_seconds)):
         add(svg, "line", x1=x_of(seconds), y1=bottom, x2=x_of(seconds), y2=bottom + 4, class_="axis")
         add(svg, "text", f"{seconds:g} s", x=x_of(seconds), y=bottom + 18, text_anchor="middle")
-    for number, (row, points) in enumerate(curves):
-        kept = points[:: math.ceil(len(points) / MOST_POINTS)]
-        if kept[-1] != points[-1]:
-            kept.append(points[-1])
+    for number, outcome in enumerate(rows):
+        kept = outcome.curve[:: math.ceil(len(outcome.curve) / MOST_POINTS)]
+        if kept[-1] != outcome.curve[-1]:
+            kept.append(outcome.curve[-1])
         path = " ".join(f"{x_of(seconds):.1f},{y_of(loss):.1f}" for seconds, loss in kept)
         add(svg, "polyline", points=path, class_=f"curve c{number}")
         y = top + 8 + LINE * number
         x = left + width + 8
         add(svg, "line", x1=x, y1=y, x2=x + 14, y2=y, class_=f"curve c{number}")
-        add(svg, "text", name_of_curve(row.label), x=x + 18, y=y + 4)
+        add(svg, "text", name_of_curve(outcome.row.label), x=x + 18, y=y + 4)
     return bottom + 28
 
 

@@ -1,0 +1,294 @@
+"""From the runs of a record to the table: figures, ratios, predictions, noise and verdicts."""
+
+from harness.bench.ratios import Verdict
+from harness.figures import WARMUP, figures_of
+
+import pytest
+from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, summary, table_from
+
+# figures
+
+
+def test_the_figures_of_some_steps_are_their_median_quartiles_and_speed():
+    """Steps of 25, 36, 49 and 64 s; quartiles as numpy's: 25 + 3/4 * 11, and 49 + 1/4 * 15."""
+    steps = [{"dt": dt, "tokens": 980, "memory": memory} for dt, memory in ((25, 4), (36, 3), (49, 2), (64, None))]
+    figures = figures_of(steps)
+    assert (figures["dt_q1_ms"], figures["dt_ms"], figures["dt_q3_ms"]) == (33_250, 42_500, 52_750)
+    assert (figures["tok_per_sec"], figures["memory"]) == (pytest.approx(980 / 42.5, rel=1e-12), 4)
+
+
+def test_the_speed_of_steps_with_different_tokens_is_that_of_the_median_step():
+    """Speeds of 10, 20 and 40 tokens per second; 200 / 10 would be those of the median dt and the first tokens."""
+    steps = [{"dt": dt, "tokens": tokens, "memory": 0} for dt, tokens in ((20, 200), (10, 400), (5, 100), (1, 0))]
+    assert figures_of(steps)["tok_per_sec"] == 20
+
+
+def test_a_rows_figures_are_those_of_all_its_runs():
+    first = run("s01", [4.0, 1.0], memory=2, end=summary(reserved=3_000), warmup_dt=3.0)
+    second = run("s01", [9.0], memory=1, number=1, end=summary(reserved=5_000))
+    table = table_from(first, second, run("s01", [16.0, 25.0], memory=None, number=2, end=None))
+    s01 = table.reference
+    assert (s01.dt_ms, s01.memory, s01.reserved) == (9000, 2_000_000_000, 5_000)
+    assert (s01.steps, s01.rounds) == (5, 2)
+    assert s01.warmup_s == 3 * WARMUP  # of the first run, which may compile
+
+
+def test_the_warm_up_is_the_records_own():
+    table = table_from(run("s01", [8.0, 8.0, 1.0]), run("s02", [8.0, 2.0, 2.0]), warmup=6)
+    assert (table.reference.steps, table.reference.warmup_s) == (1, 4 * 1.0 + 2 * 8.0)
+    assert table.outcomes["s02"].ratio.value == 0.5
+
+
+def test_losses_stand_at_the_last_step_that_all_rows_took():
+    baseline = [run("s01", [1.0] * 5), run("s01", [1.0], number=1)]
+    table = table_from(*baseline, run("s02", [1.0] * 3), run("s03", [], end=failure("boom")))
+    assert table.loss_step == WARMUP + 2
+    assert [outcome.loss for outcome in table.rows] == [5 - 0.6, 5 - 0.6, None]
+
+
+def test_losses_stand_beside_by_the_numbers_of_their_steps():
+    """A watched script counts from 1: the first step of its optimizer only starts the clock."""
+    watched = [line | {"step": line["step"] + 1} if line["kind"] == "step" else line for line in run("b", [1.0] * 2)]
+    table = table_from(run("a", [1.0] * 2), watched)
+    assert [outcome.loss for outcome in table.rows] == [4.5, 4.6]
+
+
+# ratios
+
+
+def test_a_ratio_is_the_median_of_the_ratios_within_the_turns():
+    """The ratios are 4, 1 and 1.5. Their mean is 2.2, and the median times of both rows are equal."""
+    table = table_from(run("a", [1.0, 4.0, 9.0]), run("b", [0.25, 4.0, 6.0]))
+    assert table.outcomes["b"].ratio == pytest.approx((1.5, 2.5))
+
+
+def test_a_turn_that_one_row_did_not_take_is_in_no_ratio():
+    a = [run("a", [1.0, 1.0, 9.0]), run("a", [4.0], number=1)]
+    b = [run("b", [0.5, 0.25]), run("b", [8.0], number=2)]
+    assert table_from(*a, *b).outcomes["b"].ratio == (3, 1)
+    assert table_from(a[1], b[1]).outcomes["b"].ratio is None
+
+
+def test_a_round_of_fresh_processes_gives_one_ratio_by_their_medians():
+    """The medians are 1, 2 and 1 s, and 0.5, 1 and 0.25 s."""
+    a = [run("a", dts, i) for i, dts in enumerate([[1.0, 1.0, 1.5], [9.0, 2.0, 1.0], [1.0]])]
+    b = [run("b", dts, i) for i, dts in enumerate([[0.5], [1.0], [9.0, 0.25, 0.125]])]
+    assert table_from(*a, *b, in_turn=False).outcomes["b"].ratio == (2, 2)
+    assert table_from(a[0], b[0], in_turn=False).outcomes["b"].ratio == (2, None)
+
+
+def test_a_round_in_which_one_row_failed_pairs_with_no_other():
+    a = [run("a", [4.0], end=failure("boom")), run("a", [2.0], number=1)]
+    b = [run("b", [0.5]), run("b", [1.0], number=1)]
+    assert table_from(*a, *b, in_turn=False).outcomes["b"].ratio == (2, None)
+
+
+def test_speed_is_in_tokens_and_not_in_steps():
+    table = table_from(run("a", [1.0], tokens=1000), run("b", [1.5], tokens=3000))
+    assert table.outcomes["b"].ratio.value == 2
+
+
+def test_a_gpt_is_not_compared_with_a_model_whose_tokens_are_another_thing():
+    table = table_from(run("a", [1.0]), run("b", [1.0], unit="sample"), run("c", [0.5], unit="sample"))
+    assert table.outcomes["b"].ratio is None
+    assert table.outcomes["c"].ratio.value == 2
+
+
+def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together():
+    """Two batches come at once, and none for a while: 4 steps of 1000 tokens in 2 s, and in halves of 1 s each."""
+    bursts = {"dts": [0.99, 0.01, 0.99, 0.01], "warmup_dt": 0.5}
+    table = table_from(run("a", [0.25] * 4), run("b", **bursts, wait=0.4), run("c", **bursts, wait=0.01))
+    assert table.outcomes["b"].tok_per_sec == pytest.approx(2000)
+    assert table.outcomes["b"].ratio == (pytest.approx(0.5), pytest.approx(0))
+    same_row_above = table_from(run("a", [0.25] * 4), run("c", **bursts, wait=0.01))
+    assert same_row_above.outcomes["c"].ratio.spread > 12
+
+
+# predictions
+
+# One layer, one head, one channel, one token, one word: 12 L C^2 + V C = 13 weights in matmuls, with T C 14, 56 bytes.
+# At these rates a FLOP or a byte takes a good part of a second.
+ONE = {"vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "seq_len": 1}
+RATES = {"float32": 1, "tf32": 3, "bfloat16": 2, "float16": 4, "copy": 10}
+
+
+def run_of_one(name, **settings):
+    """Return a run of the model ONE in float32, not compiled, in one micro-batch."""
+    about = {"shape": ONE, "batch_size": 1, "amp_dtype": "float32", "compile": False, "accum": 1} | settings
+    return run(name, [1.0], **about)
+
+
+def test_a_prediction_is_the_ratio_of_the_sums_of_all_parts():
+    """78 FLOP with weights, 12 of attention; 68 bytes of scores, 24 of logits, 132 residual, 80 gelu, 116 projections,
+    and 20 * 56 of AdamW."""
+    environment = CPU | {"tf32": True}
+    runs = [run_of_one("s01", environment=environment), run_of_one("s02", environment=environment)]
+    table = table_from(*runs, probed(**RATES))
+    assert table.outcomes["s02"].predicted == pytest.approx((90 + 154) / (30 + 154))
+
+
+def test_a_prediction_is_by_all_stages_between_two_rows():
+    """Flash attention: 7 FLOP in place of 12, no scores, 60 bytes of projections. Clipping moves 3 numbers for each
+    weight, AdamW 20, or 7 in one kernel."""
+    table = table_from(*[run_of_one(name) for name in ("s06", "s09", "s10", "s07")], probed(**RATES))
+    flops, bytes_but_the_update = 78 + 7, 24 + 132 + 80 + 60
+    s06, s07, s10 = (flops + (bytes_but_the_update + numbers * 56) / 10 for numbers in (20, 23, 10))
+    predicted = [outcome.predicted for outcome in table.rows]
+    assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), pytest.approx(s10 / s07)]
+
+
+def test_rows_of_one_stage_are_predicted_by_their_own_flags():
+    """In 16 bits: 34 bytes of scores, 36 logits, 180 residual, 40 gelu, 58 projections, 156 casts. float16 is unscaled
+    in 2 passes over the gradient."""
+    runs = [run_of_one("s03 a"), run_of_one("s03 b", amp_dtype="float16"), run_of_one("s03 c", amp_dtype="bfloat16")]
+    rows = [row(name, script="s03_bf16", above=above) for name, above in (("s03 a", None), ("s03 b", "s03 a"))]
+    rows += [row("s03 c", script="s03_bf16", above="s03 a"), row("probe")]
+    table = table_from(*runs, probed(**RATES), rows=rows)
+    assert table.outcomes["s03 b"].predicted == pytest.approx(244 / (90 / 4 + 50.4 + 22 * 5.6))
+    assert table.outcomes["s03 c"].predicted == pytest.approx(244 / (90 / 2 + 50.4 + 20 * 5.6))
+
+
+def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
+    """In bfloat16 the matmuls, which are nearly all of a step here, should take half the time."""
+    rows = [row("probe"), row("train.py")]
+    rows.append(row("+ bf16", above="train.py", script="train.py"))
+    rows.append(row("+ bf16 more", above="+ bf16", script="train.py"))
+    rows.append(row("other.py", above="+ bf16 more"))
+    runs = [probed(float32=1e9, bfloat16=2e9, copy=1e15)]
+    for name in ("train.py", "+ bf16", "+ bf16 more", "other.py"):
+        autocast = "bfloat16" if "bf16" in name else None
+        runs.append(run(name, [1.0], techniques={"autocast": autocast}))
+    predicted = [outcome.predicted for outcome in table_from(*runs, rows=rows).rows]
+    assert predicted == [None, pytest.approx(2, rel=0.05), None, None]  # in it already; who knows what else it does
+
+
+@pytest.mark.parametrize("names", ["s05 s06", "s05 s07", "s07 s05", "mine s02", "s01 mine", "plain s01"])
+def test_what_flops_and_bytes_do_not_tell_is_not_predicted(names):
+    above, name = names.split()
+    assert table_from(run_of_one(above), run_of_one(name), probed(**RATES)).outcomes[name].predicted is None
+
+
+def test_without_a_rate_and_between_one_process_and_several_nothing_is_predicted():
+    table = table_from(run_of_one("s09"), run_of_one("s10"), probed(bfloat16=1))
+    assert table.outcomes["s10"].predicted is None
+    rows = [*rows_of_names(["s12", "probe"]), row("two s12", script="s12_ddp", above="s12")]
+    runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2), probed(**RATES)]
+    assert table_from(*runs, rows=rows).outcomes["two s12"].predicted is None
+
+
+def test_rates_are_medians_over_the_counted_steps_of_all_rounds():
+    rounds = [probed(1, number, float32=rate, copy=rate / 10) for number, rate in enumerate((1e12, 9e12, 2e12))]
+    rates = table_from(run("s01", [1.0]), *rounds).rates
+    assert (rates.matmul, rates.copy) == ({"float32": 2e12}, 2e11)
+
+
+def test_the_share_of_the_peak_is_by_the_models_shape():
+    """The model takes 6 (12 * 2 * 3**2 + 5 * 3) + 12 * 2 * 3 * 7 = 1890 FLOP for a token, at T 7, and
+    1962 at T 8."""
+    shape = {"vocab_size": 5, "n_layer": 2, "n_head": 1, "n_embd": 3, "seq_len": 7}
+    a_gpt, no_gpt = run("a GPT", [1.0] * 2, shape=shape), run("no GPT", [1.0] * 2, shape=None)
+    several = run("several ranks", [1.0] * 2, shape=shape, world_size=2)
+    longer = run("a longer sequence", [1.0] * 2, shape=shape | {"seq_len": 8})
+    table = table_from(a_gpt, no_gpt, several, longer, probed(float32=1e7, bfloat16=1e8))
+    shares = [outcome.peak_share for outcome in table.rows]
+    assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None, pytest.approx(1962 * 1000 / 1e8)]
+
+
+# noise and verdicts
+
+
+def names_of_pairs(table):
+    """Return the names of the rows that are runs of one computation."""
+    return {(outcome.row.name, outcome.base.row.name) for outcome in table.pairs}
+
+
+@pytest.mark.parametrize("dt, noise", [(1.0, 0), (1.25, 0.25), (0.8, 0.25)])
+def test_the_noise_is_how_far_a_row_and_its_second_run_came_out_apart(dt, noise):
+    assert table_from(run("a", [1.0] * 2), run("a again", [dt] * 2)).noise == pytest.approx(noise)
+
+
+def test_the_noise_is_the_worst_of_all_pairs_of_one_computation():
+    """Without TF32 units s02 is s01, and s08 takes the steps of s07."""
+    runs = [run("s01", [1.0] * 2), run("s02", [0.96] * 2), run("s07", [0.5] * 2), run("s07 again", [0.49] * 2)]
+    table = table_from(*runs, run("s08", [0.5] * 2))
+    assert names_of_pairs(table) == {("s07 again", "s07"), ("s02", "s01"), ("s08", "s07")}
+    assert table.noise == pytest.approx(1 / 0.96 - 1)
+
+
+def test_a_stage_that_does_nothing_here_is_a_control_of_the_stage_before():
+    missing = {"compile": False, "fallbacks": {"compile": "no compiler"}, "amp_dtype": "float32", "accum": 1}
+    table = table_from(*[run(f"s{number:02d}", [1.0], **missing) for number in range(1, 13)])
+    expected = {("s02", "s01"), ("s03", "s02"), ("s04", "s03"), ("s08", "s07"), ("s09", "s08"), ("s11", "s10")}
+    assert names_of_pairs(table) == expected
+
+
+@pytest.mark.parametrize(
+    "above, below, is_control",
+    [
+        (row("s01"), row("s08"), False),
+        (row("mine"), row("s02"), False),
+        (row("s02"), row("s01"), False),
+        (row("s07"), row("s08", flags=("--lr", "1")), False),
+        (row("s07"), row("s08", launcher=("env", "A=b")), False),
+        (row("s07", flags=("--lr", "1")), row("s08", flags=("--lr", "1")), True),
+    ],
+)
+def test_a_row_is_a_control_of_the_stage_before_where_both_have_the_same_command(above, below, is_control):
+    rows = [above, row(below.name, above=above.name, launcher=below.launcher, flags=below.flags)]
+    table = table_from(run(above.name, [1.0]), run(below.name, [1.0]), rows=rows)
+    assert len(table.pairs) == is_control
+
+
+@pytest.mark.parametrize("failed", ["a", "a again"])
+def test_a_run_that_failed_is_no_control(failed):
+    ends = {failed: failure("boom")}
+    table = table_from(*[run(name, [1.0] * 2, end=ends.get(name, summary())) for name in ("a", "a again")])
+    assert table.pairs == []
+
+
+def test_a_single_round_of_a_row_tells_nothing_whatever_the_noise():
+    """Only rounds that both rows ended give a ratio, and one ratio has no interval."""
+    both = [run(name, [1.0], number) for name in ("a", "a again") for number in range(3)]
+    once = [run("b", [0.1]), run("b", [0.1], 1, end=None), run("b", [0.1], 2, end=None)]
+    table = table_from(*both, *once, in_turn=False, rounds=3)
+    assert table.noise == 0
+    assert table.outcomes["b"].verdict is Verdict.UNCLEAR
+
+
+def test_a_stage_that_is_known_to_do_nothing_makes_no_difference_however_wide_its_spread():
+    s02 = table_from(run("s01", [1.0, 1.0]), run("s01 again", [1.0, 1.0]), run("s02", [0.9, 1.1])).outcomes["s02"]
+    assert s02.ratio.spread == pytest.approx(0.1, abs=0.01)
+    assert s02.verdict is Verdict.SAME
+
+
+def test_a_pair_that_contradicts_our_claim_is_named_and_is_no_noise():
+    """s02 is twice as fast on a device that we say has no TF32. The steps of s08 are 3 % off: that is noise."""
+    runs = [run("s01", [1.0] * 2), run("s02", [0.5] * 2), run("s02 again", [0.5] * 2), run("s07", [0.25] * 2)]
+    table = table_from(*runs, run("s08", [0.25 * 1.03] * 2))
+    assert table.noise == pytest.approx(0.03)
+    assert table.outcomes["s02"].verdict is Verdict.UNEXPECTED
+    assert table.outcomes["s07"].verdict is Verdict.FASTER
+
+
+def test_a_second_run_of_a_row_is_noise_however_bad_and_excuses_a_claim():
+    runs = [run("s01", [1.0] * 2), run("s02", [0.5] * 2), run("s02 again", [1.25] * 2), run("s03", [0.1] * 2)]
+    table = table_from(*runs)
+    assert table.noise == pytest.approx(1.5)
+    assert table.outcomes["s02"].verdict is Verdict.SAME
+    assert table.outcomes["s03"].verdict is Verdict.FASTER
+
+
+def test_a_wrong_claim_is_named_where_it_is_the_only_pair():
+    table = table_from(run("s01", [1.0] * 2), run("s02", [0.5] * 2), run("s03", [0.25] * 2))
+    assert table.noise is None
+    assert table.outcomes["s02"].verdict is Verdict.UNEXPECTED
+    assert table.outcomes["s03"].verdict is None
+
+
+def test_rows_that_failed_or_train_another_model_have_no_verdict():
+    other = {"shape": MINI | {"n_embd": 99}}
+    runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.1] * 2, end=failure("boom"))]
+    table = table_from(*runs, run("c", [0.1] * 3), run("d", [0.05] * 3, **other))
+    assert [outcome.verdict for outcome in table.rows] == [None] * 4
+    assert table.outcomes["d"].ratio.value == 2
+    assert table.fastest.row.name == "c"
