@@ -60,7 +60,7 @@ def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_pa
     rows.append(replace(row_of("torchrun s12"), above="s10"))
     rates = probe_of(float32=5e13, tf32=3e14, bfloat16=6e14, copy=3e12)
     words = page.expectations(forecast_of(results_of(rates, rows=rows, environment=A100)))
-    lines = {line.split()[0]: line.split()[-1] for line in words.splitlines()[2:]}
+    lines = {line.split()[0]: line.split()[1] for line in words.splitlines()[2:]}
     assert (lines["s09"], lines["s10"], lines["s12"]) == ("–", "1.07", "–")
     assert words.endswith("All together 1.1 x s09; what has a dash can't be predicted.")
 

@@ -5,11 +5,12 @@ from harness.bench.answer import answer
 from harness.bench.rows import WITHOUT_CPU_MEMORY
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fixtures.records import A100, failure, probed, row, run, summary, table_from
+from fixtures.records import A100, failure, probed, row, run, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -76,17 +77,14 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     for number in range(3):
         runs.append(probed(number=number, **RATES))
         for i, (name, dts) in enumerate(times.items()):
-            end = summary(reserved=(40 + i) * 10**9)
-            runs.append(run(name, [dts[number]], number, end=end, memory=30 + i, **about))
+            runs.append(run(name, [dts[number]], number, memory=30 + i, **about))
     drawn = page_of(table_from(*runs, in_turn=False, rounds=3, environment=A100))
-    assert "| row | what you type | tok/sec | x above | x s01 | GB |" in drawn
-    link = "[s03](../stages/s03_bf16.py) | `with torch.autocast(...):`"
-    assert f"| {link} | 5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 |" in drawn
-    link = "[s01](../stages/s01_baseline.py) | nothing yet: float32"
-    assert f"| {link} | 1,000,000,000 | – | – | 30.00 |" in drawn
-    assert "| row | predicted | x above | dt ms [IQR] | % of peak | loss, step 4 | note |" in drawn
-    figures = "1.018 | 2.000 ± 0.500 | 200.0 [200.0–225.0] | 7.5 | 4.60"
-    assert f"| s03 | {figures} | active: bfloat16; 12 s of warm-up; 43.00 GB reserved |" in drawn
+    assert "| row | tok/sec | x above | x s01 | GB | what you type |" in drawn
+    figures = "5,000,000,000 | 2.00 ± 0.50 | 5.00 | 33.00 | `with torch.autocast(...):`"
+    assert f"| [s03](../stages/s03_bf16.py) | {figures} |" in drawn
+    assert "| [s01](../stages/s01_baseline.py) | 1,000,000,000 | – | – | 30.00 | nothing yet: float32 |" in drawn
+    assert "| row | predicted | dt ms | % of peak | loss, step 4 | note |" in drawn
+    assert "| s03 | 1.02 | 200.0 | 7.5 | 4.60 | active: bfloat16; 12 s of warm-up |" in drawn
     assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
     assert "a large copy moves 10,000.0 GB/s." in drawn
     assert "s02 again / s02 1.000. The noise is 0.0 %." in drawn
@@ -104,8 +102,7 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
         (row("s03"), row("s05"), "s04, `F.scaled_dot_product_attention(...)`"),
         (row("s01"), row("s05"), "s02 to s04, `F.scaled_dot_product_attention(...)`"),
         (row("s11"), row("s05"), "`F.scaled_dot_product_attention(...)`"),
-        (row("s03"), row("x", script="s05_flash", flags=("--accum", "2")), "s04 to s05, `--accum 2`"),
-        (row("s12"), row("y", script="s12_ddp", launcher=("torchrun", "-n", "2")), "`torchrun -n 2`"),
+        (row("s03"), row("s05 --accum 2", script="s05_flash", flags=("--accum", "2")), "s04 to s05, `s05 --accum 2`"),
         (row("s01"), row("my/train.py"), "`my/train.py`"),
         (None, row("plain", script="s01_baseline", launcher=WITHOUT_CPU_MEMORY), "without the memory variables"),
     ],
@@ -130,7 +127,7 @@ def test_a_stage_that_does_nothing_here_is_not_named_among_those_that_a_row_skip
 def test_brackets_stand_around_what_is_no_difference():
     times = {"s01": 1.0, "s01 again": 1.01, "s05": 0.25, "s06": 0.251}
     shown = page.terminal_at_the_end(table_from(*[run(name, [dt] * 2) for name, dt in times.items()]))
-    assert "  4.00 ± 0.00  " in shown
+    assert re.search(r"^s05 +4,000 +4\.00 ± 0\.00 +4\.00  1\.50  s03 to s04, F\.scaled", shown, re.MULTILINE)
     assert "  (1.00 ± 0.00)  " in shown
     assert "In brackets: what a noise of 1.0 % and the ratio's own ± may explain together." in shown
     assert "\nall together   s05 is 4.00 ± 0.00 x s01\n" in shown
@@ -138,19 +135,6 @@ def test_brackets_stand_around_what_is_no_difference():
     once = page.terminal_at_the_end(table_from(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
     assert "Nothing is called faster or slower, because the noise is not known yet." in once
-
-
-def test_a_table_with_wide_figures_keeps_room_for_what_you_type():
-    columns = [page.Column("row", lambda row: 90 * "9"), page.Column("what", lambda row: "four words", True)]
-    assert page.aligned(columns, ["a row"]).endswith("  four\n" + 92 * " " + "words")
-
-
-def test_no_line_of_a_terminal_has_more_than_80_columns_and_nothing_is_left_out():
-    rows = [row("a", title=16 * "a"), row("x", script="s12_ddp", flags=("--data", "a/long/path" * 9), above="a")]
-    table = table_from(run("a", [0.001] * 2, memory=100), run("x", [0.001] * 2, memory=100), rows=rows)
-    lines = page.terminal(table).splitlines()
-    assert max(len(line) for line in lines) <= 80
-    assert "a/long/path" * 9 in "".join(line[18:].split("  ")[0].strip() for line in lines[3:])
 
 
 # The answer
@@ -169,24 +153,16 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         run("s07", [0.2] * 20),
         run("s12", [0.25] * 20),
     ]
+    more = "more --steps, or a quieter machine,"
     assert answer(table_from(*runs)) == [
         ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
         ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs)"),
         ("no difference", "s06 a vocabulary in 64s; s02 TF32: the same computation here"),
-        ("can't be told", "s05 flash attention 0.92 ± 0.08, s07 clipping 0.92 ± 0.08: --steps 100 may tell"),
+        ("can't be told", f"s05 flash attention 0.92 ± 0.08, s07 clipping 0.92 ± 0.08: {more} may tell"),
         ("has to pay first", "s04 has a warm-up that is 40 s longer, and is ahead after about 480 steps"),
         ("all together", "s04 is 3.60 ± 0.00 x s01"),
         ("what to type", "`with torch.autocast(...):` | `model = torch.compile(model)`"),
     ]
-
-
-def test_each_row_that_cannot_be_told_has_its_own_remedy():
-    """With a noise of 2 %, b needs a ± of 0.02, 2.3 times as many turns. c needs one of 0.005, 35 times as many."""
-    runs = [run("a", [1.0] * 20), run("a again", [1.02] * 20)]
-    runs += [run("b", [1 / 1.04] * 12 + [1 / 1.07] * 8), run("c", [1 / 1.0251] * 12 + [1 / 1.0551] * 8)]
-    rows = [row("a"), row("a again", control_of="a"), row("b", above="a"), row("c", above="a")]
-    lines = dict(answer(table_from(*runs, rows=rows)))["can't be told"]
-    assert lines == "b 1.04 ± 0.03: --steps 100 may tell; c 1.03 ± 0.03: a quieter machine may tell"
 
 
 def test_in_rounds_more_rounds_may_tell():
@@ -205,7 +181,7 @@ def test_a_single_sample_hides_no_gain_of_another_row():
     runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.5] * 3), run("c", [0.4])]
     lines = dict(answer(table_from(*runs)))
     assert lines["all together"] == "b is 2.00 ± 0.00 x a"
-    assert lines["can't be told"] == "c 1.25: more steps may tell"
+    assert lines["can't be told"] == "c 1.25: more --steps, or a quieter machine, may tell"
 
 
 def test_what_contradicts_our_claim_says_so():

@@ -43,11 +43,6 @@ class Stage:
         """The path of its file."""
         return FOLDER / f"{self.name}.py"
 
-    @property
-    def lesson(self):
-        """Its section in the lessons, as a link from stages/."""
-        return f"README.md#{self.name.replace('_', '--')}"
-
 
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),

@@ -1,13 +1,10 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
-import math
-
 from .. import ladder
 from .ratios import Verdict, distance
 from .rows import gains_cpu_memory
 from .words import typed_cell, words_on_ratio
 
-MOST_STEPS = 500  # that are worth a try, to make a ± smaller
 SURPRISE = (
     "should compute the same as the row above, and is left out of the noise. A claim of ours is wrong here, or a "
     "process was slow, which --rounds {} would tell"
@@ -49,10 +46,8 @@ def words_on_rows(rows, verdict, bench):
                 parts.append(f"{', '.join(alike)}: the same computation here")
             return "; ".join(parts)
         case Verdict.UNCLEAR:
-            names_by_remedy = {}
-            for outcome in rows:
-                names_by_remedy.setdefault(remedy(outcome, bench), []).append(name_and_ratio(outcome))
-            return "; ".join(f"{', '.join(names)}: {what_tells}" for what_tells, names in names_by_remedy.items())
+            remedy = "more --steps, or a quieter machine," if bench["in_turn"] else f"--rounds {2 * bench['rounds']}"
+            return f"{', '.join(name_and_ratio(outcome) for outcome in rows)}: {remedy} may tell"
         case Verdict.UNEXPECTED:
             names = ", ".join(name_and_ratio(outcome) for outcome in rows)
             return f"{names}: {SURPRISE.format(max(3, 2 * bench['rounds']))}"
@@ -82,17 +77,6 @@ def name_of_change(outcome):
     if row.stage is None or row.stage.technique is None or row.launcher or row.flags:
         return row.label
     return f"{row.label} {row.stage.technique}"
-
-
-def remedy(outcome, bench):
-    """Return what would tell more about a row whose verdict is UNCLEAR."""
-    if not bench["in_turn"]:
-        return f"--rounds {2 * bench['rounds']} may tell"
-    if outcome.steps_needed is None:
-        return "more steps may tell"
-    if outcome.steps_needed > MOST_STEPS:
-        return "a quieter machine may tell"
-    return f"--steps {100 * math.ceil(outcome.steps_needed / 100)} may tell"
 
 
 def words_to_type(table):

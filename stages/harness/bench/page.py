@@ -16,7 +16,6 @@ from .ratios import Verdict
 from .words import PATH_TO_STAGES, number_cell
 
 TERMINAL_WIDTH = 80  # columns
-NARROWEST = 8  # columns that "what you type" has, rather than that a line has no more than 80
 NO_NOISE = (
     "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that ran twice "
     "without failing, and two rounds on a GPU or two counted steps on a CPU."
@@ -35,14 +34,14 @@ class Column(NamedTuple):
 
 
 def short_columns(table):
-    """Return the columns of the short table, as a terminal shows it."""
+    """Return the columns of the short table, as a terminal shows it. Only the last one may be long."""
     return [
         Column("row", lambda outcome: outcome.row.title, is_text=True),
-        Column("what you type", words.typed_cell, is_text=True),
         Column("tok/sec", words.speed_cell),
         Column("x above", words.ratio_cell),
         Column(f"x {table.reference.row.title}", words.ratio_to_reference_cell),
         Column("GB", lambda outcome: number_cell(outcome.memory, "{:.2f}", scale=1e-9)),
+        Column("what you type", words.typed_cell, is_text=True),
     ]
 
 
@@ -57,9 +56,8 @@ def full_columns(table):
     title_of_loss = "loss" if table.loss_step is None else f"loss, step {table.loss_step}"
     return [
         Column("row", lambda outcome: outcome.row.label, is_text=True),
-        Column("predicted", lambda outcome: number_cell(outcome.predicted, "{:.3f}")),
-        Column("x above", lambda outcome: words.ratio_cell(outcome, digits=3)),  # neighbors differ by little
-        Column("dt ms [IQR]", words.step_time_cell),
+        Column("predicted", lambda outcome: number_cell(outcome.predicted, "{:.2f}")),
+        Column("dt ms", lambda outcome: number_cell(outcome.dt_ms, "{:.1f}")),
         Column("% of peak", lambda outcome: number_cell(outcome.peak_share, "{:.1f}", scale=100)),
         Column(title_of_loss, lambda outcome: number_cell(outcome.loss, "{:.2f}")),
         Column("note", lambda outcome: words.note_cell(outcome, table.bench), is_text=True),
@@ -76,25 +74,13 @@ def markdown(columns, rows):
 
 
 def aligned(columns, rows):
-    """Return a table as lines for a terminal. The second column wraps where a line would be too long."""
-    cells_of_rows = [[column.title for column in columns]]
-    for outcome in rows:
-        cells_of_rows.append([column.cell(outcome).replace("`", "") for column in columns])
-    widths = [max(len(cells[i]) for cells in cells_of_rows) for i in range(len(columns))]
-    gaps = 2 * (len(columns) - 1)
-    width_of_others = sum(widths) - widths[1] + gaps
-    widths[1] = min(widths[1], max(NARROWEST, TERMINAL_WIDTH - width_of_others))
-    lines = []
-    for cells in cells_of_rows:
-        first, *rest = textwrap.wrap(cells[1], widths[1], break_on_hyphens=False)
-        cells[1] = first
-        padded = []
-        for column, cell, width in zip(columns, cells, widths, strict=True):
-            padded.append(cell.ljust(width) if column.is_text else cell.rjust(width))
-        lines.append("  ".join(padded).rstrip())
-        for line in rest:
-            lines.append(" " * (widths[0] + 2) + line)
-    return "\n".join(lines)
+    """Return a table as lines for a terminal."""
+    padded_columns = []
+    for column in columns:
+        cells = [column.title] + [column.cell(outcome).replace("`", "") for outcome in rows]
+        width = max(len(cell) for cell in cells)
+        padded_columns.append([cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded_columns, strict=True))
 
 
 # The terminal
@@ -104,7 +90,7 @@ def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_columns(table), table.rows)]
     for outcome in table.rows:
-        parts = words.words_on_models(outcome) + words.words_on_script(outcome, words.name_of_technique)
+        parts = words.words_on_models(outcome) + words.words_on_script(outcome)
         if outcome.error:
             parts.append(words.failure(outcome.error))
         if parts:
@@ -137,10 +123,8 @@ def expectations(forecast):
     foretold = [outcome for outcome in forecast.rows if outcome.predicted]
     if not foretold:
         return None
-    columns = [
-        *short_columns(forecast)[:2],
-        Column("should be x above", lambda outcome: number_cell(outcome.predicted, "{:.2f}")),
-    ]
+    row, *_, typed = short_columns(forecast)
+    columns = [row, Column("should be x above", lambda outcome: number_cell(outcome.predicted, "{:.2f}")), typed]
     together = math.prod(outcome.predicted for outcome in foretold)
     base = foretold[0].base.row.label
     lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
@@ -205,29 +189,17 @@ def what_ran(table):
         parts.append(f"T {settings['seq_len']}")
     if settings.get("corpus"):  # which nobody knows of a script
         parts.append(settings["corpus"])
-    line = f"{', '.join(parts)}, seed {settings['seed']}, {table.facts['started'][:10]}."
-    first, *others = [outcome.row for outcome in table.rows]
-    if any(row.is_watched and row.script != first.script for row in others):
-        line += " This is of the first row. Other scripts may differ."
-    elif any(row.flags != first.flags for row in others):
-        line += " This is of the first row. Rows with flags of their own may differ."
-    return line
+    return f"The first row: {', '.join(parts)}, seed {settings['seed']}, {table.facts['started'][:10]}."
 
 
 def how_rows_ran(table):
     """Return how the rows were led."""
     bench = table.bench
-    steps, warmup = bench["steps"], bench["warmup"]
-    rounds = "1 round" if bench["rounds"] == 1 else f"{bench['rounds']} rounds, there and back"
+    how = "One after the other, each in a fresh process"
     if bench["in_turn"]:
-        line = f"All processes were alive at once. After {warmup} steps of warm-up each, they took"
-        planned = words.planned_steps(bench)
-        taken = max(outcome.steps for outcome in table.rows)
-        if taken < planned:
-            return f"{line} {taken} of {planned} in turn, no more."
-        return f"{line} {steps - warmup} in turn. {rounds}."
-    most = f"at most {steps} steps, of which {warmup} are warm-up"
-    return f"One after the other, each in a fresh process: {most}. {rounds}."
+        how = "In turn, all processes alive at once"
+    steps = f"at most {bench['steps']} steps, of which {bench['warmup']} are warm-up"
+    return f"{how}: {steps}, in {bench['rounds']} round{'s' if bench['rounds'] > 1 else ''}."
 
 
 def noise_line(table):

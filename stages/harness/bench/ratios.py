@@ -151,15 +151,3 @@ def judge(ratio, noise):
     if distance(ratio.value) + reach <= ALIKE:
         return Verdict.SAME
     return Verdict.UNCLEAR
-
-
-def turns_needed(ratio, noise, turns):
-    """Estimate after how many turns the spread of a Ratio is small enough for a verdict; inf where it never is.
-
-    turns: how many it had. A spread shrinks with the root of their number.
-    """
-    away = distance(ratio.value)
-    small_enough = max(away - noise, ALIKE - away - noise)
-    if small_enough <= 0:
-        return math.inf
-    return turns * (spread_of_distance(ratio) / small_enough) ** 2

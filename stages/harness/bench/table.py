@@ -62,10 +62,7 @@ class Outcome:
     parameters: int | None = None
     tok_per_sec: float | None = None
     memory: int | None = None
-    reserved: int | None = None  # bytes that PyTorch had taken from a card
     dt_ms: float | None = None  # the median
-    dt_q1_ms: float | None = None
-    dt_q3_ms: float | None = None
     dt_mean_ms: float | None = None
     warmup_s: float | None = None  # of the first run, which may compile
     loss: float | None = None  # at the Table's loss_step
@@ -87,7 +84,6 @@ class Outcome:
     is_another_model: bool = False  # than the base's
     is_same_computation: bool = False  # as the base's
     verdict: Verdict | None = None  # on the ratio
-    steps_needed: float | None = None  # --steps, about, after which an unclear ratio were clear
     steps_to_pay: float | None = None  # after which a gain has made up for a long warm-up
 
 
@@ -250,9 +246,9 @@ def figures_of_row(ours):
         return {}
     figures = figures_of(ours.counted)
     first = [run for run in ours.runs if run.counted][0]
-    figures["warmup_s"] = seconds_of_warmup(first.steps, first.warmup)
-    figures["reserved"] = max((run.summary or {}).get("reserved", 0) for run in ours.runs)
-    return {name: value or None for name, value in figures.items()}
+    warmup_s = seconds_of_warmup(first.steps, first.warmup)
+    kept = {name: figures[name] or None for name in ("tok_per_sec", "memory", "dt_ms", "dt_mean_ms")}
+    return kept | {"warmup_s": warmup_s}
 
 
 def add_facts(outcome, ours, table):
@@ -387,12 +383,8 @@ def add_verdict(outcome, table):
     if table.noise is None or outcome.verdict is Verdict.UNEXPECTED:
         return
     outcome.verdict = judge(outcome.ratio, table.noise)
-    has_spread = outcome.ratio.spread is not None
-    if outcome.is_same_computation and has_spread:
+    if outcome.is_same_computation and outcome.ratio.spread is not None:
         outcome.verdict = Verdict.SAME
-    if outcome.verdict is Verdict.UNCLEAR and has_spread:
-        turns = ratios.turns_needed(outcome.ratio, table.noise, outcome.steps / table.bench["rounds"])
-        outcome.steps_needed = table.bench["warmup"] + turns
     longer = outcome.warmup_s - outcome.base.warmup_s
     if outcome.verdict is Verdict.FASTER and longer > LONG_WARMUP:
         seconds_saved = outcome.dt_ms / 1000 * (outcome.ratio.value - 1)  # in each step

@@ -1,6 +1,5 @@
 """What is said of a row of the table, in the terminal and on a page: cells, and words for a note."""
 
-import shlex
 import textwrap
 
 from .. import ladder
@@ -36,17 +35,17 @@ def words_on_speed(outcome):
     return f"{outcome.tok_per_sec:,.0f} {'tok' if outcome.unit == 'tok' else outcome.unit + 's'}/sec"
 
 
-def words_on_ratio(ratio, digits=2):
+def words_on_ratio(ratio):
     """Return a Ratio with its ±, as "1.35 ± 0.63"."""
-    words = f"{ratio.value:.{digits}f}"
-    return words if ratio.spread is None else f"{words} ± {ratio.spread:.{digits}f}"
+    words = f"{ratio.value:.2f}"
+    return words if ratio.spread is None else f"{words} ± {ratio.spread:.2f}"
 
 
-def ratio_cell(outcome, digits=2):
+def ratio_cell(outcome):
     """Return the cell that compares a row with the one above; in brackets where no difference is shown."""
     if outcome.ratio is None:
         return NOTHING
-    cell = words_on_ratio(outcome.ratio, digits)
+    cell = words_on_ratio(outcome.ratio)
     return f"({cell})" if outcome.verdict in IN_BRACKETS else cell
 
 
@@ -54,13 +53,6 @@ def ratio_to_reference_cell(outcome):
     """Return the cell that compares a row with the reference, without a ±."""
     ratio = outcome.ratio_to_reference
     return NOTHING if ratio is None else f"{ratio.value:.2f}"
-
-
-def step_time_cell(outcome):
-    """Return the cell of the median time of a step and its quartiles, in milliseconds."""
-    if outcome.dt_ms is None:
-        return NOTHING
-    return f"{outcome.dt_ms:.1f} [{outcome.dt_q1_ms:.1f}–{outcome.dt_q3_ms:.1f}]"
 
 
 # What a row is
@@ -73,7 +65,7 @@ def linked_cell(outcome, folder):
 
 
 def typed_cell(outcome):
-    """Return what the reader of a row types: the stage's line, or the launcher and flags of the row's own command.
+    """Return what the reader of a row types: the stage's line, or the row's own command.
 
     Where a row skips stages, these are named first, because the ratio includes their gains.
     """
@@ -85,17 +77,11 @@ def typed_cell(outcome):
         text = "without the memory variables"
     elif row.is_watched and gains_cpu_memory(row, above):
         text = "with the memory variables"
-    elif row.is_watched:
-        words = [f"+{name}" for name in row.added]
-        script = row.script.split() if row.is_module else [row.script]
-        text = f"`{shlex.join([*words, *row.launcher, *script, *row.flags])}`"
-    elif row.launcher or row.flags:
-        text = f"`{shlex.join([*row.launcher, *row.flags])}`"
-    elif row.stage:
+    elif row.stage and not row.launcher and not row.flags:
         text = row.stage.line
         skipped = [stage for stage in skipped if stage is not row.stage]  # its line is shown
     else:
-        text = f"`{row.script}`"
+        text = f"`{row.name}`"
     if not skipped:
         return text
     return f"{ladder.words_on_stages(skipped)}, {text}"
@@ -116,13 +102,11 @@ def note_cell(outcome, bench):
     parts += words_on_models(outcome)
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
-    parts += words_on_script(outcome, linked_technique)
+    parts += words_on_script(outcome)
     if outcome.is_same_computation:
         parts.append("same computation as the row above")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:
         parts.append(f"{outcome.warmup_s:.0f} s of warm-up")
-    if outcome.reserved:
-        parts.append(f"{outcome.reserved / 1e9:.2f} GB reserved")
     return "; ".join(parts)
 
 
@@ -135,20 +119,13 @@ def words_on_models(outcome):
     """Return what is said where a row trains another model than the row above, a list of words."""
     if not outcome.is_another_model:
         return []
-    ours, theirs = words_on_size(outcome.parameters), words_on_size(outcome.base.parameters)
-    return [f"another model: {ours} parameters beside {theirs}"]
+    return [f"another model: {outcome.parameters:,} parameters beside {outcome.base.parameters:,}"]
 
 
-def words_on_size(parameters):
-    """Return a number of parameters in words: "10.7M", and a small one in full."""
-    return f"{parameters / 1e6:.1f}M" if parameters >= 1e6 else f"{parameters:,}"
-
-
-def words_on_script(outcome, name):
+def words_on_script(outcome):
     """Return what is said of a watched script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    For a row that adds a technique to the row above, it is what became of that. name: returns what to call the
-    technique of a Stage.
+    For a row that adds a technique to the row above, it is what became of that.
     """
     techniques = outcome.techniques
     if techniques is None:
@@ -158,9 +135,9 @@ def words_on_script(outcome, name):
         words += words_on_added(outcome)
     else:
         has, lacks, remarks = ladder.has_and_lacks(techniques)
-        words.append(f"has {', '.join(name(stage) for stage in has) or 'nothing of the ladder'}")
+        words.append(f"has {', '.join(stage.technique for stage in has) or 'nothing of the ladder'}")
         if techniques["profiled"]:
-            words.append(f"lacks {', '.join(name(stage) for stage in lacks) or 'nothing of it'}")
+            words.append(f"lacks {', '.join(stage.technique for stage in lacks) or 'nothing of it'}")
         words += remarks
     if outcome.is_out_of_turn:
         words.append("took its steps without turns, since what loads its data would get ahead")
@@ -183,16 +160,6 @@ def words_on_added(outcome):
         elif outcome.base.techniques and ladder.uses(outcome.base.techniques, name):
             words.append(f"{name} is in it already")
     return words
-
-
-def name_of_technique(stage):
-    """Return what a terminal calls the technique of a Stage."""
-    return stage.technique
-
-
-def linked_technique(stage):
-    """Return what a page calls the technique of a Stage, with a link to its lesson."""
-    return f"[{stage.technique}]({PATH_TO_STAGES}{stage.lesson})"
 
 
 def failure(error):
