@@ -7,9 +7,10 @@
     python bench.py "s11 --batch-size 16" "s11 --batch-size 64"        one stage with other flags
     python bench.py s12 "torchrun --standalone --nproc_per_node=2 s12" one process and two
 
-A row is a command: a stage or a script, the flags behind it, and what launches it in front. +tf32, +bf16, +compile and
-+fused add a technique to a script from outside. A script runs in the folder that you are in, and in its own where it
-lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
+A row is a command: a stage or a script, the flags behind it, and what launches it in front. The script is the first
+word that is a stage, ends in .py, or is the -m of a module, so write --log-dir=s05 and not --log-dir s05 in front of
+it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are
+in, and in its own where it lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
 
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts, and --device cpu hides the cards from these. Each row is compared with the one above and with the first. Table
@@ -21,12 +22,11 @@ hold them all, they run one after the other, in three rounds. In each round a ro
 steps or more that took six seconds together, and at the latest after 160.
 """
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-import time
+import tempfile
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -34,22 +34,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "stages"))
 
-from harness import ladder, machine, terminal
-from harness.bench import page, picture, words
-from harness.bench.forecast import forecast_of
-from harness.bench.reaper import Reaper
+from harness import ladder, machine
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
-from harness.bench.table import table_of
-from harness.bench.workers import MOST_COUNTED_STEPS, NotEnoughMemory, about, lead, say
+from harness.bench.turns import MOST_COUNTED_STEPS, measure, show
+from harness.bench.workers import say
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
-from data import TokenLoader, load_tokens, refuse, whole_file
+from data import TokenLoader, load_tokens, refuse
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
 ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
-TELL_EVERY = 5  # turns
+LONGEST_FOLDER = 70  # letters, since the path of a Unix socket may have about 100
 
 
 def parse_command(argv):
@@ -200,109 +197,33 @@ def open_new(path):
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
 
 
-def new_reaper():
-    """Return a Reaper. Exits with one line where the temporary folder can't be written."""
+def new_folder():
+    """Return a TemporaryDirectory for the sockets of the workers. Exits with one line where none can be written."""
     try:
-        return Reaper()
+        has_long_path = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        return tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp" if has_long_path else None)
     except OSError as error:
         refuse(f"no temporary folder: {error.strerror}; set TMPDIR to one that can be written")
 
 
-def measure(args, argv, path):
+def run(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
     in_turn = args.shared_args.device.type == "cpu"
     tell_where_scripts_run(args.rows, in_turn)
-    with contextlib.closing(new_reaper()) as reaper, open_new(path) as file:
+    with new_folder() as folder, open_new(path) as file:
         say(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
-        while True:  # a second time where memory does not hold all rows at once
-            results = Results(new_bench(args, argv, in_turn), file)
-            try:
-                measure_rounds(results, path, reaper)
-                return results
-            except NotEnoughMemory as error:
-                say(f"{error}, so they run one after the other, in {args.rounds or ROUNDS} rounds")
-                in_turn = False
-                file.truncate(0)
+        results = Results(new_bench(args, argv, in_turn), file)
+        try:
+            if not measure(results, path, folder):
                 file.seek(0)
-            except KeyboardInterrupt:
-                say("interrupted; what was measured:")
-                show(results, path)
-                raise
-
-
-def measure_rounds(results, path, reaper):
-    """Measure all rounds, and show the table after each.
-
-    Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
-    probe always comes first: it warms a card up.
-    """
-    bench = results.bench
-    probe, *rows = results.rows.values()
-    total = bench["rounds"] * len(results.rows)
-    ended = 0
-    began = time.monotonic()
-
-    def tell_warm(row):
-        if row.is_probe and round_number == 0 and not results.error(row):
-            tell_expectations(results)
-
-    for round_number in range(bench["rounds"]):
-        order = [probe, *rows]
-        if bench["in_turn"]:
-            lead(order, results, round_number, reaper, tell_warm, teller_of_turns(results))
-        else:
-            for row in order:
-                lead([row], results, round_number, reaper, tell_warm)
-                ended += 1
-                seconds_left = (time.monotonic() - began) / ended * (total - ended)
-                say(f"{speed_of(results, row)}; {ended} of {total} runs, {about(seconds_left)} left")
-        show(results, path)
-        rows.reverse()
-
-
-def tell_expectations(results):
-    """Print what each row should bring, once the probe is warm."""
-    expected = page.expectations(forecast_of(results))
-    if expected:
-        say(expected)
-
-
-def teller_of_turns(results):
-    """Return a function that tells now and then how far the turns are, what time is left, and how fast the rows are."""
-    turns = results.bench["steps"] - results.bench["warmup"]
-
-    def tell(turn, seconds):
-        if turn % TELL_EVERY == 0 and turn < turns:
-            say(f"turn {turn} of {turns}, {about(seconds / turn * (turns - turn))} left in this round")
-            say(page.terminal(table_of(results)))
-
-    return tell
-
-
-def speed_of(results, row):
-    """Return words on a row that has ended: its tokens per second, and its ratio to the row above."""
-    outcome = table_of(results).outcomes.get(row.name)  # the probe has none
-    if outcome is None or outcome.tok_per_sec is None:
-        return f"{row.label} has ended"
-    line = f"{row.label}: {words.words_on_speed(outcome)}"
-    if outcome.ratio is None or row.control_of:
-        return line
-    return f"{line}, {outcome.ratio.value:.2f} x {outcome.base.row.label}"
-
-
-def show(results, path):
-    """Write the page and its picture, and print the short table and the verdict."""
-    table = table_of(results)
-    texts = {".svg": picture.draw(table, path.stem), ".md": page.page(table, path.stem)}
-    try:
-        for suffix, text in texts.items():
-            with whole_file(path.with_suffix(suffix)) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
-        written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
-    except OSError as error:
-        written = f"results/{path.stem}.md was not written: {error.strerror}"
-    terminal.say(page.terminal_at_the_end(table))
-    say(written)
+                file.truncate()
+                results = Results(new_bench(args, argv, in_turn=False), file)
+                measure(results, path, folder)
+        except KeyboardInterrupt:
+            say("interrupted; what was measured:")
+            show(results, path)
+            raise
+    return results
 
 
 def exit_status(results):
@@ -345,7 +266,7 @@ def main(argv):
         slow = machine.what_slows_down()
         if slow:
             say(f"all is slower by {slow} in the environment")
-        return exit_status(measure(args, argv, path))
+        return exit_status(run(args, argv, path))
     except Interrupted as interrupted:
         return 128 + interrupted.args[0]
 

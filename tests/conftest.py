@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,9 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
 from harness.bench import workers
-from harness.bench.reaper import Reaper
 from harness.bench.results import Results
 from harness.figures import WARMUP
+from harness.leader import END
 
 import tiktoken
 import torch
@@ -160,12 +161,10 @@ def led_by_the_bench(row, flags, steps):
     results = Results(bench)
     keep = results.add
     results.add = lambda line: lines.append(line) or keep(line)
-    with contextlib.closing(Reaper()) as reaper:
-        worker = workers.Worker(row, results, 0, reaper)
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(workers.Worker(row, results, 0, folder)) as worker:
         worker.take_steps(steps)
-        worker.close()
-        worker.wait()
-        workers.stop([worker])
+        worker.ask(END)
+    worker.reader.join()
     return Ended(worker.process.returncode, worker.printed(), "", lines)
 
 

@@ -1,7 +1,7 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
 from harness import ladder, machine
-from harness.bench import workers
+from harness.bench import turns, workers
 from harness.bench.results import Results
 from harness.bench.table import table_of
 from harness.figures import WARMUP
@@ -9,7 +9,6 @@ from harness.figures import WARMUP
 import errno
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -93,8 +92,8 @@ def repo(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a folder"
     (folder / "stages" / "harness" / "bench").mkdir(parents=True)
     for stage in ladder.STAGES:
-        shutil.copy(FAKE_STAGE, folder / "stages" / f"{stage.name}.py")
-    shutil.copy(FAKE_STAGE, folder / "stages" / "harness" / "bench" / "probe.py")
+        (folder / "stages" / f"{stage.name}.py").symlink_to(FAKE_STAGE)
+    (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_STAGE)
     (folder / "ids.bin").write_bytes(bytes(20_000))
     lock = tmp_path / "lock"
     lock.touch()
@@ -103,27 +102,24 @@ def repo(tmp_path, monkeypatch, capsys):
     class NamedWorker(workers.Worker):
         """A worker whose fake knows of which row and round it is."""
 
-        def __init__(self, row, results, number, reaper):
+        def __init__(self, row, results, number, folder):
             repo.live.append(row.name)
             repo.most_alive = max(repo.most_alive, len(repo.live))
             monkeypatch.setenv("FAKE_ROW", row.name)
             monkeypatch.setenv("FAKE_ROUND", str(number))
-            super().__init__(row, results, number, reaper)
+            super().__init__(row, results, number, folder)
 
-    def stop_and_note(stopped):
-        for worker in stopped:
-            repo.live.remove(worker.row.name)
-        stop(stopped)
-
-    stop = workers.stop
+        def close(self):
+            super().close()
+            if self.row.name in repo.live:
+                repo.live.remove(self.row.name)
 
     monkeypatch.setenv("FAKE_LOCK", str(lock))
     monkeypatch.setattr(bench, "ROOT", folder)
     monkeypatch.setattr(ladder, "FOLDER", folder / "stages")
-    monkeypatch.setattr(workers, "Worker", NamedWorker)
-    monkeypatch.setattr(workers, "stop", stop_and_note)
+    monkeypatch.setattr(turns, "Worker", NamedWorker)
     monkeypatch.setattr(workers, "PATIENCE", 60)
-    monkeypatch.setattr(workers, "PAUSE", 0)
+    monkeypatch.setattr(turns, "PAUSE", 0)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(machine, "free_memory", lambda: 10**15 if len(repo.live) < repo.at_once else 0)
     yield repo
@@ -243,7 +239,7 @@ def test_rows_that_memory_does_not_hold_at_once_run_one_after_the_other_in_three
     repo.at_once = 3
     ended = repo.run()
     assert ended.status == 0
-    assert "memory holds 3 of 5 processes at once, so they run one after the other, in 3 rounds" in ended.err
+    assert "memory holds 3 of 5 processes at once, so they run one after the other" in ended.err
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
     [line] = repo.lines("bench")
     assert line["in_turn"] is False
@@ -319,7 +315,6 @@ def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypat
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": signal.SIGHUP, "round": 0})
     monkeypatch.setattr(workers, "PATIENCE", 1)  # the fake that sends it takes no more steps
-    monkeypatch.setattr(workers, "POLL", 0.1)
     try:
         assert repo.run().status == 1
     finally:
@@ -349,7 +344,7 @@ def test_two_benches_with_one_name_are_one_line(repo, monkeypatch):
 
 
 def test_without_a_temporary_folder_a_line_says_which_variable_to_set(repo, monkeypatch):
-    monkeypatch.setattr(tempfile, "mkdtemp", full_disk)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full_disk)
     ended = repo.run()
     assert ended.status == 2
     assert ended.err.endswith("No space left on device; set TMPDIR to one that can be written\n")

@@ -305,6 +305,27 @@ def test_an_autocast_around_the_whole_loop_is_seen(tmp_path):
     assert ended.of_kind("techniques")[0]["autocast"] == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    "start, loaders",
+    [
+        ("threading.Thread(target=lambda: time.sleep(20), daemon=True).start()", 1),
+        ("threading.Thread(target=time.sleep, args=[20], daemon=True).start()", 0),  # as a progress bar has one
+        ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[20], daemon=True).start()", 1),
+    ],
+)
+def test_what_may_load_data_is_counted(tmp_path, start, loaders):
+    text = TRAIN.replace(START, f"{START}\nimport multiprocessing, threading\n{start}")
+    ended = watch(tmp_path, text, "--steps", "2")
+    assert ended.of_kind("techniques")[0]["loaders"] == loaders
+
+
+def test_steps_of_a_child_that_a_script_forks_are_not_counted(tmp_path):
+    child = "if step == 2 and not os.fork():\n        optimizer.step()\n        os._exit(0)"
+    text = TRAIN.replace("import json,", "import json, os,").replace(PAUSE, f"    {child}")
+    ended = watch(tmp_path, text, "--steps", "5")
+    assert [step["step"] for step in ended.of_kind("step")] == [1, 2, 3, 4, 5]
+
+
 def test_who_reads_only_the_head_sees_no_traceback(tmp_path):
     (tmp_path / "train.py").write_text(
         TRAIN.replace("range(7)", "range(100)").replace("time.sleep(0.1)", "print(step)")

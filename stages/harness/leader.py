@@ -3,24 +3,26 @@
 stdin and stdout belong to a script of the reader's own, and torchrun closes other descriptors in its ranks. Each rank
 connects for itself and is led for itself, because a collective of ours could meet one of the script's.
 
-What a rank writes, a line of JSON each:
+What a rank sends, each time a line of JSON:
 
-    {"kind": "hello", "pid": 4711, "ranks": 2}              first, as soon as it runs; ranks: of this machine
+    {"kind": "hello", "ranks": 2, "group": 4711}            first, as soon as it runs; ranks: of this machine
     {"kind": "ready"}                                       whenever it waits for a request
     {"kind": "notice", "message": "no step in 60 s, ..."}   from a script that shows no step
     and the lines of its record, rank 0 alone; but an "error" comes from whatever rank fails
 
-What the bench writes: a line feed for each step that it wants. It closes its end when it wants the summary.
+The bench sends STEP for each step that it wants, and END when it wants the summary. The connection ends with the
+process at its other end, however that ends: the bench learns so of a rank that died, and a rank of a bench that did.
 """
 
 import json
 import os
-import socket
+import select
+import signal
 import threading
-
-from . import machine
+from multiprocessing.connection import Client
 
 PATH = "SPEED_LADDER_SOCKET"  # the variable of the environment
+STEP, END = b"step", b"end"
 
 
 class Leader:
@@ -28,23 +30,29 @@ class Leader:
 
     def __init__(self, path):
         """Connect to the bench that listens there, and tell who this is."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-        self.requests = connection.makefile("r", encoding="utf-8")
-        self.answers = connection.makefile("w", encoding="utf-8")
+        self.connection = Client(path)
+        os.register_at_fork(after_in_child=self.connection.close)  # a child would keep it open after our death
         self.lock = threading.Lock()  # a notice comes from a thread of its own
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size()))
-        self.tell({"kind": "hello", "pid": os.getpid(), "ranks": ranks})
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+        self.tell({"kind": "hello", "ranks": int(ranks), "group": os.getpgrp()})
+        threading.Thread(target=self.end_with_the_bench, daemon=True).start()
 
     def tell(self, line):
         """Send a line, a dict."""
         with self.lock:
-            print(json.dumps(line), file=self.answers, flush=True)
+            self.connection.send_bytes(json.dumps(line).encode())
+
+    def end_with_the_bench(self):
+        """End this process and its children once the bench is gone, whatever they do. This is a thread."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLHUP)  # and not POLLIN, since wait_for_request() reads
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
 
     def wait_for_request(self):
         """Wait until the bench asks for a step or for the end. Return whether to take another step."""
         self.tell({"kind": "ready"})
-        return bool(self.requests.readline())
+        return self.connection.recv_bytes() == STEP
 
 
 def find_leader():

@@ -62,9 +62,9 @@ A script that watch.py watches leaves a line more, before its second step. techn
      "emulated": false, "parameters": 7242880, "loaders": 0,
      "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
 
-"loaders" are the processes that it has started, most likely to load its data. Its settings are those that can be seen,
-its first step is number 1, and each step has "wait", the seconds before its first forward. The "wait" of its summary is
-their share of the time.
+"loaders" are the processes and threads that it has started, most likely to load its data. Its settings are those that
+can be seen, its first step is number 1, and each step has "wait", the seconds before its first forward. The "wait" of
+its summary is their share of the time.
 """
 
 import json

@@ -156,6 +156,8 @@ class Watcher:
 
     def saw_optimizer_step(self, optimizer):
         """Note a step of an optimizer, also one that a GradScaler skipped. The first optimizer's ends the step."""
+        if os.getpid() != self.pid:  # a child that the script forked
+            return
         if self.optimizer is None:
             self.optimizer = optimizer
             self.device = parameters_of([], optimizer)[0].device
@@ -280,7 +282,7 @@ class Watcher:
         if autocast is None and torch.is_autocast_enabled(self.device.type):  # entered once, around the loop
             autocast = machine.dtype_name(torch.get_autocast_dtype(self.device.type))
         self.techniques = find_techniques(models, self.optimizer, self.device, autocast, events)
-        self.techniques["loaders"] = len(multiprocessing.active_children())
+        self.techniques["loaders"] = len(multiprocessing.active_children()) + count_threads_of_script()
         self.args.record.write("techniques", **self.techniques)
 
     # the end
@@ -391,10 +393,26 @@ def tell_of_silence(watcher):
 
 def line_of_script(frame):
     """Return the place in the reader's own code, "train.py:228", from which a frame was called."""
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
-    while frame.f_back and frame.f_code.co_filename.startswith(libraries):
+    while frame.f_back and is_of_a_library(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_of_a_library(frame):
+    """Tell whether a frame is not in the reader's own code."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
+    return frame.f_code.co_filename.startswith(libraries)
+
+
+def count_threads_of_script():
+    """Return how many threads run code of the reader's own, beside the main one. A library's may only show a bar."""
+    count = 0
+    for ident, frame in sys._current_frames().items():
+        while frame and is_of_a_library(frame):
+            frame = frame.f_back
+        if frame and ident != threading.main_thread().ident:
+            count += 1
+    return count
 
 
 def watch_pytorch(watcher):

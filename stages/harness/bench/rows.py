@@ -1,7 +1,6 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -23,10 +22,14 @@ LONGEST_LABEL = 80  # letters
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 # The launcher of the row `plain`, which goes without these variables.
 WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
-STARTS_PYTHON = r"python[\d.]*|torchrun|accelerate|deepspeed"  # launchers behind which no Python has to stand
-# modules that are launchers, as in python -m torch.distributed.run train.py
-MODULES_THAT_LAUNCH = r"(torch\.distributed|accelerate|deepspeed)(\.|$)"
-FLAGS_WITHOUT_VALUE = ("--standalone", "--cpu", "--multi_gpu", "--use_deepspeed", "-u", "-O", "-B", "-I")
+THIS_PYTHON = {
+    "python": [sys.executable],
+    "python3": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+# How the names of launchers begin that start a Python by themselves, and of modules that are launchers.
+STARTS_PYTHON = ("python", "torchrun", "accelerate", "deepspeed")
+LAUNCHES = ("torch.distributed", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
     name: the command as it was typed, or a stage's short name; no two rows share one. title: what the first column of
-    the short table shows. script: the name of a stage, "probe", the path of another script, or -m and a module.
+    the short table shows. script: the name of a stage, "probe", the path of another script, or the name of a module.
     launcher, flags: what stands before and behind it in the command. added: the techniques that are added to a script
     from outside, as "bf16". is_watched: whether the script knows nothing of the bench, so that watch.py runs it. above:
     the name of the row above. control_of: in a second run, the name of the row that it repeats.
@@ -72,8 +75,8 @@ class Row:
 
     @property
     def is_module(self):
-        """Whether it runs a module, by -m."""
-        return self.script.startswith("-m ")
+        """Whether it is a script that runs by -m."""
+        return self.is_watched and not self.script.endswith(".py")
 
     @property
     def is_of_the_ladder(self):
@@ -86,11 +89,9 @@ class Row:
         return folder_of(self.script) if self.is_watched and not self.is_module else Path.cwd()
 
     @property
-    def path(self):
-        """The path of its script, which is no module."""
-        if self.is_probe:
-            return ladder.FOLDER / "harness" / "bench" / "probe.py"
-        return self.stage.path if self.stage else Path(self.script).resolve()
+    def words_of_script(self):
+        """What stands for the script in a command: its path, or -m and the module."""
+        return ["-m", self.script] if self.is_module else [self.script]
 
     def command(self, bench):
         """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
@@ -100,20 +101,22 @@ class Row:
         """
         words = []
         for word in self.launcher:
-            if word in ("python", "python3"):
-                words.append(sys.executable)
-            elif word == "torchrun":
-                words += [sys.executable, "-m", "torch.distributed.run"]
-            else:
-                words.append(word)
+            words += THIS_PYTHON.get(word, [word])
         if not starts_python(self.launcher):
             words.append(sys.executable)
-        if not self.is_watched:
-            return [*words, str(self.path), *bench["flags"], *self.flags]
-        words += [str(ladder.FOLDER / "watch.py"), *bench["flags_of_scripts"], *[f"+{name}" for name in self.added]]
-        if self.is_module:
-            return [*words, *self.script.split(), *self.flags]
-        return [*words, self.script, *self.flags]
+        if self.is_watched:
+            added = [f"+{name}" for name in self.added]
+            words += [str(ladder.FOLDER / "watch.py"), *bench["flags_of_scripts"], *added, *self.words_of_script]
+        else:
+            words += [str(self.path), *bench["flags"]]
+        return [*words, *self.flags]
+
+    @property
+    def path(self):
+        """The path of the file that runs, of the probe, a stage or a copy of one."""
+        if self.is_probe:
+            return ladder.FOLDER / "harness" / "bench" / "probe.py"
+        return self.stage.path if self.stage else Path(self.script).resolve()
 
     def variables(self, bench):
         """Return what the bench adds to the environment of its process. A script's own is left as it is otherwise."""
@@ -130,11 +133,6 @@ def goes_without_cpu_memory(row):
     return row.launcher[: len(WITHOUT_CPU_MEMORY)] == WITHOUT_CPU_MEMORY
 
 
-def sets_a_variable(word):
-    """Tell whether a word is a variable and its value, as A=b behind env. The path of a file is none."""
-    return re.match(r"\w+=", word) is not None and not os.path.isfile(word)  # Path.is_file() raises for a long word
-
-
 def runs_the_same(row, above):
     """Tell whether a row runs the script of the row above, with the same flags. above: a Row, or None."""
     return above is not None and (row.script, row.flags) == (above.script, above.flags)
@@ -147,41 +145,10 @@ def gains_cpu_memory(row, above):
 
 def starts_python(launcher):
     """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
-    programs = [Path(word).name for word in launcher if not sets_a_variable(word)]
-    return any(re.fullmatch(STARTS_PYTHON, program) for program in programs)
+    return any(Path(word).name.startswith(STARTS_PYTHON) for word in launcher if "=" not in word)
 
 
-def is_value(words, place):
-    """Tell whether a word of a launcher is the value of the flag in front of it, as in --log-dir s05."""
-    flag = words[place - 1] if place > 0 else ""
-    if not flag.startswith("-") or "=" in flag or flag in FLAGS_WITHOUT_VALUE:
-        return False
-    return flag.startswith("--") or not words[place].endswith(".py")  # python -u train.py
-
-
-def names_a_module(words, place):
-    """Tell whether a word is the -m of a script that is a module. numactl and others have another -m."""
-    if words[place] not in ("-m", "--module") or place + 1 == len(words):
-        return False
-    is_pythons = place == 0 or starts_python(words[:place])
-    return is_pythons and not re.match(MODULES_THAT_LAUNCH, words[place + 1])
-
-
-def place_of_script(words):
-    """Return where the script, its -m, or the stage stands among the words of a command; None without one.
-
-    In front of it are launchers and their flags. A word that may be the value of a flag is the last choice.
-    """
-    candidates = []
-    for place, word in enumerate(words):
-        if sets_a_variable(word):
-            continue
-        if ladder.stage_of(word) or word.endswith(".py") or names_a_module(words, place):
-            candidates.append(place)
-    for place in candidates:
-        if not is_value(words, place):
-            return place
-    return candidates[-1] if candidates else None
+# From a command to a row
 
 
 def row_of(command):
@@ -196,54 +163,66 @@ def row_of(command):
     added = []
     while words and words[0].startswith("+"):
         added.append(words.pop(0)[1:])
-    if words and sets_a_variable(words[0]):
-        words.insert(0, "env")  # as a shell reads it
     place = place_of_script(words)
     if place is None:
         last = ladder.STAGES[-1].short
         refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or a command in quotes")
-    for word in words:
-        if word[0:1] == "+" and word[1:] in ladder.ADDED:
-            refuse(f"{command!r}: put {word} in front of all other words")
-    script, behind = words[place], place + 1
-    if names_a_module(words, place):
-        script, behind = f"-m {words[place + 1]}", place + 2
-    launcher, flags = tuple(words[:place]), tuple(words[behind:])
+    launcher, script, flags = words[:place], words[place], words[place + 1 :]
+    if launcher and "=" in launcher[0]:
+        launcher.insert(0, "env")  # as a shell reads A=b
     stage = ladder.stage_of(script)
-    if stage:
-        name = stage.short if len(words) == 1 else command
-        row = Row(name, stage.short, stage.name, launcher, flags, tuple(added))
+    if script == "-m":
+        script = flags.pop(0)
+        row = Row(command, script.split(".")[-1][:LONGEST_TITLE], script, is_watched=True)
+    elif stage:
+        row = Row(stage.short if len(words) == 1 else command, stage.short, stage.name)
     else:
-        is_watched = not logs_by_itself(script)
-        row = Row(command, title_of(script), script, launcher, flags, tuple(added), is_watched)
-    check(row, script)
+        row = Row(command, Path(script).stem[:LONGEST_TITLE], script, is_watched=not logs_by_itself(script))
+    row = replace(row, launcher=tuple(launcher), flags=tuple(flags), added=tuple(added))
+    check(row)
     return row
 
 
-def title_of(script):
-    """Return the short name of a script: "train" of my/train.py, and "base_train" of -m scripts.base_train."""
-    if script.startswith("-m "):
-        return script.split(".")[-1].removeprefix("-m ")[:LONGEST_TITLE]
-    return Path(script).stem[:LONGEST_TITLE]
+def place_of_script(words):
+    """Return where the script of a command stands: the first stage, .py file or -m of a module; None without one.
+
+    A word with = is none, so that the value of a launcher's flag that looks like a script can be told: --flag=value.
+    """
+    for place, word in enumerate(words):
+        is_file = word.endswith(".py") and "=" not in word
+        if is_file or ladder.stage_of(word) or is_flag_of_module(words[place : place + 2]):
+            return place
+    return None
 
 
-def check(row, script):
-    """Exit with one line where a row can't run. script: as it was typed."""
+def is_flag_of_module(words):
+    """Tell whether two words are the -m of a script and its module. That of a launcher is none, nor numactl's -m 0."""
+    if len(words) < 2 or words[0] != "-m" or words[1].startswith(LAUNCHES):
+        return False
+    return words[1].replace(".", "_").isidentifier()
+
+
+def check(row):
+    """Exit with one line where a row can't run."""
     for name in row.added:
         if name not in ladder.ADDED:
             known = ", ".join(f"+{each}" for each in ladder.ADDED)
             refuse(f"{row.name!r}: +{name} is no technique that can be added from outside: pass one of {known}")
     if row.added and not row.is_watched:
         refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
-    if row.launcher:
-        program = row.launcher[0]
-        if program not in ("python", "python3", "torchrun") and shutil.which(program) is None:
-            refuse(f"{row.name!r}: there is no {program}")
+    for word in (*row.launcher, *row.flags):
+        if word[0:1] == "+" and word[1:] in ladder.ADDED:
+            refuse(f"{row.name!r}: put {word} in front of all other words")
+    if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
+        refuse(f"{row.name!r}: there is no {row.launcher[0]}")
     if not row.is_module and not os.path.isfile(row.path):
-        refuse(f"{row.name!r}: there is no {script}")
+        refuse(f"{row.name!r}: there is no {row.script}")
     for word in row.flags:
         if not row.is_watched and word.startswith(("--steps", "--device")):
             refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
+
+
+# The rows of a bench
 
 
 def useless_here(device):
@@ -262,31 +241,31 @@ def useless_here(device):
 def rows_of_climb(command, device):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    command: the script, as a row of the command line. What does nothing on this device is left out. On a CPU the first
-    row goes without the variables of memory, as the script's owner runs it.
+    command: the script, as a row of the command line. What does nothing on this device is left out.
     """
     script = row_of(command)
     if not script.is_watched:
         refuse(f"--climb {command!r}: pass a script of your own that knows nothing of the ladder")
-    rows = [script]
-    if device.type == "cpu":
-        rows.insert(0, replace(script, name="plain", title="plain", launcher=(*WITHOUT_CPU_MEMORY, *script.launcher)))
+    rows = [*plain(script, device), script]
     useless = useless_here(device)
     for name in ladder.ADDED:
-        if name in useless or name in script.added:
-            continue
-        added = (*rows[-1].added, name)
-        rows.append(replace(rows[-1], name=f"+ {name}", title=f"+ {name}", added=added))
+        if name not in useless and name not in script.added:
+            added = (*rows[-1].added, name)
+            rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
     return rows
 
 
 def rows_of_ladder(device):
-    """Return the Rows of all stages that run on a device, on a CPU with `plain` above them."""
-    stages = [stage for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
-    rows = [row_of(stage.short) for stage in stages]
-    if device.type == "cpu":
-        rows.insert(0, replace(rows[0], name="plain", title="plain", launcher=WITHOUT_CPU_MEMORY))
-    return rows
+    """Return the Rows of all stages that run on a device."""
+    rows = [row_of(stage.short) for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
+    return [*plain(rows[0], device), *rows]
+
+
+def plain(row, device):
+    """Return, on a CPU, the row that stands above the first one: the same without the variables of memory."""
+    if device.type != "cpu":
+        return []
+    return [replace(row, name="plain", title="plain", launcher=(*WITHOUT_CPU_MEMORY, *row.launcher))]
 
 
 def all_rows(rows):
@@ -301,8 +280,7 @@ def all_rows(rows):
     rows = with_plain_titles(rows)
     for place in range(1, len(rows)):
         rows[place] = replace(rows[place], above=names[place - 1])
-    probe = Row(name=PROBE, title=PROBE, script=PROBE)
-    together = [probe, *with_control(rows)]
+    together = [Row(PROBE, PROBE, PROBE), *with_control(rows)]
     return [with_number(row, number) for number, row in enumerate(together)]
 
 
@@ -317,13 +295,6 @@ def with_plain_titles(rows):
     return titled
 
 
-def with_number(row, number):
-    """Return a row whose number stands where its words say {row}: several rows may not write one file."""
-    launcher = tuple(word.replace("{row}", str(number)) for word in row.launcher)
-    flags = tuple(word.replace("{row}", str(number)) for word in row.flags)
-    return replace(row, launcher=launcher, flags=flags)
-
-
 def with_control(rows):
     """Return the rows with one more, the A/A control: a second run of the row in the middle, right behind it.
 
@@ -332,6 +303,12 @@ def with_control(rows):
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[0] if len(candidates) == 2 else candidates[len(candidates) // 2]
-    together = list(rows)
-    together.insert(rows.index(row) + 1, replace(row, name=f"{row.name} again", above=None, control_of=row.name))
-    return together
+    place = rows.index(row) + 1
+    return [*rows[:place], replace(row, name=f"{row.name} again", above=None, control_of=row.name), *rows[place:]]
+
+
+def with_number(row, number):
+    """Return a row whose number stands where its words say {row}: several rows may not write one file."""
+    launcher = tuple(word.replace("{row}", str(number)) for word in row.launcher)
+    flags = tuple(word.replace("{row}", str(number)) for word in row.flags)
+    return replace(row, launcher=launcher, flags=flags)
