@@ -4,7 +4,7 @@ import statistics
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 UNEVEN = 1.2  # where the mean of dt is more than so many times its median, both are told
-LONG_WAIT = 0.1  # of the time: what waits longer for its data is told so
+LONG_WAIT = 0.1  # of the time: what waits longer for a DataLoader is told so
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 
 
@@ -42,19 +42,16 @@ def tokens_per_second(counted):
 
 
 def waiting_share(steps):
-    """Return which share of the time of a watched script's steps passed before their first forwards.
-
-    None where no forward was seen, and for a stage, whose wait is not measured.
-    """
-    watched = [step for step in steps if step.get("wait") is not None]
+    """Return which share of the time of a watched script's steps it waited for a DataLoader; 0 for a stage."""
+    watched = [step for step in steps if "spent" in step]
     if not watched:
-        return None
-    return sum(step["wait"] for step in watched) / sum(step["dt"] for step in watched)
+        return 0.0
+    return sum(step["spent"]["data"] for step in watched) / sum(step["dt"] for step in watched)
 
 
 def waits_for_data(steps):
-    """Tell whether a watched script spends much of its steps before their first forwards. A stage never does."""
-    return (waiting_share(steps) or 0) > LONG_WAIT
+    """Tell whether a watched script waits much for a DataLoader. A stage never does."""
+    return waiting_share(steps) > LONG_WAIT
 
 
 def seconds_of_warmup(steps, warmup=WARMUP):

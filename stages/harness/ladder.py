@@ -172,25 +172,25 @@ def has_and_lacks(techniques):
     list; a remark says why where that is not plain.
     """
     machine = techniques["machine"]
-    in_16_bits = techniques["weights"] in ("bfloat16", "float16")
+    has_float32 = techniques["weights"] == "float32"
     has, lacks, remarks = [], [], []
     for stage in STAGES:
         match stage.name:
             case "s02_tf32":
-                used, useful = techniques["tf32"], machine["tf32"] and not in_16_bits
+                used, useful = techniques["tf32"], machine["tf32"] and has_float32
                 used = used and useful
             case "s03_bf16":
-                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and not in_16_bits
+                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
                 if techniques["emulated"]:
                     remarks.append(f"this CPU has no units for {techniques['autocast']}, and is slow in it")
-                if in_16_bits:
+                if not has_float32:
                     remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
             case "s04_compile":
                 used, useful = techniques["compile"], machine["compile"]
             case "s05_flash":
                 used, useful = flash_attention_of(techniques, remarks)
             case "s06_vocab":
-                rows = techniques["vocabulary"]
+                rows = techniques.get("logits", techniques["vocabulary"])  # without a profile the embedding's
                 used = rows is not None and rows % 64 == 0
                 useful = rows is not None and rows >= SMALL_VOCABULARY
                 used = used and useful

@@ -58,13 +58,17 @@ A stage that was started by hand leaves one for an exception.
 A script that watch.py watches leaves a line more, before its second step. techniques.find_techniques() explains it:
 
     {"kind": "techniques", "profiled": true, "tf32": true, "weights": "float32", "compile": false, "sdpa": "flash",
-     "attention": true, "drops": false, "vocabulary": 50304, "fused": false, "optimizer": "AdamW", "autocast": null,
-     "emulated": false, "parameters": 7242880, "loaders": 0,
+     "attention": true, "drops": false, "vocabulary": 50304, "logits": 50304, "fused": false, "optimizer": "AdamW",
+     "autocast": null, "emulated": false, "parameters": 7242880, "loaders": 0,
      "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
 
 "loaders" are the processes and threads that it has started, most likely to load its data. Its settings are those that
-can be seen, its first step is number 1, and each step has "wait", the seconds before its first forward. The "wait" of
-its summary is their share of the time.
+can be seen, its first step is number 1, and each step has "spent", the seconds of each of watcher.KINDS. "shares" of
+its summary are the same as shares of the time.
+
+    {"kind": "step", "spent": {"data": 0.03, "forward": 0.2, "loss": 0.01, "backward": 0.4, "update": 0.05,
+     "evaluation": 0.0, "rest": 0.02}, "step": 1, "loss": 10.9, "dt": 0.71, "tokens": 1024, "memory": 1870000000,
+     "meter": "peak RSS"}
 """
 
 import json

@@ -10,6 +10,7 @@ from .added import is_compiled
 from .arithmetic import ADAMW, FUSED_ADAMW, Work, matmul_weights, shape_of
 from .stepprofile import names_with_callers
 
+MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
 
 
@@ -20,12 +21,13 @@ def find_techniques(models, optimizer, device, autocast, events):
     autocast, as "bfloat16", or None. events: those of torch.profiler for one step, or None where none was profiled:
     "profiled" is then False, and the rest is what flags alone tell.
 
-    tf32: whether float32 matmuls may use it. weights: the dtype of most weights. compile: whether a compiled graph ran
-    outside of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any
-    attention was seen. drops: whether dropout was inside of attention, or may have been. vocabulary: the rows of the
-    largest embedding, or None. fused: whether one kernel did the update, or None for an optimizer that can't.
-    optimizer: its class. emulated: whether a CPU has no units for autocast's dtype. parameters: how many there are.
-    machine: what this machine could use, {tf32, amp_dtype, compile}.
+    tf32: whether float32 matmuls may use it. weights: the dtype of most weights. compile: whether compiled code
+    multiplied matrices outside of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None.
+    attention: whether any attention was seen. drops: whether dropout was inside of attention, or may have been.
+    vocabulary: the rows of the largest embedding, or None. logits: among how many the loss chooses, or None; there
+    where a step was profiled. fused: whether one kernel did the update, or None for an optimizer that can't. optimizer:
+    its class. emulated: whether a CPU has no units for autocast's dtype. parameters: how many there are. machine: what
+    this machine could use, {tf32, amp_dtype, compile}.
     """
     modules = [module for model in models for module in model.modules()]
     parameters = parameters_of(models, optimizer)
@@ -73,21 +75,37 @@ def seen_in(events, flags):
     operations = [names_with_callers(event) for event in events]
     names = {names[0] for names in operations}
     kernels = {match[1] for name in names if (match := re.search(machine.SDPA_KERNEL, name))}
-    # a compiled update is no compiled model
-    compiled = any(
-        names[0].startswith("Torch-Compiled Region") and not any("Optimizer.step#" in name for name in names)
-        for names in operations
-    )
+    compiled = any(is_compiled_matmul(each) for each in operations)  # a compiled loss has none
+    attends, logits = False, None
+    for event in events:
+        shape = event.input_shapes[0] if event.input_shapes else []
+        if event.name == "aten::_softmax" and len(shape) > 2:
+            attends = attends or shape[-1] == shape[-2]
+        if event.name == "aten::_log_softmax" and shape:
+            logits = max(logits or 0, shape[-1])
+    if logits is None and compiled:  # a compiler leaves no log_softmax to be seen
+        logits = flags["vocabulary"]
     seen = {
         "compile": compiled,
         "sdpa": min(kernels, default=None),  # "efficient" before "math", which a mask or dropout may choose in a part
-        "attention": bool(kernels) or {"aten::_softmax", "aten::bmm"} <= names,
+        "attention": bool(kernels) or attends,
+        "logits": logits,
     }
     if kernels:
         seen["drops"] = any("bernoulli" in each[0] and "scaled_dot_product" in " ".join(each) for each in operations)
     if flags["fused"] is not None:
         seen["fused"] = flags["fused"] or any("aten::_fused_" in name for name in names)
     return seen
+
+
+def is_compiled_matmul(names):
+    """Tell whether an operation is a matmul in compiled code, by its name and those of its callers.
+
+    Those of an optimizer, as Muon has them, are left out: a compiled update is no compiled model.
+    """
+    if not re.fullmatch(MATMUL, names[0]) or any("Optimizer.step#" in name for name in names):
+        return False
+    return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in names)
 
 
 def allows_tf32():

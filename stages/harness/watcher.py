@@ -6,27 +6,59 @@ loop does are on the clock. The script is not changed, and what it uses is not g
 
 import contextlib
 import functools
+import linecache
 import multiprocessing
 import os
 import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from . import ladder, machine, rates
 from .added import Added
-from .figures import LONG_WAIT, waiting_share
+from .figures import LONG_WAIT
 from .report import Report
 from .stepprofile import StepProfile
 from .techniques import find_techniques, gpt_shape, parameters_of, work_of
 
 end_process = os._exit  # watch.py replaces os._exit for the script
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
+SAMPLING = 0.01  # seconds between two looks at the line that runs
 SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
+LONG_EVALUATION = 0.1  # of the time: what takes longer is told so
+LONG_OWN_CODE = 0.2
+SLOW_LINE = 0.1  # of the time in the script's own code: a line that takes longer is told
+# What a step spends its time on: a DataLoader, a forward in training, what follows it up to backward(), a backward, an
+# optimizer, a forward without gradients, and what is left, the script's own code.
+KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
+
+
+class StepClock:
+    """Measures on what a step spends its time. spent: {kind: seconds}. since: when the open kind began."""
+
+    def __init__(self):
+        self.kind = "rest"
+        self.begin()
+
+    def begin(self):
+        """Begin a step."""
+        self.spent = dict.fromkeys(KINDS, 0.0)
+        self.since = time.perf_counter()
+
+    def switch(self, kind):
+        """Count the time from now on as another kind. Return what the kind was before."""
+        now = time.perf_counter()
+        self.spent[self.kind] += now - self.since
+        before = self.kind
+        self.kind, self.since = kind, now
+        return before
 
 
 class MicroBatches:
@@ -34,40 +66,44 @@ class MicroBatches:
 
     count: of micro-batches. tokens: in all of them. samples: the rows of their first tensors, for what has no tokens.
     batch_size, seq_len: of the last one; seq_len is None without tokens. loss: the sum of what backward() was called
-    on, a tensor, or None. first_forward: when a module was called first, by the clock, or None. autocast: the dtype of
-    the last autocast, as "bfloat16", or None.
+    on, a tensor, or None. autocast: the dtype of the last autocast, as "bfloat16", or None.
     """
 
     def __init__(self):
         self.count = 0
         self.tokens = 0
         self.samples = 0
+        self.tokens_now = 0  # of the open micro-batch
+        self.samples_now = 0
         self.batch_size = None
         self.seq_len = None
         self.loss = None
-        self.first_forward = None
         self.autocast = None
         self.is_open = False  # whether a forward was seen since the last backward
 
-    def add_forward(self, tensors):
-        """Count what the outermost module was called with. tensors: one or more.
+    def add_forward(self, tensors, reads_ids):
+        """Count what a module was called with in training. reads_ids: whether it has an embedding.
 
-        The first module of a micro-batch gets its tokens, or samples. A later one is counted where its own first
-        tensor is ids: one that begins with floats stands behind another module, as a head behind an encoder.
+        Several calls may belong to one micro-batch: a head behind an encoder, or an actor that sees one state. The one
+        with the most tokens, or samples, tells.
         """
-        ids = [tensor for tensor in tensors if are_ids(tensor)]
-        is_first = not self.is_open
-        self.is_open = True
-        if is_first:
+        if not self.is_open:
+            self.is_open = True
             self.count += 1
-        if ids and (is_first or are_ids(tensors[0])):
-            self.tokens += ids[0].numel()
-            self.batch_size, self.seq_len = ids[0].shape
-        elif is_first:
+            self.tokens_now = self.samples_now = 0
+        ids = [tensor for tensor in tensors if are_ids(tensor)]
+        if ids and reads_ids:
+            if ids[0].numel() > self.tokens_now:
+                self.tokens += ids[0].numel() - self.tokens_now
+                self.tokens_now = ids[0].numel()
+                self.batch_size, self.seq_len = ids[0].shape
+        else:
             rows = tensors[0].shape[0] if tensors[0].dim() else 1
-            self.samples += rows
-            if self.seq_len is None:
-                self.batch_size = rows
+            if rows > self.samples_now:
+                self.samples += rows - self.samples_now
+                self.samples_now = rows
+                if self.seq_len is None:
+                    self.batch_size = rows
 
     @property
     def unit(self):
@@ -108,6 +144,13 @@ class Watcher:
         self.device = None
         self.report = None
         self.seen = MicroBatches()
+        self.clock = StepClock()
+        self.steps_of_others = set()  # ids of other optimizers that stepped since the last step ended
+        self.in_update = False
+        self.loader_processes = set()  # how many each DataLoader has
+        self.reads_ids = {}  # {id of a module: whether it has an embedding}
+        self.output_dtype = None  # of the last forward
+        self.lines_of_own_code = Counter()  # {"/my/train.py:87": how often it was seen to run}
         self.models = {}  # {id: module} of all that were called in training
         self.added = Added(args.added)
         self.forwards = 0  # of outermost modules, also in evaluation
@@ -119,7 +162,7 @@ class Watcher:
         self.profiler = None  # while a step is profiled
         # made before watch_pytorch() looks who makes one
         self.profiler_of_techniques = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True, record_shapes=True
         )
         self.profiler_of_parts = torch.profiler.profile(acc_events=True)
         self.techniques = None
@@ -129,19 +172,36 @@ class Watcher:
     # what PyTorch tells
 
     def saw_forward(self, module, args, kwargs):
-        """Note a call of the outermost module, and add to it what is to be added."""
+        """Note a call of an outermost module that has parameters, and add to it what is to be added."""
         self.forwards += 1
-        if self.seen.first_forward is None:
-            self.seen.first_forward = time.perf_counter()
-        # in a backward, activation checkpointing calls modules again
-        if not module.training or not torch.is_grad_enabled() or self.in_backward:
+        if self.in_backward:  # activation checkpointing calls modules again
             return
+        if not torch.is_grad_enabled():
+            self.clock.switch("evaluation")
+            return
+        self.clock.switch("forward")
         tensors = tensors_in([*args, *kwargs.values()])
-        if not tensors or next(module.parameters(), None) is None:  # a loss has no parameters
+        if not tensors:
             return
         self.models[id(module)] = module
-        self.seen.add_forward(tensors)
+        if not (self.in_update and self.seen.count):  # a closure evaluates the same batch again
+            if id(module) not in self.reads_ids:
+                self.reads_ids[id(module)] = any(isinstance(part, nn.Embedding) for part in module.modules())
+            self.seen.add_forward(tensors, self.reads_ids[id(module)])
         self.added.before_forward(module)
+
+    def saw_output(self, output):
+        """Note that an outermost module has returned."""
+        if self.in_backward:
+            return
+        if self.clock.kind == "forward":
+            self.clock.switch("loss")
+            for tensor in tensors_in([output]):
+                if tensor.is_floating_point():
+                    self.output_dtype = tensor.dtype
+                    break
+        else:
+            self.clock.switch("rest")
 
     def saw_backward(self, tensors):
         """Note what backward() is called on."""
@@ -152,18 +212,32 @@ class Watcher:
             loss = tensors[0]
         if self.unscaled_loss is not None:
             loss, self.unscaled_loss = self.unscaled_loss, None
-        self.seen.add_loss(loss)
+        if not (self.in_update and self.seen.loss is not None):
+            self.seen.add_loss(loss)
+
+    def saw_optimizer_begin(self, optimizer):
+        """Note that an optimizer begins its step."""
+        self.clock.switch("update")
+        self.in_update = True
 
     def saw_optimizer_step(self, optimizer):
-        """Note a step of an optimizer, also one that a GradScaler skipped. The first optimizer's ends the step."""
+        """Note a step of an optimizer, also one that a GradScaler skipped.
+
+        The first optimizer's ends the step. Where another one steps twice before it, that takes its place.
+        """
         if os.getpid() != self.pid:  # a child that the script forked
             return
-        if self.optimizer is None:
+        self.in_update = False
+        self.clock.switch("backward" if self.in_backward else "rest")
+        if self.optimizer is None or id(optimizer) in self.steps_of_others:
             self.optimizer = optimizer
             self.device = parameters_of([], optimizer)[0].device
         if optimizer is self.optimizer:
+            self.steps_of_others.clear()
             self.optimizer_steps += 1
             self.end_step()
+        else:
+            self.steps_of_others.add(id(optimizer))
 
     # a step
 
@@ -174,6 +248,7 @@ class Watcher:
         """
         self.added.before_backward()  # where a script calls no backward()
         machine.synchronize(self.device)
+        self.clock.switch(self.clock.kind)
         now = time.perf_counter()
         flush(sys.stdout)  # so that the script's own lines stand before ours
         if self.report is None:
@@ -189,7 +264,8 @@ class Watcher:
         self.seen = MicroBatches()
         self.start_profiler()
         machine.synchronize(self.device)
-        self.t0 = time.perf_counter()
+        self.clock.begin()
+        self.t0 = self.clock.since
 
     def begin_report(self, now):
         """Print what is trained, as the first step has shown it. Exits where the script started ranks of its own."""
@@ -238,11 +314,9 @@ class Watcher:
             self.keep_techniques(events)
         facts = self.report.facts
         tokens = seen.count_of(facts["unit"]) * facts["settings"]["world_size"]
-        wait = None
-        if seen.first_forward is not None:
-            wait = seen.first_forward - self.t0
+        spent = {kind: round(seconds, 6) for kind, seconds in self.clock.spent.items()}
         loss = None if seen.loss is None else seen.loss.item()
-        self.report.add_step(loss, dt, tokens, {}, wait=wait)
+        self.report.add_step(loss, dt, tokens, {}, spent=spent)
 
     # the profiler, for a step that shows the techniques, and for the parts of the last step
 
@@ -281,6 +355,8 @@ class Watcher:
         autocast = self.seen.autocast
         if autocast is None and torch.is_autocast_enabled(self.device.type):  # entered once, around the loop
             autocast = machine.dtype_name(torch.get_autocast_dtype(self.device.type))
+        if autocast is None and self.output_dtype in (torch.bfloat16, torch.float16):  # entered in a compiled model
+            autocast = machine.dtype_name(self.output_dtype)
         self.techniques = find_techniques(models, self.optimizer, self.device, autocast, events)
         self.techniques["loaders"] = len(multiprocessing.active_children()) + count_threads_of_script()
         self.args.record.write("techniques", **self.techniques)
@@ -288,16 +364,17 @@ class Watcher:
     # the end
 
     def finish(self):
-        """Write and print the summary, and what the script has, lacks and waits for. Nothing without a timed step."""
+        """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
         if self.report is None or not self.report.steps:
             return
         counted, _ = self.report.counted_steps()
-        summary = {"sdpa": self.techniques["sdpa"], "wait": waiting_share(counted)}
+        shares = shares_of(counted)
+        summary = {"sdpa": self.techniques["sdpa"], "shares": shares}
         lines = []
         if self.profile:
             lines = self.profile_lines(summary)
         self.report.end(summary, lines)
-        for line in self.answer(summary["wait"]):
+        for line in self.answer(shares):
             self.report.say(line)
 
     def profile_lines(self, summary):
@@ -312,10 +389,10 @@ class Watcher:
         summary["parts"] = self.profile.parts
         return self.profile.lines(work, summary["rates"])
 
-    def answer(self, share):
-        """Return lines that say what the script has of the ladder, what it lacks, and what it waits for.
+    def answer(self, shares):
+        """Return lines that say what the script has of the ladder, what it lacks, and where its time goes.
 
-        share: what figures.waiting_share() returned.
+        shares: what shares_of() returned.
         """
         has, lacks, remarks = ladder.has_and_lacks(self.techniques)
         for name in self.args.added:
@@ -327,12 +404,37 @@ class Watcher:
         else:
             lines.append("lacks   unknown, since the script profiles itself: two profilers empty one another")
         lines += [f"        {remark}" for remark in remarks]
-        if share is None:
-            return [*lines, "waits   unknown, since no forward of a module was seen"]
-        waits = f"waits   {100 * share:.0f} % of a step passes before its first forward"
-        if share > LONG_WAIT:
-            waits += ": this is mostly the wait for data"
-        return [*lines, waits]
+        parts = [f"{kind} {100 * share:.0f} %" for kind, share in shares.items() if share >= 0.005]
+        lines.append(f"time    {', '.join(parts)}")
+        lines += [f"slow    {words}" for words in self.causes(shares)]
+        return lines
+
+    def causes(self, shares):
+        """Return what slows the script down, besides techniques of the ladder, a list of words."""
+        causes = []
+        if shares["data"] > LONG_WAIT:
+            loads = f"has {max(self.loader_processes)} processes"
+            if 0 in self.loader_processes:
+                loads = "loads in this process: num_workers is 0"
+            causes.append(f"{100 * shares['data']:.0f} % waits for a DataLoader, which {loads}")
+        own_code = shares["rest"] + shares["loss"]
+        if own_code > LONG_OWN_CODE:
+            causes.append(f"{100 * own_code:.0f} % is the script's own code, neither forward, backward nor update")
+            looks = self.lines_of_own_code.total()
+            for place, count in self.lines_of_own_code.most_common(3):
+                if count > SLOW_LINE * looks:
+                    causes.append(f"    {100 * own_code * count / looks:.0f} % {place_and_text(place)}")
+        if shares["evaluation"] > LONG_EVALUATION:
+            causes.append(f"{100 * shares['evaluation']:.0f} % is forwards without gradients, as in an evaluation")
+        if torch.is_anomaly_enabled():
+            causes.append("anomaly detection is on: torch.autograd.set_detect_anomaly(False)")
+        if self.device.type == "cpu":
+            threads, cores = torch.get_num_threads(), machine.cores()
+            if torch.accelerator.is_available():
+                causes.append("it trains on the CPU, and a card is here")
+            if threads < cores:
+                causes.append(f"{threads} of {cores} cores work: OMP_NUM_THREADS or torch.set_num_threads()")
+        return causes
 
     def leave(self, status):
         """End the process at once: threads of the script, its children and its `finally` may hang."""
@@ -341,6 +443,18 @@ class Watcher:
         for child in multiprocessing.active_children():
             child.terminate()
         end_process(status)
+
+
+def place_and_text(place):
+    """Return a place, "train.py:228", with the text of its line."""
+    path, number = place.rsplit(":", 1)
+    return f"{os.path.basename(path)}:{number}  {linecache.getline(path, int(number)).strip()}"
+
+
+def shares_of(steps):
+    """Return {kind: share of the time} of some steps."""
+    total = sum(step["dt"] for step in steps)
+    return {kind: sum(step["spent"][kind] for step in steps) / total for kind in KINDS}
 
 
 def names_of(stages):
@@ -391,6 +505,15 @@ def tell_of_silence(watcher):
         watcher.args.record.tell(message)
 
 
+def sample_own_code(watcher):
+    """Note now and then which line of the script runs, while that is neither forward, backward nor update."""
+    main_thread = threading.main_thread().ident
+    while True:
+        time.sleep(SAMPLING)
+        if watcher.clock.kind in ("rest", "loss") and watcher.t0 and not watcher.waits_for_bench:
+            watcher.lines_of_own_code[line_of_script(sys._current_frames()[main_thread])] += 1
+
+
 def line_of_script(frame):
     """Return the place in the reader's own code, "train.py:228", from which a frame was called."""
     while frame.f_back and is_of_a_library(frame):
@@ -400,8 +523,7 @@ def line_of_script(frame):
 
 def is_of_a_library(frame):
     """Tell whether a frame is not in the reader's own code."""
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
-    return frame.f_code.co_filename.startswith(libraries)
+    return frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def count_threads_of_script():
@@ -418,24 +540,54 @@ def count_threads_of_script():
 def watch_pytorch(watcher):
     """Let PyTorch tell the watcher of each forward, backward and step, until the process ends."""
     threading.Thread(target=tell_of_silence, args=[watcher], daemon=True).start()
+    threading.Thread(target=sample_own_code, args=[watcher], daemon=True).start()
     call_module = nn.Module.__call__
 
     def watched_call(module, *args, **kwargs):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or next(module.parameters(), None) is None:  # a loss, or a transform of data
             return call_module(module, *args, **kwargs)
         nn.Module.__call__ = call_module  # only the outermost module is looked at
         try:
             watcher.saw_forward(module, args, kwargs)
-            return call_module(module, *args, **kwargs)
+            output = call_module(module, *args, **kwargs)
         finally:
             nn.Module.__call__ = watched_call
+        watcher.saw_output(output)
+        return output
 
     nn.Module.__call__ = watched_call
     watch_backward(watcher)
     watch_scaler(watcher)
     watch_autocast(watcher)
     watch_profilers(watcher)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: watcher.saw_optimizer_step(optimizer))
+    watch_loaders(watcher)
+
+    @torch.compiler.disable
+    def begins(optimizer, args, kwargs):
+        watcher.saw_optimizer_begin(optimizer)
+
+    @torch.compiler.disable
+    def ends(optimizer, args, kwargs):
+        watcher.saw_optimizer_step(optimizer)
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
+
+
+def watch_loaders(watcher):
+    """Tell of the time that the script waits for a DataLoader."""
+    get_next = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(get_next)
+    def watched_next(loader):
+        before = watcher.clock.switch("data")
+        watcher.loader_processes.add(loader._num_workers)
+        try:
+            return get_next(loader)
+        finally:
+            watcher.clock.switch(before)
+
+    _BaseDataLoaderIter.__next__ = watched_next
 
 
 def watch_backward(watcher):
@@ -448,10 +600,12 @@ def watch_backward(watcher):
             return backward(tensors, *args, **kwargs)
         watcher.saw_backward(tensors)
         watcher.in_backward = True
+        watcher.clock.switch("backward")
         try:
             return backward(tensors, *args, **kwargs)
         finally:
             watcher.in_backward = False
+            watcher.clock.switch("update" if watcher.in_update else "rest")
 
     torch.autograd.backward = watched_backward
 

@@ -143,7 +143,7 @@ def words_on_script(outcome):
         words.append("took its steps without turns, since what loads its data would get ahead")
     if outcome.waiting_share:
         share = 100 * outcome.waiting_share
-        words.append(f"{share:.0f} % of a step waits for data, so its speed is that of all steps together")
+        words.append(f"{share:.0f} % of its time waits for a DataLoader, so its speed is that of all steps together")
     if outcome.dt_ms and outcome.dt_mean_ms > UNEVEN * outcome.dt_ms:
         words.append(f"uneven: the mean of a step is {outcome.dt_mean_ms:.0f} ms, its median {outcome.dt_ms:.0f}")
     return words
