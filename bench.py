@@ -31,18 +31,17 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "stages"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
-from harness import ladder, machine
+from harness import ROOT, ladder, machine
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
-from harness.bench.turns import MOST_COUNTED_STEPS, measure, show
-from harness.bench.workers import say
+from harness.bench.turns import MOST_COUNTED_STEPS, measure, predict, show
+from harness.common import refuse, tell
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
-from data import TokenLoader, load_tokens, refuse
+from data import TextError, TokenLoader, load_tokens
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
 ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
@@ -52,8 +51,9 @@ LONGEST_FOLDER = 70  # letters, since the path of a Unix socket may have about 1
 def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
-    The namespace also has rows, all that is started; reference, the name of the row that all are compared with;
-    shared_flags, the list of flags that all stages share; and shared_args, these flags as a stage parses them.
+    The namespace also has rows, all that is started; reference, the name of the row that all are compared with; flags,
+    the list of flags that all stages share; shared, these flags as a stage parses them; and stage_args, {name of a row:
+    all its flags as its stage parses them}.
     """
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
@@ -65,17 +65,44 @@ def parse_command(argv):
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
+    add("--predict", action="store_true", help="only say what each row should bring here, which takes half a minute")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     commands = []  # all words before the first flag
     for word in argv:
         if word.startswith("-") and not word.startswith("-m "):
             break
         commands.append(word)
-    args, flags = parser.parse_known_args(argv[len(commands) :])
+    args, args.flags = parser.parse_known_args(argv[len(commands) :])
+    check_own_flags(args, commands)
+    if args.render is not None:
+        return args
+    rows = [row_of(command) for command in commands]
+    check_words(args, rows)
+    args.shared = parse_flags(args.flags)
+    device = args.shared.device
+    if args.climb:
+        rows = rows_of_climb(args.climb, device)
+        for name, reason in useless_here(device).items():
+            tell(f"+{name} is left out: {reason}")
+    elif not rows:
+        rows = rows_of_ladder(device)
+    args.reference = rows[0].name
+    if not (commands or args.climb):
+        args.reference = ladder.STAGES[0].short  # and not `plain` above it
+    args.rows = all_rows(rows)
+    args.stage_args = {}
+    for row in args.rows:
+        if row.is_of_the_ladder:
+            args.stage_args[row.name] = parse_flags([*args.flags, *row.flags]) if row.flags else args.shared
+    return args
+
+
+def check_own_flags(args, commands):
+    """Exit with one line where flags of the bench do not go together."""
     args.name = args.out if args.render is None else args.render
     if not args.name or "/" in args.name:
         refuse(f"{args.name!r}: pass a name, since all pages are in results/")
-    if args.render is not None and (commands or flags or args.rounds or args.steps or args.climb):
+    if args.render is not None and (commands or args.flags or args.rounds or args.steps or args.climb):
         refuse("--render runs nothing: pass no rows and no other flags")
     if args.climb == "":
         refuse('make climb SCRIPT="train.py --batch_size=8": pass a script of your own, with its flags')
@@ -83,38 +110,19 @@ def parse_command(argv):
         refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
-    rows = [row_of(command) for command in commands]
-    # what no parser knows is a flag of a script without quotes, or a row which was typed too late
-    _, strays = new_parser(None).parse_known_args(flags)
+
+
+def check_words(args, rows):
+    """Exit with one line where what is not the bench's own goes to nobody: it is for the stages, or in quotes."""
+    _, strays = new_parser(None).parse_known_args(args.flags)  # what no parser knows
     has_scripts = args.climb or any(row.is_watched for row in rows)
-    if strays and strays[0].startswith("-") and has_scripts:
-        refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
-    args.shared_flags = flags
-    args.shared_args = parse_flags(flags)
-    device = args.shared_args.device
-    if args.climb:
-        rows = rows_of_climb(args.climb, device)
-        for name, reason in useless_here(device).items():
-            say(f"+{name} is left out: {reason}")
-    elif not rows:
-        rows = rows_of_ladder(device)
-    args.reference = rows[0].name
-    if not (commands or args.climb):
-        args.reference = ladder.STAGES[0].short  # and not `plain` above it
-    args.rows = all_rows(rows)
-    check_flags(args)
-    return args
-
-
-def check_flags(args):
-    """Exit with one line where the flags of all rows, or of a stage, are wrong or go to nobody."""
-    stages = [row for row in args.rows if row.is_of_the_ladder]
-    for row in stages:
-        parse_flags([*args.shared_flags, *row.flags])
-    for flag in args.shared_flags:
-        if not stages and flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
+    if strays and has_scripts:
+        refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
+    has_stages = not args.climb and (not rows or any(row.is_of_the_ladder for row in rows))
+    for flag in args.flags:
+        if not has_stages and flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
             refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
 
 
@@ -128,30 +136,29 @@ def parse_flags(flags):
 
 def choose_batch(args):
     """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for."""
-    chosen = []
-    for row in args.rows:
-        if row.is_of_the_ladder:
-            parsed = parse_flags([*args.shared_flags, *row.flags])
-            if parsed.why_this_batch:
-                chosen.append(parsed)
+    chosen = [parsed for parsed in args.stage_args.values() if parsed.why_this_batch]
     if chosen:
         smallest = min(chosen, key=lambda parsed: parsed.batch_size)
-        say(smallest.why_this_batch)
-        args.shared_flags += ["--batch-size", str(smallest.batch_size)]
-        args.shared_args.batch_size = smallest.batch_size
+        tell(smallest.why_this_batch)
+        args.flags += ["--batch-size", str(smallest.batch_size)]
+        for parsed in chosen:
+            parsed.batch_size = smallest.batch_size
 
 
 def prepare_text(args):
     """Load the text once, before any stage starts. Where another one took its place, all are to take that, too.
 
-    Exits with one line where the text is too short for a sequence.
+    Exits with one line where the text is too short for a sequence, or can't be read.
     """
-    if not any(row.is_of_the_ladder for row in args.rows):
+    if not args.stage_args:
         return
-    corpus = load_tokens(args.shared_args.data)
-    TokenLoader(corpus, args.shared_args.batch_size, args.shared_args.seq_len)  # refuses a text that is too short
-    if corpus.source != args.shared_args.data:
-        args.shared_flags += ["--data", corpus.source]
+    try:
+        corpus = load_tokens(args.shared.data)
+        TokenLoader(corpus, args.shared.batch_size, args.shared.seq_len)
+    except TextError as error:
+        refuse(error)
+    if corpus.source != args.shared.data:
+        args.flags += ["--data", corpus.source]
 
 
 def new_bench(args, argv, in_turn):
@@ -161,7 +168,7 @@ def new_bench(args, argv, in_turn):
     else:
         steps, rounds = WARMUP + MOST_COUNTED_STEPS, ROUNDS
     steps, rounds = args.steps or steps, args.rounds or rounds
-    on_cpu = args.shared_args.device.type == "cpu"
+    on_cpu = args.shared.device.type == "cpu"
     return {
         "kind": "bench",
         "in_turn": in_turn,
@@ -170,11 +177,11 @@ def new_bench(args, argv, in_turn):
         "steps": steps,
         "rounds": rounds,
         "rows": [asdict(row) for row in args.rows],
-        "flags": ["--steps", str(steps), *args.shared_flags],
+        "flags": ["--steps", str(steps), *args.flags],
         "variables": CPU_MEMORY if on_cpu else {},
-        "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared_args.seed)],
+        "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared.seed)],
         "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {},
-        "environment": machine.environment(args.shared_args.device),
+        "environment": machine.environment(args.shared.device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
@@ -185,7 +192,7 @@ def tell_where_scripts_run(rows, in_turn):
     folders = {str(row.folder): None for row in rows if row.is_watched}
     at_once = ", several at once" if in_turn else ""
     for folder in folders:
-        say(f"scripts run in {folder}{at_once}; {{row}} in a flag is the row's number, for those that write files")
+        tell(f"scripts run in {folder}{at_once}; {{row}} in a flag is the row's number, for those that write files")
 
 
 def open_new(path):
@@ -208,19 +215,19 @@ def new_folder():
 
 def run(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
-    in_turn = args.shared_args.device.type == "cpu"
+    in_turn = args.shared.device.type == "cpu"
     tell_where_scripts_run(args.rows, in_turn)
     with new_folder() as folder, open_new(path) as file:
-        say(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
+        tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
         results = Results(new_bench(args, argv, in_turn), file)
         try:
-            if not measure(results, path, folder):
+            if not measure(results, path, folder, args.stage_args):
                 file.seek(0)
                 file.truncate()
                 results = Results(new_bench(args, argv, in_turn=False), file)
-                measure(results, path, folder)
+                measure(results, path, folder, args.stage_args)
         except KeyboardInterrupt:
-            say("interrupted; what was measured:")
+            tell("interrupted; what was measured:")
             show(results, path)
             raise
     return results
@@ -247,13 +254,13 @@ def interrupt(signal_number, frame):
 def main(argv):
     """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
     machine.check_ranks()
+    machine.drop_left_over_ranks()
     if machine.world_size() > 1:
         refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
     args = parse_command(argv)
     path = ROOT / "results" / f"{args.name}.jsonl"
     if args.render is not None:
-        results = Results.load(path)
-        show(results, path)
+        show(Results.load(path), path)
         return 0
     if os.path.exists(path) or os.path.exists(path.with_suffix(".md")):  # Path.exists() raises for a long name
         refuse(f"results/{path.stem} is there already: pass another --out")
@@ -265,7 +272,10 @@ def main(argv):
         prepare_text(args)
         slow = machine.what_slows_down()
         if slow:
-            say(f"all is slower by {slow} in the environment")
+            tell(f"all is slower by {slow} in the environment")
+        if args.predict:
+            with new_folder() as folder:
+                return predict(Results(new_bench(args, argv, in_turn=True)), folder, args.stage_args)
         return exit_status(run(args, argv, path))
     except Interrupted as interrupted:
         return 128 + interrupted.args[0]

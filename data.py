@@ -26,26 +26,8 @@ HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # ho
 DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
-def refuse(message):
-    """End the program with one line on stderr and exit status 2, for a mistake that the user can correct."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-@contextlib.contextmanager
-def whole_file(path):
-    """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
-
-    Missing folders are made. Raises OSError, for example where the disk is full.
-    """
-    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+class TextError(ValueError):
+    """A text that can't be trained on. The message says why, and what to pass instead."""
 
 
 @dataclass
@@ -62,12 +44,60 @@ class Corpus:
     in_bytes: bool = False
 
 
+class TokenLoader:
+    """Batches in the order of the corpus, which is a ring: after its last token comes its first.
+
+    With every micro-batch each rank takes the batch_size * seq_len tokens after those of the rank before it, so that
+    world_size ranks read at once what a single process reads in world_size micro-batches. Raises TextError where the
+    corpus is too short for one sequence on every rank.
+    """
+
+    def __init__(self, corpus, batch_size, seq_len, rank=0, world_size=1):
+        self.corpus = corpus
+        self.batch_size = batch_size
+        self.seq_len = seq_len
+        self.world_size = world_size
+        self.tokens_per_batch = batch_size * seq_len
+        self.position = rank * self.tokens_per_batch
+        needed = world_size * seq_len + 1  # one more, for the last target
+        if len(corpus.ids) < needed:
+            raise TextError(
+                f"{corpus.name} has {len(corpus.ids):,} tokens to train on, and {world_size} x {seq_len} + 1 = "
+                f"{needed:,} are needed: pass a longer text, or a smaller --seq-len"
+            )
+
+    def next_batch(self, device):
+        """Return x and y on the device, int64 (batch_size, seq_len), where y holds the token after each one of x.
+
+        Raises TextError for an id past the vocabulary.
+        """
+        positions = self.position + np.arange(self.tokens_per_batch + 1)
+        ids = self.corpus.ids[positions % len(self.corpus.ids)]
+        check_ids(ids, self.corpus.name)  # for each batch, since the whole file may be larger than memory
+        self.position += self.world_size * self.tokens_per_batch
+        ids = torch.from_numpy(ids.astype(np.int64))
+        on_cuda = device.type == "cuda"
+        if on_cuda:
+            ids = ids.pin_memory()  # else the copies would wait for the GPU
+        x = ids[:-1].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
+        y = ids[1:].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
+        return x, y
+
+
+def check_ids(ids, name, vocab_size=VOCAB):
+    """Raise TextError where an id is not one of a vocabulary, by default of GPT-2's. name: that of the text."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise TextError(
+            f"{name}: it has ids from {ids.min()} to {ids.max()}, and the model's are from 0 to {vocab_size - 1}"
+        )
+
+
 def load_tokens(source=None, split="train"):
     """Return the Corpus of a text.
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a file or folder: see
     corpus_of_file(). split: "train" for the first nine tenths, "val" for the last, on which no stage trains. Of a
-    folder these are its files with train and with val in their names. Exits with one line where there is no such text.
+    folder these are whole files: see corpus_of_folder(). Raises TextError where there is no such text.
     """
     if source is None:
         corpus = tiny_shakespeare()
@@ -96,8 +126,11 @@ def tiny_shakespeare():
     except DOWNLOAD_ERRORS as error:
         print(f"no download ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
         return pythons_documentation()
-    with contextlib.suppress(OSError), whole_file(path) as unfinished:
+    with contextlib.suppress(OSError):  # a run goes on without its cache
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         ids.tofile(unfinished)
+        os.replace(unfinished, path)  # so that another run never reads half of it
     return Corpus("Tiny Shakespeare", ids, None)
 
 
@@ -116,74 +149,6 @@ def pythons_documentation():
 
     text = "\n".join(topics[topic] for topic in sorted(topics))
     return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs", in_bytes=True)
-
-
-# Files
-
-
-def corpus_of_file(source):
-    """Return the Corpus in a user's file. Exits with one line where it is no such file.
-
-    A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
-    other file is a text in UTF-8.
-    """
-    path, encoding = Path(source), None
-    try:
-        if path.suffix == ".npy":
-            ids = np.load(path, mmap_mode="r")
-        elif path.suffix == ".bin":
-            ids = np.memmap(path, dtype=np.uint16, mode="r")
-            if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
-                ids = ids[512:]
-            if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
-                raise ValueError("every second id is 0, so they are no uint16")
-        else:
-            text = path.read_bytes().decode("utf-8-sig")
-            encoding = gpt2_encoding()
-            ids = ids_of(text, encoding)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError("it is no row of ids")
-    except (OSError, ValueError, EOFError) as error:
-        refuse(f"--data {path}: {error}; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
-    return Corpus(path.name, ids, source, in_bytes=encoding is not None and encoding.n_vocab < VOCAB)
-
-
-def corpus_of_folder(source, split):
-    """Return the Corpus of the .bin and .npy of a folder, as one ring. Exits with one line where none is left.
-
-    Those with val in their names are held out; without any, the last one is.
-    """
-    paths = sorted(path for path in Path(source).glob("[!.]*") if path.suffix in (".bin", ".npy"))
-    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
-    training = [path for path in paths if path not in held_out]
-    if not training:
-        refuse(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
-    ids = Shards([corpus_of_file(path).ids for path in (held_out if split == "val" else training)])
-    name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
-    return Corpus(name, ids, source)
-
-
-class Shards:
-    """Arrays of ids that stay on disk, read as one."""
-
-    def __init__(self, shards):
-        self.shards = shards
-        self.ends = np.cumsum([len(shard) for shard in shards])
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def __getitem__(self, positions):
-        """Return the ids at some positions, an array or a slice, as an array of int64."""
-        if isinstance(positions, slice):
-            positions = np.arange(*positions.indices(len(self)))
-        ids = np.empty(len(positions), dtype=np.int64)
-        which = np.searchsorted(self.ends, positions, side="right")
-        for place in np.unique(which):
-            shard = self.shards[place]
-            begin = self.ends[place] - len(shard)
-            ids[which == place] = shard[positions[which == place] - begin]
-        return ids
 
 
 # Tokens
@@ -211,47 +176,71 @@ def single_bytes():
     return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
-def refuse_unknown_ids(ids, name, vocab_size=VOCAB):
-    """Exit with one line where an id is not one of a vocabulary, by default of GPT-2's. name: that of the text."""
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        refuse(f"{name}: it has ids from {ids.min()} to {ids.max()}, and the model's are from 0 to {vocab_size - 1}")
+# A reader's own files
 
 
-class TokenLoader:
-    """Batches in the order of the corpus, which is a ring: after its last token comes its first.
+def corpus_of_file(source):
+    """Return the Corpus in a user's file. Raises TextError where it is no such file.
 
-    With every micro-batch each rank takes the batch_size * seq_len tokens after those of the rank before it, so that
-    world_size ranks read at once what a single process reads in world_size micro-batches. Exits with one line where the
-    corpus is too short for one sequence on every rank.
+    A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
+    other file is a text in UTF-8.
     """
+    path, in_bytes = Path(source), False
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, mmap_mode="r")
+        elif path.suffix == ".bin":
+            ids = np.memmap(path, dtype=np.uint16, mode="r")
+            if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
+                ids = ids[512:]
+            if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
+                raise ValueError("every second id is 0, so they are no uint16")
+        else:
+            text = path.read_bytes().decode("utf-8-sig")
+            encoding = gpt2_encoding()
+            ids = ids_of(text, encoding)
+            in_bytes = encoding.n_vocab < VOCAB
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError("it is no row of ids")
+    except (OSError, ValueError, EOFError) as error:
+        remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
+        raise TextError(f"--data {path}: {error}; {remedy}") from None
+    return Corpus(path.name, ids, source, in_bytes)
 
-    def __init__(self, corpus, batch_size, seq_len, rank=0, world_size=1):
-        self.corpus = corpus
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.world_size = world_size
-        self.tokens_per_batch = batch_size * seq_len
-        self.position = rank * self.tokens_per_batch
-        needed = world_size * seq_len + 1  # one more, for the last target
-        if len(corpus.ids) < needed:
-            refuse(
-                f"{corpus.name} has {len(corpus.ids):,} tokens to train on, and {world_size} x {seq_len} + 1 = "
-                f"{needed:,} are needed: pass a longer text, or a smaller --seq-len"
-            )
 
-    def next_batch(self, device):
-        """Return x and y on the device, int64 (batch_size, seq_len), where y holds the token after each one of x.
+def corpus_of_folder(source, split):
+    """Return the Corpus of the .bin and .npy of a folder, as one ring. Raises TextError where it has no two of them.
 
-        Exits with one line for an id past the vocabulary.
-        """
-        positions = self.position + np.arange(self.tokens_per_batch + 1)
-        ids = self.corpus.ids[positions % len(self.corpus.ids)]
-        refuse_unknown_ids(ids, self.corpus.name)  # for each batch, since the whole file may be larger than memory
-        self.position += self.world_size * self.tokens_per_batch
-        ids = torch.from_numpy(ids.astype(np.int64))
-        on_cuda = device.type == "cuda"
-        if on_cuda:
-            ids = ids.pin_memory()  # else the copies would wait for the GPU
-        x = ids[:-1].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
-        y = ids[1:].view(self.batch_size, self.seq_len).to(device, non_blocking=on_cuda)
-        return x, y
+    Those with val in their names are held out; without any, the last one is.
+    """
+    paths = sorted(path for path in Path(source).glob("[!.]*") if path.suffix in (".bin", ".npy"))
+    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
+    training = [path for path in paths if path not in held_out]
+    if not training:
+        raise TextError(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
+    ids = Shards([corpus_of_file(path).ids for path in (held_out if split == "val" else training)])
+    name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
+    return Corpus(name, ids, source)
+
+
+class Shards:
+    """Arrays of ids that stay on disk, read as one."""
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.ends = np.cumsum([len(shard) for shard in shards])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, positions):
+        """Return the ids at some positions, an array or a slice, as an array of int64."""
+        if isinstance(positions, slice):
+            positions = np.arange(*positions.indices(len(self)))
+        ids = np.empty(len(positions), dtype=np.int64)
+        shard_of_each = np.searchsorted(self.ends, positions, side="right")
+        for number in np.unique(shard_of_each):
+            here = shard_of_each == number
+            first_position = self.ends[number] - len(self.shards[number])
+            ids[here] = self.shards[number][positions[here] - first_position]
+        return ids

@@ -8,8 +8,8 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
+from harness.common import refuse, say
 from harness.flags import Parser, positive, seed
-from harness.terminal import say
 from harness.weights import PUBLISHED, from_pretrained, held_out_loss, load
 
 import math
@@ -19,7 +19,7 @@ import sys
 import torch
 from torch.nn import functional as F
 
-from data import VOCAB, gpt2_encoding, load_tokens, refuse, single_bytes
+from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
 
 LOWEST_TEMPERATURE = 0.001  # below it logits grow past the largest number
 
@@ -54,10 +54,13 @@ if model.config.vocab_size < encoding.n_vocab:
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
-    corpus = load_tokens(args.data, split="val")
+    try:
+        corpus = load_tokens(args.data, split="val")
+        loss = held_out_loss(model, corpus.ids)
+    except TextError as error:
+        refuse(error)
     if corpus.in_bytes != model.in_bytes:
         print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
-    loss = held_out_loss(model, corpus.ids)
     say(f"{corpus.name}, held-out text")
     say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
 else:

@@ -12,13 +12,13 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 """
 
 from harness import ROOT, ladder, machine  # first: it makes data and model importable from here
-from harness import watcher as watcher_module
+from harness.common import refuse, say
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
-from harness.record import Record
+from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
-from harness.terminal import say
-from harness.watcher import Watcher, end_process, watch_pytorch
+from harness.watch import watcher as watcher_module
+from harness.watch.watcher import Watcher, end_process, watch_pytorch
 
 import builtins
 import importlib.util
@@ -32,8 +32,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-from data import refuse
 
 ENDED = "ended"
 OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceback
@@ -172,16 +170,16 @@ def say_end(watcher, reason, said=""):
     if os.getpid() != watcher.pid:  # a child that the script forked
         return
     args = watcher.args
-    taken = len(watcher.report.steps) if watcher.report else 0
+    taken = len(args.log.steps)
     of_asked = f" of {args.steps}" if args.steps else ""
     if watcher.optimizer is None:
         line = f"{reason}, and no step of a torch optimizer was seen in this process"
-        if reason == ENDED and not args.record.is_led:
+        if reason == ENDED and not args.log.is_led:
             line += ". Where it starts ranks of its own, start them by torchrun: see --help"
     else:
         line = f"{reason} after {taken}{of_asked} timed steps"
-    if args.record.is_led:
-        args.record.write_error(line, said)
+    if args.log.is_led:
+        args.log.write_error(line, said)
     else:
         watcher.finish()
         print(f"{args.title} {line}", file=sys.stderr)
@@ -210,8 +208,8 @@ def watch(args, watcher):
             return 1
         text = its_own_traceback(error)
         print(text, end="", file=sys.stderr)
-        args.record.write_error(f"{type(error).__name__}: {error}", text)
-        if not args.record.is_led:
+        args.log.write_error(f"{type(error).__name__}: {error}", text)
+        if not args.log.is_led:
             say_end(watcher, f"failed by {type(error).__name__}")
         return 1
     return end_well(watcher)
@@ -219,7 +217,7 @@ def watch(args, watcher):
 
 def end_well(watcher):
     """Print the summary of a script that ended without an error. Return the exit status, 2 without a timed step."""
-    has_steps = watcher.report is not None and len(watcher.report.steps) > 0
+    has_steps = len(watcher.log.steps) > 0
     if has_steps and watcher.args.steps is None:  # it was to run to its end
         watcher.finish()
     else:
@@ -253,10 +251,10 @@ def status_of(end, watcher):
 def main(argv):
     machine.check_ranks()
     args = parse_command(argv)
-    args.record = Record(args)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
-    watcher = Watcher(args, out)
-    if machine.is_rank_0() and not args.record.is_led:
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # open where the script closes its stdout
+    args.log = Log(args.record_path, out=out)
+    watcher = Watcher(args)
+    if machine.is_rank_0() and not args.log.is_led:
         until = f"stops after {args.steps} timed steps" if args.steps else "lets it end"
         say(f"watching {args.title} in {args.folder}")
         say(f"this {until}, seeds it with {args.seed}, and waits for the device after each step")

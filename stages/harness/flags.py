@@ -8,18 +8,23 @@ from pathlib import Path
 
 import torch
 
-from data import refuse
 from model import SIZES
 
 from . import ladder, machine
 from .arithmetic import memory_of_s01, shape_of_size
+from .common import refuse
 from .figures import COUNTED_STEPS, WARMUP
-from .record import Record
+from .log import Log
 
 MOST_SEQUENCES = 16  # of the default batch
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLAGS_OF_STAGES = [stage.brings for stage in ladder.STAGES if stage.brings]  # each does nothing in the stages before
+# Defaults that do not work everywhere, as a line of the terminal names them.
+SHOWN_AS = {
+    "environment": "environment",
+    "amp_dtype": "--amp-dtype, from s03 on",
+    "compile": "--compile, from s04 on",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,59 +61,50 @@ def learning_rate(text):
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, and open its record, which keeps an exception from here on.
+    """Return the flags of a stage as a namespace, and open its log, which keeps an exception from here on.
 
     doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
-    ladder.Stage or None; title; and record. Exits with one line and status 2 for a wrong flag.
+    ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
     """
     machine.check_ranks()
-    script = Path(sys.argv[0]).resolve()
-    stage = ladder.stage_of(str(script))
+    machine.drop_left_over_ranks()
     args = parse(doc, sys.argv[1:])
-    check(args, stage)
-    if args.compile and "compile" in args.given:  # what was asked for comes before what is in the environment
-        for name in machine.COMPILE_IS_OFF:
-            os.environ.pop(name, None)
-    args.script, args.stage = script, stage
-    args.title = (doc or script.stem).strip().splitlines()[0]
+    args.script = Path(sys.argv[0]).resolve()
+    args.stage = ladder.stage_of(str(args.script))
+    args.title = (doc or args.script.stem).strip().splitlines()[0]
+    check(args)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    args.record = Record(args)
-    sys.excepthook = args.record.tell_failure
-    if machine.is_rank_0():
-        tell_what_has_no_effect(args)
-    return args
-
-
-def tell_what_has_no_effect(args):
-    """Print why the batch is what it is, which defaults do not work here, and which flags do nothing in this stage."""
-    if "environment" in args.fallbacks:
-        print(args.fallbacks["environment"], file=sys.stderr)
+    args.log = Log(args.record_path, args.batch_size)
+    sys.excepthook = args.log.tell_failure
+    for name, reason in args.fallbacks.items():
+        args.log.notice(f"{SHOWN_AS[name]}: {reason}")
     if args.why_this_batch:
-        print(args.why_this_batch, file=sys.stderr)
-    for flag in FLAGS_OF_STAGES:
-        typed = "--" + flag.replace("_", "-")
-        if ladder.heeds(args.stage, flag):
-            if flag in args.fallbacks:
-                print(f"{typed}: {args.fallbacks[flag]}", file=sys.stderr)
-        elif flag in args.given:
-            first = ladder.brought_by(flag).name
-            print(f"{typed} has no effect in {args.stage.name}, only from {first} on", file=sys.stderr)
+        args.log.notice(args.why_this_batch)
+    return args
 
 
 def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. The namespace also has `given`, those of FLAGS_OF_STAGES that argv names; `fallbacks`,
-    {flag: why its usual default does not work on this machine}; and `why_this_batch`, a sentence where the batch was
-    chosen by the memory of a card, else None. Exits with one line and status 2 for a wrong flag.
+    doc: what --help begins with. The namespace also has `fallbacks`, {flag: why its usual default does not work on this
+    machine}; and `why_this_batch`, a sentence where the batch was chosen by the memory of a card, else None. Exits with
+    one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.device = machine.find_device(args.device)
-    args.given = [flag for flag in FLAGS_OF_STAGES if getattr(args, flag) is not None]
     fill_in_defaults(args)
     return args
+
+
+def settings_of(args):
+    """Return what parse() returned as the settings of a record's header, a dict."""
+    names = ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum")
+    settings = {name: getattr(args, name) for name in names}
+    settings["world_size"] = machine.world_size()
+    settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
+    return settings
 
 
 def new_parser(doc):
@@ -169,6 +165,9 @@ def fill_in_defaults(args):
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
+    elif args.compile:  # what was asked for comes before what is in the environment
+        for name in machine.COMPILE_IS_OFF:
+            os.environ.pop(name, None)
     slow = machine.what_slows_down()
     if slow:
         args.fallbacks["environment"] = f"slower, by {slow}"
@@ -197,9 +196,9 @@ def memory_taken(shape, batch_size):
     return CONTEXT + 1.1 * memory_of_s01(shape, batch_size)
 
 
-def check(args, stage):
-    """Exit with one line where the flags do not fit the ranks or the stage. stage: None for another script."""
-    ranks = machine.world_size()
+def check(args):
+    """Exit with one line where the flags do not fit the ranks, the stage or the disk."""
+    ranks, stage = machine.world_size(), args.stage
     if args.accum % ranks:
         refuse(f"--accum {args.accum} does not divide over {ranks} ranks: pass a multiple of {ranks}")
     if stage and ranks > 1 and not stage.takes_ranks:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work
-
-FOLDER = Path(__file__).resolve().parents[1]  # stages/
-SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
+from .common import ROOT
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,8 @@ class Stage:
     name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
     not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
     technique: its name in a sentence, or None for s01, which has none.
-    added_as: "bf16" where "+bf16 train.py" adds the technique to a script from outside. brings: a flag that has an
-    effect from this stage on. takes_ranks: whether torchrun may start several processes of it.
+    added_as: "bf16" where "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun
+    may start several processes of it.
     """
 
     name: str
@@ -30,7 +28,6 @@ class Stage:
     for_the_loss: bool = False
     technique: str | None = None
     added_as: str | None = None
-    brings: str | None = None
     takes_ranks: bool = False
 
     @property
@@ -41,21 +38,21 @@ class Stage:
     @property
     def path(self):
         """The path of its file."""
-        return FOLDER / f"{self.name}.py"
+        return ROOT / "stages" / f"{self.name}.py"
 
 
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),
     Stage("s02_tf32", '`set_float32_matmul_precision("high")`', technique="TF32", added_as="tf32"),
-    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", added_as="bf16", brings="amp_dtype"),
-    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile", brings="compile"),
+    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", added_as="bf16"),
+    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a vocabulary in 64s", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True, technique="clipping"),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True, technique="cosine schedule"),
     Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True, technique="weight decay"),
     Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update", added_as="fused"),
-    Stage("s11_accum", "`for micro in range(args.accum):`", technique="accumulation", brings="accum"),
+    Stage("s11_accum", "`for micro in range(args.accum):`", technique="accumulation"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", technique="DDP", takes_ranks=True),
 )
 
@@ -153,93 +150,3 @@ def words_on_stages(stages):
     if len(stages) > 1 and tuple(stages) == (first, *between(first, last)):
         return f"{first.short} to {last.short}"
     return ", ".join(stage.short for stage in stages)
-
-
-def brought_by(flag):
-    """Return the first Stage in which a flag has an effect."""
-    return [stage for stage in STAGES if stage.brings == flag][0]
-
-
-def heeds(stage, flag):
-    """Tell whether a flag that some stage brings has an effect in a stage. In a copy of a stage any may have."""
-    return stage is None or STAGES.index(stage) >= STAGES.index(brought_by(flag))
-
-
-def has_and_lacks(techniques):
-    """Return (has, lacks, remarks) of a watched script: two lists of Stages, and one of words.
-
-    techniques: what find_techniques() returned. What would do nothing on this machine, or can't be told, is in neither
-    list; a remark says why where that is not plain.
-    """
-    machine = techniques["machine"]
-    has_float32 = techniques["weights"] == "float32"
-    has, lacks, remarks = [], [], []
-    for stage in STAGES:
-        match stage.name:
-            case "s02_tf32":
-                used, useful = techniques["tf32"], machine["tf32"] and has_float32
-                used = used and useful
-            case "s03_bf16":
-                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
-                if techniques["emulated"]:
-                    remarks.append(f"this CPU has no units for {techniques['autocast']}, and is slow in it")
-                if not has_float32:
-                    remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
-            case "s04_compile":
-                used, useful = techniques["compile"], machine["compile"]
-            case "s05_flash":
-                used, useful = flash_attention_of(techniques, remarks)
-            case "s06_vocab":
-                rows = techniques.get("logits", techniques["vocabulary"])  # without a profile the embedding's
-                used = rows is not None and rows % 64 == 0
-                useful = rows is not None and rows >= SMALL_VOCABULARY
-                used = used and useful
-            case "s10_fused":
-                used, useful = techniques["fused"], techniques["fused"] is not None
-            case _:
-                continue
-        if used:
-            has.append(stage)
-        elif useful:
-            lacks.append(stage)
-    return has, lacks, remarks
-
-
-def flash_attention_of(techniques, remarks):
-    """Return (whether a script has flash attention, whether it lacks it). A remark says why it can't be told."""
-    kernel = techniques["sdpa"]
-    if kernel not in (None, "math"):
-        return True, True
-    if kernel == "math" and techniques["drops"]:
-        remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
-    if kernel is None and techniques["compile"] and techniques["drops"]:
-        remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
-        return False, False
-    return False, techniques["attention"]
-
-
-def uses(techniques, name):
-    """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
-    match name:
-        case "bf16":
-            return techniques["autocast"] is not None
-        case "fused":
-            return techniques["fused"] is True
-        case _:
-            return techniques[name]
-
-
-def words_on_missing(techniques, name):
-    """Return why "+NAME" is not seen in a script to which it was added."""
-    match name:
-        case "tf32":
-            reason = "the script turns it off"
-        case "bf16":
-            reason = "no forward of a module was seen in training"
-        case "compile":
-            reason = "no module ran compiled"
-        case "fused" if techniques["fused"] is None:
-            reason = f"its optimizer {techniques['optimizer']} has none"
-        case "fused":
-            reason = "the script asks for another update"
-    return f"+{name} could not be added: {reason}"

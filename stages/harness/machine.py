@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data import refuse
+from .common import refuse
 
 # They make each kernel wait, give memory back at once, or leave the units of a CPU unused.
 SLOW = (
@@ -27,34 +27,38 @@ SLOW = (
 DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
 # The MI300 and MI350 series: see AMD in PyTorch's note on numerical accuracy, since 2.13, and the kernels of ROCm.
 AMD_WITH_TF32 = ("gfx942", "gfx950")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all four
+NUMBERS_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and of mpirun
 COMPILE_IS_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with a value of 1
 # how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
 
-def is_rank_0():
-    """Tell whether this is the one process of a run that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def world_size():
-    """Return how many processes torchrun started for this run; 1 without torchrun."""
+    """Return how many processes a launcher started for this run; 1 without one."""
     return int(os.environ.get("WORLD_SIZE") or "1")
 
 
+def is_rank_0():
+    """Tell whether this is the one process of a run that prints and writes."""
+    return world_size() == 1 or os.environ["RANK"] == "0"
+
+
 def check_ranks():
-    """Exit with one line where a variable of torchrun's is left over: pods and clusters set some of them."""
-    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)}
-    remedy = "unset it, or start with torchrun"
-    for name, value in found.items():
-        if not value.isdecimal():
-            refuse(f"{name} is {value!r} in the environment, and no number: {remedy}")
-        if "WORLD_SIZE" not in found:
-            refuse(f"{name} is {value} in the environment, without WORLD_SIZE: {remedy}")
-    if world_size() > 1 and "RANK" not in found:
-        refuse(f"WORLD_SIZE is {world_size()} in the environment, without RANK: {remedy}")
-    if int(found.get("RANK", "0")) >= world_size():
-        refuse(f"RANK is {found['RANK']} in the environment, of {world_size()} ranks: {remedy}")
+    """Exit with one line where several processes were started that do not find one another."""
+    missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
+    if world_size() > 1 and missing:
+        refuse(f"WORLD_SIZE is {world_size()} in the environment, without {missing[0]}: unset it, or use torchrun")
+    for name in NUMBERS_OF_TASKS:
+        if int(os.environ.get(name) or "1") > 1 and not os.environ.get("WORLD_SIZE"):
+            refuse(f"{name} is {os.environ[name]}, and each task would train alone: let one task start torchrun")
+
+
+def drop_left_over_ranks():
+    """Remove what a cluster has left over of torchrun's variables, where this is the only process of its run."""
+    if world_size() == 1:
+        for name in (*RANK_VARIABLES, "LOCAL_RANK"):
+            os.environ.pop(name, None)
 
 
 def what_slows_down():

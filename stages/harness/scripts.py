@@ -1,10 +1,17 @@
-"""A training script of the reader's own: where it runs, and whether it is a copy of a stage."""
+"""A training script of the reader's own: where it runs, what it has of the ladder, and what it has to compute.
+
+What a script has is a dict of techniques, which watch/techniques.py finds and describes.
+"""
 
 import os
 import re
 from pathlib import Path
 
-from .ladder import FOLDER
+from . import ladder
+from .arithmetic import ADAMW, FUSED_ADAMW, Work
+from .common import ROOT
+
+SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
 def logs_by_itself(script):
@@ -13,7 +20,7 @@ def logs_by_itself(script):
         return False
     path = Path(script)
     folder = path.resolve().parent
-    if folder != FOLDER and (folder / "harness").exists():
+    if folder != ROOT / "stages" and (folder / "harness").exists():
         return False
     text = path.read_text("utf-8", "replace")
     return re.search(r"^(from|import) harness\b", text, re.MULTILINE) is not None
@@ -26,3 +33,126 @@ def folder_of(script):
     """
     here, home = Path.cwd(), Path(script).resolve().parent
     return here if home.is_relative_to(here) else home
+
+
+def words_on_techniques(techniques):
+    """Return (what a watched script has of the ladder, what it lacks, remarks), two texts and a list of texts.
+
+    techniques: what find_techniques() returned.
+    """
+    has, lacks, remarks = has_and_lacks(techniques)
+    words_on_has = names_of(has) or "nothing of the ladder"
+    words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
+    if not techniques["profiled"]:
+        words_on_lacks = "not looked at, since the script profiles itself"
+    return words_on_has, words_on_lacks, remarks
+
+
+def names_of(stages):
+    """Return the techniques of some Stages and where they are in the ladder, in words."""
+    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
+
+
+def has_and_lacks(techniques):
+    """Return (has, lacks, remarks) of a watched script: two lists of Stages, and one of words.
+
+    techniques: what find_techniques() returned. What would do nothing on this machine, or can't be told, is in neither
+    list; a remark says why where that is not plain.
+    """
+    machine = techniques["machine"]
+    has_float32 = techniques["weights"] == "float32"
+    has, lacks, remarks = [], [], []
+    for stage in ladder.STAGES:
+        match stage.name:
+            case "s02_tf32":
+                used, useful = techniques["tf32"], machine["tf32"] and has_float32
+                used = used and useful
+            case "s03_bf16":
+                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
+                if techniques["emulated"]:
+                    remarks.append(f"this CPU has no units for {techniques['autocast']}, and is slow in it")
+                if not has_float32:
+                    remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
+            case "s04_compile":
+                used, useful = techniques["compile"], machine["compile"]
+            case "s05_flash":
+                used, useful = flash_attention_of(techniques, remarks)
+            case "s06_vocab":
+                rows = techniques.get("logits", techniques["vocabulary"])  # without a profile the embedding's
+                used = rows is not None and rows % 64 == 0
+                useful = rows is not None and rows >= SMALL_VOCABULARY
+                used = used and useful
+            case "s10_fused":
+                used, useful = techniques["fused"], techniques["fused"] is not None
+            case _:
+                continue
+        if used:
+            has.append(stage)
+        elif useful:
+            lacks.append(stage)
+    return has, lacks, remarks
+
+
+def flash_attention_of(techniques, remarks):
+    """Return (whether a script has flash attention, whether it lacks it). A remark says why it can't be told."""
+    kernel = techniques["sdpa"]
+    if kernel not in (None, "math"):
+        return True, True
+    if kernel == "math" and techniques["drops"]:
+        remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
+    if kernel is None and techniques["compile"] and techniques["drops"]:
+        remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
+        return False, False
+    return False, techniques["attention"]
+
+
+def uses(techniques, name):
+    """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
+    match name:
+        case "bf16":
+            return techniques["autocast"] is not None
+        case "fused":
+            return techniques["fused"] is True
+        case _:
+            return techniques[name]
+
+
+def with_added(techniques, names):
+    """Return the techniques of a script to which "+NAME" was added for each of some names."""
+    added = {"tf32": True, "bf16": "bfloat16", "compile": True, "fused": True}
+    return techniques | {"autocast" if name == "bf16" else name: added[name] for name in names}
+
+
+def words_on_missing(techniques, name):
+    """Return why "+NAME" is not seen in a script to which it was added."""
+    match name:
+        case "tf32":
+            reason = "the script turns it off"
+        case "bf16":
+            reason = "no forward of a module was seen in training"
+        case "compile":
+            reason = "no module ran compiled"
+        case "fused" if techniques["fused"] is None:
+            reason = f"its optimizer {techniques['optimizer']} has none"
+        case "fused":
+            reason = "the script asks for another update"
+    return f"+{name} could not be added: {reason}"
+
+
+def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
+    """Return the Work of a watched GPT's micro-batch, from what its step used."""
+    amp_dtype = techniques["autocast"] or techniques["weights"]
+    matmul_dtype = amp_dtype
+    if amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]:
+        matmul_dtype = "tf32"
+    return Work(
+        shape,
+        batch_size,
+        matmul_dtype=matmul_dtype,
+        amp_dtype=amp_dtype,
+        on_cuda=on_cuda,
+        compiled=techniques["compile"],
+        flash=techniques["sdpa"] not in (None, "math"),
+        update=FUSED_ADAMW if techniques["fused"] else ADAMW,
+        accum=micro_batches,
+    )

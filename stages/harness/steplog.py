@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import load_tokens, refuse
+from data import load_tokens
 
 from . import ladder, machine, rates
 from .arithmetic import shape_of
-from .report import Report, finite_or_none
+from .common import refuse
+from .flags import settings_of
+from .log import finite_or_none, header_of
 from .stepprofile import StepProfile
 from .weights import held_out_loss, save
 
@@ -23,8 +25,7 @@ class StepLog:
     """Times whole steps, prints a line for each and writes the record. Rank 0 alone prints.
 
     A step is on the clock from start() to step(), and the device is synchronized at both ends. Where the bench leads
-    the run, start() waits for its request, and so does finish() after the last step. A run ends in leave() where the
-    bench wants no more.
+    the run, start() waits for its request, and so does finish() after the last step.
     """
 
     def __init__(self, args, model, loader, *, tokens_per_step):
@@ -35,57 +36,36 @@ class StepLog:
         """
         self.args = args
         self.device = args.device
-        self.record = args.record
+        self.log = args.log
         self.model = unwrapped(model)
         self.corpus = loader.corpus
         self.tokens_per_step = tokens_per_step
         self.t0 = None  # when the step began, where one has
         self.profiler = None
         self.profile = None
-        self.report = Report(args.record, self.facts(), prints=machine.is_rank_0() and not args.record.is_led)
+        shape = shape_of(self.model, args.seq_len)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        settings = settings_of(args) | {"corpus": self.corpus.name}
+        header = header_of(args.script.stem, self.device, settings, shape, parameters, args.fallbacks)
+        self.log.begin(args.title, header, self.device, tokens_per_step)
 
     @property
     def steps(self):
         """The step lines of the record so far."""
-        return self.report.steps
-
-    def facts(self):
-        """Return what is known before the first step, as Report wants it."""
-        args = self.args
-        settings = {}
-        for name in ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum"):
-            settings[name] = getattr(args, name)
-        settings["world_size"] = machine.world_size()
-        settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
-        settings["corpus"] = self.corpus.name
-        return {
-            "title": args.title,
-            "script": args.script.stem,
-            "device": self.device,
-            "shape": shape_of(self.model, args.seq_len),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "batch_size": args.batch_size,
-            "seq_len": args.seq_len,
-            "tokens": self.tokens_per_step,
-            "first_step": 0,
-            "unit": "tok",
-            "corpus": self.corpus.name,
-            "settings": settings,
-            "fallbacks": args.fallbacks,
-        }
+        return self.log.steps
 
     def start(self):
         """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""
-        if not self.record.wait_for_request():
-            self.leave()
+        if not self.log.wait_for_request():
+            self.end_process()
         if self.args.profile and len(self.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
         machine.synchronize(self.device)
         self.t0 = time.perf_counter()
 
-    def leave(self):
-        """End the process before its last step: the rest of the stage does not run."""
+    def end_process(self):
+        """End the process before its last step, since the bench wants no more."""
         self.write_summary()
         settle()
         if dist.is_initialized():
@@ -108,10 +88,10 @@ class StepLog:
             self.profiler.stop()
             self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
             self.profiler = None
-            self.report.profiled_steps.append(step)
+            self.log.profiled_step = step
         loss = number(loss)
         figures = {name: number(value) for name, value in figures.items()}
-        self.report.add_step(loss, dt, self.tokens_per_step, figures)
+        self.log.step(loss, dt, self.tokens_per_step, figures)
         if not math.isfinite(loss):
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
@@ -121,7 +101,7 @@ class StepLog:
         The summary has the held-out loss with --eval, and the parts of the last step with --profile. Exits with one
         line where the weights could not be saved.
         """
-        self.record.wait_for_request()  # a process that exits would slow down a step of another row
+        self.log.wait_for_request()  # a process that exits would slow down a step of another row
         problem = None
         if self.args.save and machine.is_rank_0():
             problem = self.save_weights()
@@ -139,24 +119,20 @@ class StepLog:
             free = shutil.disk_usage(path.resolve().parent).free / 1e9
             reason = " ".join(str(error).split())[:200]
             return f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}"
-        self.report.say(f"saved to {path}")
+        self.log.say(f"saved to {path}")
         return None
 
     def write_summary(self):
-        """Write the summary of the record and print the summary of the run."""
-        if self.steps:
-            summary = self.make_summary()
-            self.report.end(summary, self.profile_lines(summary))
-
-    def make_summary(self):
-        """Return what a record ends with, a dict."""
-        summary = {"sdpa": None}
-        shape = self.report.facts["shape"]
+        """Write the summary of the record and print the summary of the run, where a step was taken."""
+        if not self.steps:
+            return
+        header = self.log.header
+        summary, lines = {"sdpa": None}, []
         if self.device.type == "cuda":
             summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        if shape and (self.record.is_kept or self.profile):
-            head_dim = shape["n_embd"] // shape["n_head"]
-            shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, head_dim)
+        shape = header["shape"]
+        if shape and (self.log.is_kept or self.profile):
+            shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, shape["n_embd"] // shape["n_head"])
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.args.eval and machine.is_rank_0():
             loss = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
@@ -164,16 +140,9 @@ class StepLog:
         if self.profile:
             summary["rates"] = rates.measure_beside_a_model(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts
-        return summary
-
-    def profile_lines(self, summary):
-        """Return the lines of --profile, without it none. summary: what make_summary() returned."""
-        if self.profile is None:
-            return []
-        work = None
-        if self.args.stage:
-            work = ladder.effect_of(self.args.stage, self.report.header | summary).work
-        return self.profile.lines(work, summary["rates"])
+            work = ladder.effect_of(self.args.stage, header | summary).work if self.args.stage else None
+            lines = self.profile.lines(work, summary["rates"])
+        self.log.finish(summary, lines)
 
 
 def unwrapped(model):

@@ -5,8 +5,10 @@ from dataclasses import asdict, fields
 import numpy as np
 import torch
 
-from data import VOCAB, refuse, refuse_unknown_ids, whole_file
+from data import VOCAB, TextError, check_ids
 from model import GPT, GPTConfig
+
+from .common import refuse, whole_file
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
@@ -86,18 +88,18 @@ def held_out_loss(model, ids):
 
     ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. The text is cut
     into windows of block_size, so the first target of a window is predicted from one id, and its last from block_size
-    ids. The model computes in the dtype of its weights, without autocast. Exits with one line below 2 ids, and for an
-    id past the vocabulary.
+    ids. The model computes in the dtype of its weights, without autocast. Raises TextError below 2 ids, and for an id
+    past the vocabulary.
     """
     ids = ids[:HELD_OUT_AT_MOST]
     if len(ids) < 2:
-        refuse(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
+        raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
     device, T = model.transformer.wte.weight.device, model.config.block_size
     targets = len(ids) - 1
     total = 0.0
     for start in range(0, targets, T):
         window = ids[start : start + T + 1]
-        refuse_unknown_ids(window, "the held-out text", min(VOCAB, model.config.vocab_size))
+        check_ids(window, "the held-out text", min(VOCAB, model.config.vocab_size))
         window = torch.from_numpy(window.astype(np.int64)).to(device)
         x, y = window[None, :-1], window[None, 1:]
         total += model(x, y).item() * y.numel()

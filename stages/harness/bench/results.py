@@ -1,11 +1,9 @@
 """What was measured: the lines of a bench's record, kept as they come."""
 
 import json
-import sys
 from dataclasses import dataclass, field
 
-from data import refuse
-
+from ..common import refuse, tell
 from ..figures import waits_for_data
 from .rows import Row
 
@@ -80,7 +78,7 @@ class Results:
             try:
                 print(json.dumps(line), file=self.file, flush=True)
             except OSError as error:  # what is measured goes on, in memory
-                print(f"the record ends here: {error.strerror}", file=sys.stderr)
+                tell(f"the record ends here: {error.strerror}")
                 self.file = None
 
     def add(self, line):

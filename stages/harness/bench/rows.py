@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from data import refuse
-
 from .. import ladder, machine
+from ..common import ROOT, refuse
 from ..scripts import folder_of, logs_by_itself
 
 PROBE = "probe"
@@ -106,7 +105,7 @@ class Row:
             words.append(sys.executable)
         if self.is_watched:
             added = [f"+{name}" for name in self.added]
-            words += [str(ladder.FOLDER / "watch.py"), *bench["flags_of_scripts"], *added, *self.words_of_script]
+            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"], *added, *self.words_of_script]
         else:
             words += [str(self.path), *bench["flags"]]
         return [*words, *self.flags]
@@ -115,14 +114,14 @@ class Row:
     def path(self):
         """The path of the file that runs, of the probe, a stage or a copy of one."""
         if self.is_probe:
-            return ladder.FOLDER / "harness" / "bench" / "probe.py"
+            return ROOT / "stages" / "harness" / "bench" / "probe.py"
         return self.stage.path if self.stage else Path(self.script).resolve()
 
     def variables(self, bench):
         """Return what the bench adds to the environment of its process. A script's own is left as it is otherwise."""
         if self.is_watched:
             return bench["variables"] | bench["variables_of_scripts"]
-        python_path = str(ladder.FOLDER)  # where the harness is
+        python_path = str(ROOT / "stages")  # where the harness is
         if os.environ.get("PYTHONPATH"):
             python_path += os.pathsep + os.environ["PYTHONPATH"]
         return bench["variables"] | {"PYTHONPATH": python_path}

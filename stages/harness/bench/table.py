@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
 from ..figures import figures_of, seconds_of_warmup, waiting_share, waits_for_data
-from ..techniques import work_of
+from ..scripts import work_of
 from . import ratios
 from .ratios import ALIKE, Ratio, Verdict, distance, judge
 from .rows import Row

@@ -7,16 +7,15 @@ alike. On an accelerator, and where memory does not hold them all, each runs alo
 import contextlib
 import time
 
-from data import whole_file
-
-from .. import machine, terminal
+from .. import machine
+from ..common import say, tell, whole_file
 from ..figures import COUNTED_STEPS, WARMUP
 from ..leader import END, STEP
 from . import page, picture
 from .forecast import forecast_of
 from .table import table_of
 from .words import words_on_speed
-from .workers import Worker, say
+from .workers import Worker
 
 PAUSE = 0.02  # seconds between the steps of two workers: threads of the one that just stepped may still spin
 # A row that runs alone stops when it has COUNTED_STEPS which took ENOUGH_SECONDS together, in which a card's clock
@@ -26,42 +25,65 @@ MOST_COUNTED_STEPS = 160
 TELL_EVERY = 5  # turns
 
 
-def measure(results, path, folder):
+def measure(results, path, folder, stage_args):
     """Measure all rounds, and show the table after each. Return False where memory does not hold all rows at once.
 
     Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
     probe always comes first: it warms a card up. path: of the record. folder: for the sockets of the workers.
+    stage_args: {name of a row: the flags of its stage}.
     """
     probe, *rows = results.rows.values()
     began = time.monotonic()
     for round_number in range(results.bench["rounds"]):
         order = [probe, *rows]
         if results.bench["in_turn"]:
-            if not take_turns(order, results, round_number, folder):
+            if not take_turns(order, results, round_number, folder, stage_args):
                 return False
         else:
             for row in order:
-                run_alone(row, results, round_number, folder)
+                run_alone(row, results, round_number, folder, stage_args)
                 tell_end_of_run(results, row, time.monotonic() - began)
         show(results, path)
         rows.reverse()
     return True
 
 
-def warm_up(worker):
-    """Take a worker through its warm-up. After that of the probe, print what each row should bring."""
-    say(f"{worker.row.label}: start and warm-up")
+def predict(results, folder, stage_args):
+    """Print what each row should bring, and nothing more. Return the exit status, 1 where nothing can be said.
+
+    It takes the warm-up of the probe, and of the first script, whose techniques are to be seen.
+    """
+    probe, *rows = results.rows.values()
+    scripts = [row for row in rows if row.is_watched]
+    for row in [probe, *scripts[:1]]:
+        with contextlib.closing(Worker(row, results, 0, folder)) as worker:
+            worker.take_steps(WARMUP)
+            worker.ask(END)
+    words = page.expectations(forecast_of(results, stage_args)) if results.error(probe) is None else None
+    say(words or "nothing can be predicted: no row is a stage, or a script whose model is a GPT-2")
+    return 0 if words else 1
+
+
+def warm_up(worker, stage_args):
+    """Take a worker through its warm-up. Print what each row should bring, once that is known.
+
+    Of stages it is known after the warm-up of the probe, and of scripts after that of the first script.
+    """
+    tell(f"{worker.row.label}: start and warm-up")
     worker.take_steps(WARMUP)
-    if worker.row.is_probe and worker.round_number == 0 and worker.is_live:
-        words = page.expectations(forecast_of(worker.results))
+    rows = worker.results.table_rows
+    scripts = [row for row in rows if row.is_watched]
+    is_known = worker.row.is_probe and len(scripts) < len(rows) or worker.row in scripts[:1]
+    if is_known and worker.round_number == 0 and worker.is_live:
+        words = page.expectations(forecast_of(worker.results, stage_args))
         if words:
-            say(words)
+            tell(words)
 
 
-def run_alone(row, results, round_number, folder):
+def run_alone(row, results, round_number, folder, stage_args):
     """Take a fresh process of a row through its warm-up, and its counted steps until these are enough."""
     with contextlib.closing(Worker(row, results, round_number, folder)) as worker:
-        warm_up(worker)
+        warm_up(worker, stage_args)
         run = worker.run
         while worker.is_live and len(run.steps) < results.bench["steps"] and not has_enough(run):
             worker.ask(STEP)
@@ -73,7 +95,7 @@ def has_enough(run):
     return len(run.counted) >= COUNTED_STEPS and sum(step["dt"] for step in run.counted) >= ENOUGH_SECONDS
 
 
-def take_turns(rows, results, round_number, folder):
+def take_turns(rows, results, round_number, folder, stage_args):
     """Take processes of all rows through their warm-up, one after the other, and then through their steps in turn.
 
     A script that may wait for its data takes all its steps at once, and ends: while others take theirs, its loader
@@ -86,13 +108,13 @@ def take_turns(rows, results, round_number, folder):
         for row in rows:
             if round_number == 0 and not holds_another(workers):
                 live = [worker for worker in workers if worker.is_live]
-                say(f"memory holds {len(live)} of {len(rows)} processes at once, so they run one after the other")
+                tell(f"memory holds {len(live)} of {len(rows)} processes at once, so they run one after the other")
                 return False
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number, folder)))
             workers.append(worker)
-            warm_up(worker)
+            warm_up(worker, stage_args)
             if worker.run.may_wait_for_data:
-                say(f"{row.label}: takes its steps without turns, since what loads its data would get ahead")
+                tell(f"{row.label}: takes its steps without turns, since what loads its data would get ahead")
                 worker.take_steps(turns)
                 worker.ask(END)
                 worker.close()
@@ -114,8 +136,8 @@ def step_in_turn(workers, turns, results):
         workers.reverse()
         if turn % TELL_EVERY == 0 and turn < turns:
             seconds_left = (time.monotonic() - began) / turn * (turns - turn)
-            say(f"turn {turn} of {turns}, {about(seconds_left)} left in this round")
-            say(page.terminal(table_of(results)))
+            tell(f"turn {turn} of {turns}, {about(seconds_left)} left in this round")
+            tell(page.terminal(table_of(results)))
 
 
 def holds_another(workers):
@@ -145,7 +167,7 @@ def tell_start(workers, rows, turns, elapsed):
         seconds_of_starts = elapsed / len(workers) * (len(rows) - len(workers))
         seconds_of_turns = turns * len(rows) * (PAUSE + sum(dts) / len(dts))
         seconds_left = seconds_of_starts + seconds_of_turns
-        say(f"{len(workers)} of {len(rows)} are warm, {about(seconds_left)} left in this round")
+        tell(f"{len(workers)} of {len(rows)} are warm, {about(seconds_left)} left in this round")
 
 
 def tell_end_of_run(results, row, elapsed):
@@ -157,7 +179,7 @@ def tell_end_of_run(results, row, elapsed):
         if outcome.ratio and not row.control_of:
             words += f", {outcome.ratio.value:.2f} x {outcome.base.row.label}"
     ended, total = len(results.runs), results.bench["rounds"] * len(results.rows)
-    say(f"{words}; {ended} of {total} runs, {about(elapsed / ended * (total - ended))} left")
+    tell(f"{words}; {ended} of {total} runs, {about(elapsed / ended * (total - ended))} left")
 
 
 def show(results, path):
@@ -171,5 +193,5 @@ def show(results, path):
         written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
     except OSError as error:
         written = f"results/{path.stem}.md was not written: {error.strerror}"
-    terminal.say(page.terminal_at_the_end(table))
-    say(written)
+    say(page.terminal_at_the_end(table))
+    tell(written)

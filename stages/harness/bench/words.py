@@ -2,7 +2,7 @@
 
 import textwrap
 
-from .. import ladder
+from .. import ladder, scripts
 from ..figures import UNEVEN
 from .ratios import Verdict
 from .rows import gains_cpu_memory, goes_without_cpu_memory, runs_the_same
@@ -134,11 +134,8 @@ def words_on_script(outcome):
     if outcome.base and runs_the_same(outcome.row, outcome.base.row):
         words += words_on_added(outcome)
     else:
-        has, lacks, remarks = ladder.has_and_lacks(techniques)
-        words.append(f"has {', '.join(stage.technique for stage in has) or 'nothing of the ladder'}")
-        if techniques["profiled"]:
-            words.append(f"lacks {', '.join(stage.technique for stage in lacks) or 'nothing of it'}")
-        words += remarks
+        has, lacks, remarks = scripts.words_on_techniques(techniques)
+        words += [f"has {has}", f"lacks {lacks}", *remarks]
     if outcome.is_out_of_turn:
         words.append("took its steps without turns, since what loads its data would get ahead")
     if outcome.waiting_share:
@@ -155,9 +152,9 @@ def words_on_added(outcome):
     for name in outcome.row.added:
         if name in outcome.base.row.added:
             continue
-        if not ladder.uses(outcome.techniques, name):
-            words.append(ladder.words_on_missing(outcome.techniques, name))
-        elif outcome.base.techniques and ladder.uses(outcome.base.techniques, name):
+        if not scripts.uses(outcome.techniques, name):
+            words.append(scripts.words_on_missing(outcome.techniques, name))
+        elif outcome.base.techniques and scripts.uses(outcome.base.techniques, name):
             words.append(f"{name} is in it already")
     return words
 

@@ -7,25 +7,19 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from multiprocessing import connection
 
 from .. import leader
+from ..common import tell
 
 PATIENCE = 600  # seconds that a step may take: the first one includes the start and the compilation
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
 MOST_OUTPUT = 20_000  # bytes that are kept of what a row prints
 LAST_LINES = 20  # of them, shown where a process left no error line
 TORCHRUNS_FILES = "torch/distributed/elastic/"  # its report of failed ranks begins with their names
-
-
-def say(line):
-    """Print a line of progress on stderr, whose terminal may be gone."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 class Worker:
@@ -131,7 +125,7 @@ class Worker:
             case "ready":
                 self.ranks[speaker] = True
             case "notice":
-                say(f"{self.row.label}: {line['message']}")
+                tell(f"{self.row.label}: {line['message']}")
             case "error":
                 status = self.exit_status() if self.number_of_ranks > 1 else None
                 if status is not None and status < 0:  # another rank was killed, and this one says that it is gone
@@ -192,9 +186,9 @@ class Worker:
         said: the traceback, or what it last printed.
         """
         self.keep({"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory})
-        say(f"{self.row.label} failed: {message}")
+        tell(f"{self.row.label} failed: {message}")
         if not out_of_memory and said not in ("", message):
-            say(said)
+            tell(said)
         self.close()
 
     def close(self):

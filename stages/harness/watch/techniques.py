@@ -5,10 +5,10 @@ import re
 import torch
 from torch import nn
 
-from . import machine
+from .. import machine
+from ..arithmetic import matmul_weights, shape_of
+from ..stepprofile import names_with_callers
 from .added import is_compiled
-from .arithmetic import ADAMW, FUSED_ADAMW, Work, matmul_weights, shape_of
-from .stepprofile import names_with_callers
 
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
@@ -154,22 +154,3 @@ def matrix_weights(model):
             if p.dim() == 2:
                 matrices[id(p)] = p.numel()
     return sum(matrices.values())
-
-
-def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
-    """Return the Work of a watched GPT's micro-batch, from what its step used."""
-    amp_dtype = techniques["autocast"] or techniques["weights"]
-    matmul_dtype = amp_dtype
-    if amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]:
-        matmul_dtype = "tf32"
-    return Work(
-        shape,
-        batch_size,
-        matmul_dtype=matmul_dtype,
-        amp_dtype=amp_dtype,
-        on_cuda=on_cuda,
-        compiled=techniques["compile"],
-        flash=techniques["sdpa"] not in (None, "math"),
-        update=FUSED_ADAMW if techniques["fused"] else ADAMW,
-        accum=micro_batches,
-    )

@@ -21,15 +21,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from . import ladder, machine, rates
+from .. import machine, rates, scripts
+from ..figures import LONG_WAIT
+from ..log import header_of
+from ..stepprofile import StepProfile
 from .added import Added
-from .figures import LONG_WAIT
-from .report import Report
-from .stepprofile import StepProfile
-from .techniques import find_techniques, gpt_shape, parameters_of, work_of
+from .techniques import find_techniques, gpt_shape, parameters_of
 
 end_process = os._exit  # watch.py replaces os._exit for the script
-LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__), "<")
+HARNESS = os.path.dirname(os.path.dirname(__file__))
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), HARNESS, "<")
 SAMPLING = 0.01  # seconds between two looks at the line that runs
 SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
 LONG_EVALUATION = 0.1  # of the time: what takes longer is told so
@@ -129,20 +130,18 @@ class MicroBatches:
 class Watcher:
     """Times the steps of a script that runs in this process, and reports them. Rank 0 alone prints.
 
-    args: what watch.py was given: steps (None for all), profile, seed, script and title; and record, a Record.
+    args: what watch.py was given: steps (None for all), profile, seed, script and title; and log, a Log.
     """
 
-    def __init__(self, args, out):
-        """out: a file for the lines, which stays open where the script closes its stdout."""
+    def __init__(self, args):
         self.args = args
-        self.out = out
+        self.log = args.log
         self.pid = os.getpid()
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.began = time.perf_counter()
         self.optimizer = None  # the first that takes a step; where there are more, they share its step
         self.optimizer_steps = 0
         self.device = None
-        self.report = None
         self.seen = MicroBatches()
         self.clock = StepClock()
         self.steps_of_others = set()  # ids of other optimizers that stepped since the last step ended
@@ -251,14 +250,14 @@ class Watcher:
         self.clock.switch(self.clock.kind)
         now = time.perf_counter()
         flush(sys.stdout)  # so that the script's own lines stand before ours
-        if self.report is None:
+        if self.log.header is None:
             self.begin_report(now)
         else:
             self.report_step(now - self.t0)
         self.waits_for_bench = True
-        is_asked_for_more = self.args.record.wait_for_request()
+        is_asked_for_more = self.log.wait_for_request()
         self.waits_for_bench = False
-        if not is_asked_for_more or len(self.report.steps) == self.args.steps:
+        if not is_asked_for_more or len(self.log.steps) == self.args.steps:
             self.finish()
             self.leave(0)
         self.seen = MicroBatches()
@@ -274,7 +273,7 @@ class Watcher:
             remedy = f"torchrun --standalone --nproc_per_node={ranks} stages/watch.py {self.args.title}"
             line = f"{self.args.title} starts {ranks} ranks by itself: start them by {remedy}"
             print(f"error: {line}", file=sys.stderr)
-            self.args.record.write_error(line)
+            self.log.write_error(line)
             self.leave(2)
         seen = self.seen
         models = list(self.models.values())
@@ -287,24 +286,10 @@ class Watcher:
             "accum": seen.count * ranks,
             "world_size": ranks,
         }
-        facts = {
-            "title": self.args.title,
-            "script": self.args.script,
-            "device": self.device,
-            "shape": shape,
-            "parameters": sum(p.numel() for p in parameters_of(models, self.optimizer)),
-            "batch_size": seen.batch_size,
-            "seq_len": seen.seq_len,
-            "tokens": seen.count_of(seen.unit) * ranks,
-            "first_step": 1,
-            "unit": seen.unit,
-            "corpus": None,
-            "settings": settings,
-            "fallbacks": {},
-        }
-        prints = machine.is_rank_0() and not self.args.record.is_led
-        self.report = Report(self.args.record, facts, prints, self.out)
-        self.report.say(f"step    0 ended {now - self.began:.1f} s after the start, and the clock starts here")
+        parameters = sum(p.numel() for p in parameters_of(models, self.optimizer))
+        header = header_of(self.args.script, self.device, settings, shape, parameters, {}, seen.unit)
+        self.log.begin(self.args.title, header, self.device, seen.count_of(seen.unit) * ranks, first_step=1)
+        self.log.say(f"step    0 ended {now - self.began:.1f} s after the start, and the clock starts here")
 
     def report_step(self, dt):
         """Report a step that took dt seconds."""
@@ -312,11 +297,11 @@ class Watcher:
         events = self.stop_profiler(1e3 * dt) if self.profiler else None
         if self.techniques is None:
             self.keep_techniques(events)
-        facts = self.report.facts
-        tokens = seen.count_of(facts["unit"]) * facts["settings"]["world_size"]
+        header = self.log.header
+        tokens = seen.count_of(header["unit"]) * header["settings"]["world_size"]
         spent = {kind: round(seconds, 6) for kind, seconds in self.clock.spent.items()}
         loss = None if seen.loss is None else seen.loss.item()
-        self.report.add_step(loss, dt, tokens, {}, spent=spent)
+        self.log.step(loss, dt, tokens, {}, spent=spent)
 
     # the profiler, for a step that shows the techniques, and for the parts of the last step
 
@@ -325,8 +310,8 @@ class Watcher:
 
         Not where the script profiles itself, or a profiler is at work: two empty one another.
         """
-        is_first = not self.report.steps
-        is_last = len(self.report.steps) + 1 == self.args.steps
+        is_first = not self.log.steps
+        is_last = len(self.log.steps) + 1 == self.args.steps
         if self.script_profiles or torch.autograd._profiler_enabled():
             return
         if self.args.profile and is_last:
@@ -341,7 +326,7 @@ class Watcher:
         """Return what the profiler saw, a list of events, or None where the script began to profile in this step."""
         profiler, self.profiler = self.profiler, None
         profiler.stop()
-        self.report.profiled_steps.append(self.report.facts["first_step"] + len(self.report.steps))
+        self.log.profiled_step = 1 + len(self.log.steps)
         if self.script_profiles:
             return None
         events = profiler.events()
@@ -359,32 +344,34 @@ class Watcher:
             autocast = machine.dtype_name(self.output_dtype)
         self.techniques = find_techniques(models, self.optimizer, self.device, autocast, events)
         self.techniques["loaders"] = len(multiprocessing.active_children()) + count_threads_of_script()
-        self.args.record.write("techniques", **self.techniques)
+        self.log.write("techniques", **self.techniques)
 
     # the end
 
     def finish(self):
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
-        if self.report is None or not self.report.steps:
+        if not self.log.steps:
             return
-        counted, _ = self.report.counted_steps()
+        counted = self.log.counted_steps() or self.log.steps[-1:]
         shares = shares_of(counted)
         summary = {"sdpa": self.techniques["sdpa"], "shares": shares}
         lines = []
         if self.profile:
             lines = self.profile_lines(summary)
-        self.report.end(summary, lines)
+        self.log.finish(summary, lines)
         for line in self.answer(shares):
-            self.report.say(line)
+            self.log.say(line)
 
     def profile_lines(self, summary):
         """Return the lines of --profile, and add its figures to the summary."""
-        facts, techniques = self.report.facts, self.techniques
+        header, techniques = self.log.header, self.techniques
+        settings = header["settings"]
         work = None
         dtype = techniques["autocast"] or techniques["weights"]
-        if facts["shape"]:
-            accum = facts["settings"]["accum"] // facts["settings"]["world_size"]
-            work = work_of(techniques, facts["shape"], facts["batch_size"], accum, self.device.type == "cuda")
+        if header["shape"]:
+            accum = settings["accum"] // settings["world_size"]
+            on_cuda = self.device.type == "cuda"
+            work = scripts.work_of(techniques, header["shape"], settings["batch_size"], accum, on_cuda)
         summary["rates"] = rates.measure_beside_a_model(self.device, getattr(torch, dtype))
         summary["parts"] = self.profile.parts
         return self.profile.lines(work, summary["rates"])
@@ -394,15 +381,11 @@ class Watcher:
 
         shares: what shares_of() returned.
         """
-        has, lacks, remarks = ladder.has_and_lacks(self.techniques)
+        has, lacks, remarks = scripts.words_on_techniques(self.techniques)
         for name in self.args.added:
-            if not ladder.uses(self.techniques, name):
-                remarks.append(ladder.words_on_missing(self.techniques, name))
-        lines = [f"has     {names_of(has) or 'nothing of the ladder'}"]
-        if self.techniques["profiled"]:
-            lines.append(f"lacks   {names_of(lacks) or 'nothing of the ladder that this machine could use'}")
-        else:
-            lines.append("lacks   unknown, since the script profiles itself: two profilers empty one another")
+            if not scripts.uses(self.techniques, name):
+                remarks.append(scripts.words_on_missing(self.techniques, name))
+        lines = [f"has     {has}", f"lacks   {lacks}"]
         lines += [f"        {remark}" for remark in remarks]
         parts = [f"{kind} {100 * share:.0f} %" for kind, share in shares.items() if share >= 0.005]
         lines.append(f"time    {', '.join(parts)}")
@@ -457,11 +440,6 @@ def shares_of(steps):
     return {kind: sum(step["spent"][kind] for step in steps) / total for kind in KINDS}
 
 
-def names_of(stages):
-    """Return the names of what some Stages bring, and where they are in the ladder, in words."""
-    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
-
-
 def are_ids(tensor):
     """Tell whether a tensor is a batch of tokens: whole numbers in two dimensions."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
@@ -502,7 +480,7 @@ def tell_of_silence(watcher):
         where = line_of_script(sys._current_frames()[main_thread])
         message = f"no step in {seconds:.0f} s: it is at {where}, after {watcher.forwards} forwards "
         message += f"and {watcher.backwards} backwards"
-        watcher.args.record.tell(message)
+        watcher.log.notice(message)
 
 
 def sample_own_code(watcher):

@@ -1,0 +1,53 @@
+"""What all rooms share: the root, refusals, lines of progress, whole files. It imports nothing of ours."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # where data.py, model.py and stages/ are
+
+
+def refuse(message):
+    """End the program with one line on stderr and exit status 2, for a mistake that the user can correct."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def say(line, file=None):
+    """Print a line at once. Where nobody reads any more, as behind `| head`, this and all later lines go nowhere.
+
+    file: where to print, instead of sys.stdout.
+    """
+    file = file or sys.stdout
+    try:
+        print(line, file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def tell(line):
+    """Print a line of progress on stderr."""
+    say(line, sys.stderr)
+
+
+def replace_missing_signs():
+    """Let stdout and stderr print ? for a sign that a terminal in ASCII or Latin-1 does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # there is none, or a test has put another object there
+            stream.reconfigure(errors="replace")
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
+
+    Raises OSError, for example where the disk is full.
+    """
+    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

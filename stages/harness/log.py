@@ -1,0 +1,316 @@
+"""What a run prints and leaves: a line for each step, a summary, and the same as lines of JSON.
+
+The format of a record
+======================
+
+A record is a text file with one JSON object in each line. `--record FILE` of a stage writes the lines of one run: a
+header, a line for each step, and a summary. An example of each, the header wrapped:
+
+    {"kind": "header", "stage": "s10_fused", "commit": "569c6896ba9f",
+     "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "lr": 0.0006,
+                  "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
+                  "corpus": "Tiny Shakespeare"},
+     "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
+     "parameters": 16224000, "unit": "tok",
+     "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
+                     "system": "Linux x86_64", "python": "3.11.7",
+                     "torch": "2.13.0+cpu", "cuda": null, "driver": null},
+     "fallbacks": {"compile": "left out, Python.h is missing: install python3-dev"},
+     "started": "2026-11-21T02:13:12+00:00"}
+    {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
+     "memory": 1870000000, "meter": "peak RSS"}
+    {"kind": "summary", "sdpa": "flash", "eval": 6.12}
+
+dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null.
+"shape" is null for a model that is no GPT. Its vocabulary is without the padding of s06, and its seq_len is that of the
+flag. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens. "commit" has a + behind
+it where files differ from it. "sdpa" is the kernel that F.scaled_dot_product_attention chooses for this shape and dtype
+on this device. Other keys of a summary: "eval", the held-out loss, with --eval; "reserved", bytes, on CUDA; "rates" and
+"parts" with --profile.
+
+results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
+
+    {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
+     "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
+               "is_watched": false, "above": null, "control_of": null},
+              {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
+               "is_watched": false, "above": null, "control_of": null}],
+     "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
+     "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
+     "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
+
+"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
+"in_turn" all processes were alive at once, and a ratio compares two steps of one turn. Without it a ratio compares two
+medians of one round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the
+environment those of all rows. The two lists "of_scripts" are for scripts that watch.py watches.
+
+Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
+"start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. In a bench every
+failure leaves an "error".
+A stage that was started by hand leaves one for an exception.
+
+    {"kind": "start", "round": 0, "name": "probe"}
+    {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
+     "copy": 3.5e10}
+    {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
+     "out_of_memory": false}
+
+A script that watch.py watches leaves a line more, before its second step. techniques.find_techniques() explains it:
+
+    {"kind": "techniques", "profiled": true, "tf32": true, "weights": "float32", "compile": false, "sdpa": "flash",
+     "attention": true, "drops": false, "vocabulary": 50304, "logits": 50304, "fused": false, "optimizer": "AdamW",
+     "autocast": null, "emulated": false, "parameters": 7242880, "loaders": 0,
+     "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
+
+"loaders" are the processes and threads that it has started, most likely to load its data. Its settings are those that
+can be seen, its first step is number 1, and each step has "spent", the seconds of each of watcher.KINDS. "shares" of
+its summary are the same as shares of the time.
+
+    {"kind": "step", "spent": {"data": 0.03, "forward": 0.2, "loss": 0.01, "backward": 0.4, "update": 0.05,
+     "evaluation": 0.0, "rest": 0.02}, "step": 1, "loss": 10.9, "dt": 0.71, "tokens": 1024, "memory": 1870000000,
+     "meter": "peak RSS"}
+"""
+
+import datetime
+import json
+import math
+import re
+import sys
+import traceback
+
+import torch
+
+from data import TextError
+
+from . import machine
+from .arithmetic import flops_per_token, shape_name
+from .common import ROOT, refuse, say, tell
+from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup
+from .leader import find_leader
+
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
+# oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
+OUT_OF_MEMORY = (
+    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
+    r"|could not create a primitive(?! descriptor)"
+)
+
+
+def header_of(name, device, settings, shape, parameters, fallbacks, unit="tok"):
+    """Return the header of a record, a dict: see above.
+
+    name: of the stage or script. device: a torch.device. settings: a dict with batch_size, seq_len, accum, world_size,
+    seed and what else is known. shape: of a GPT, as arithmetic.shape_of() returns it, or None. unit: what is counted,
+    "tok", "sample" or "step".
+    """
+    return {
+        "stage": name,
+        "commit": machine.commit(ROOT),
+        "settings": settings,
+        "shape": shape,
+        "parameters": parameters,
+        "unit": unit,
+        "environment": machine.environment(device),
+        "fallbacks": fallbacks,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+class Log:
+    """The log of a run. Rank 0 prints, and writes the record: to the file of --record, or to the bench that leads it.
+
+    steps: the step lines of the record so far. header: its first line, or None before begin(). profiled_step: the
+    number of the step that a profiler made slower, or None.
+    """
+
+    def __init__(self, record_path, batch_size=None, out=None):
+        """Find the bench that leads this process, or open the file of --record, a new one.
+
+        batch_size: of a stage, which is told where memory is short. out: where to print, instead of sys.stdout. Exits
+        with one line where the file is there already or can't be written.
+        """
+        self.record_path = record_path
+        self.batch_size = batch_size
+        self.out = out
+        self.leader = find_leader()
+        self.file = None
+        self.header = None
+        self.steps = []
+        self.profiled_step = None
+        if self.leader is None and record_path and machine.is_rank_0():
+            try:
+                self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                refuse(f"--record {record_path}: {error.strerror}; pass the path of a new file")
+
+    @property
+    def is_led(self):
+        """Whether the bench leads this process. It then takes a step for each request, and prints nothing."""
+        return self.leader is not None
+
+    @property
+    def is_kept(self):
+        """Whether anybody gets its lines of JSON."""
+        return self.is_led or self.file is not None
+
+    def wait_for_request(self):
+        """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
+        return self.leader.wait_for_request() if self.leader else True
+
+    # lines for people
+
+    def say(self, line):
+        """Print a line, on rank 0 of a run that no bench leads."""
+        if machine.is_rank_0() and not self.is_led:
+            say(line, self.out)
+
+    def begin(self, title, header, device, tokens, first_step=0):
+        """Print what runs, and write the header.
+
+        title: the first line. tokens: of a whole step, of all ranks. first_step: the number of the first step.
+        """
+        self.header = header
+        self.device = device
+        self.first_step = first_step
+        settings, shape = header["settings"], header["shape"]
+        model = f"{header['parameters']:,} parameters"
+        if shape:
+            model = f"{shape_name(shape)}, {model}"
+        if header["unit"] == "tok":
+            model += f" | B {settings['batch_size']}, T {settings['seq_len']}, {tokens:,} tokens per step"
+        elif header["unit"] == "sample":
+            model += f" | B {settings['batch_size']}, {tokens:,} samples per step"
+        where = header["environment"]["device_name"]
+        if device.type == "cpu":
+            where += f", threads {torch.get_num_threads()}"
+        if settings.get("corpus"):
+            where += f" | {settings['corpus']}"
+        self.say(title)
+        self.say(model)
+        self.say(where)
+        self.write("header", **header)
+
+    def step(self, loss, dt, tokens, figures, **unprinted):
+        """Record a step and print its line.
+
+        loss: a float, or None where it is not known. dt: seconds. figures: what the script logs beside it, {name:
+        float}, of which none replaces one of ours. unprinted: more figures, for the record alone.
+        """
+        memory, meter = machine.peak_memory(self.device)
+        entry = {
+            **{name: finite_or_none(value) for name, value in figures.items()},
+            **unprinted,
+            "step": self.first_step + len(self.steps),
+            "loss": finite_or_none(loss),
+            "dt": dt,
+            "tokens": tokens,
+            "memory": memory,
+            "meter": meter,
+        }
+        self.steps.append(entry)
+        self.write("step", **entry)
+        words = [f"step {entry['step']:4d}"]
+        if loss is not None:
+            words.append(f"loss {loss:.4f}")
+        for name, value in figures.items():
+            words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
+        words.append(f"{1e3 * dt:.2f}ms")
+        self.say(" | ".join(words + self.words_on_speed(tokens / dt)))
+        if len(self.steps) == WARMUP:
+            machine.reset_peak_memory(self.device)
+
+    def words_on_speed(self, tokens_per_second):
+        """Return a speed in words: tokens per second and, for a GPT, the FLOP/s that they need."""
+        if self.header["unit"] == "step":
+            return [f"{tokens_per_second:.2f} steps/sec"]
+        words = [f"{tokens_per_second:,.0f} {self.header['unit']}/sec"]
+        if self.header["shape"]:
+            words.append(f"{flops_per_token(self.header['shape']) * tokens_per_second / 1e12:.3g} TFLOP/s")
+        return words
+
+    def finish(self, summary, profile_lines=()):
+        """Write the summary of the record, and print the lines of the whole run.
+
+        summary: a dict for the record. profile_lines: where the time of a step went, with --profile.
+        """
+        self.write("summary", **summary)
+        counted = self.counted_steps()
+        which = f"over {len(counted)} steps after {WARMUP} of warm-up"
+        if not counted:
+            last = ([step for step in self.steps if step["step"] != self.profiled_step] or self.steps)[-1]
+            counted, which = [last], f"of step {last['step']} alone, since no other was counted"
+        figures = figures_of(counted)
+        self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] {which}")
+        if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
+            seconds = sum(step["dt"] for step in counted)
+            speed = self.words_on_speed(sum(step["tokens"] for step in counted) / seconds)[0]
+            self.say(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
+        meter = self.steps[-1]["meter"]
+        words = self.words_on_speed(figures["tok_per_sec"])
+        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
+        words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
+        self.say(" | ".join(words))
+        if "eval" in summary:
+            loss = math.nan if summary["eval"] is None else summary["eval"]
+            self.say(f"held-out loss {loss:.4f}")
+        for line in profile_lines:
+            self.say(line)
+
+    def counted_steps(self):
+        """Return the steps after the warm-up, without the profiled one."""
+        return [step for step in self.steps[WARMUP:] if step["step"] != self.profiled_step]
+
+    # lines of JSON
+
+    def write(self, kind, /, **entry):
+        """Write a line of the record, on rank 0 only."""
+        if machine.is_rank_0():
+            self.write_from_any_rank({**entry, "kind": kind})  # ours wins, where a script logs a figure "kind"
+
+    def write_from_any_rank(self, line):
+        """Write a line, on whatever rank: an exception may come on one alone."""
+        if self.leader:
+            self.leader.tell(line)
+        if self.file:
+            try:
+                print(json.dumps(line), file=self.file, flush=True)
+            except OSError as error:  # a training is worth more than its record
+                self.file = None
+                tell(f"--record {self.record_path} ends here: {error.strerror}")
+
+    def write_error(self, message, text="", out_of_memory=False):
+        """Write the line of a failure, from any rank. text: the traceback."""
+        line = {"kind": "error", "message": message, "traceback": text, "out_of_memory": out_of_memory}
+        self.write_from_any_rank(line)
+
+    def notice(self, message):
+        """Tell, on rank 0, what is no line of a record: to the bench where that leads, and otherwise on stderr."""
+        if machine.is_rank_0() and self.leader:
+            self.leader.tell({"kind": "notice", "message": message})
+        elif machine.is_rank_0():
+            tell(message)
+
+    def tell_failure(self, error_type, error, trace):
+        """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
+
+        This is sys.excepthook once parse_args() has returned. Where the bench leads, every rank keeps its exception.
+        A text that can't be trained on is the user's mistake, and one line.
+        """
+        message, text = f"{error_type.__name__}: {error}", ""
+        if error_type is not TextError:
+            text = "".join(traceback.format_exception(error_type, error, trace))
+            sys.__excepthook__(error_type, error, trace)
+        memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
+        self.write_error(message, text, memory_is_short)
+        if error_type is TextError:
+            refuse(error)
+        if memory_is_short:
+            smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
+            tell(f"memory is short at batch size {self.batch_size}: try {smaller}")
+        if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
+            tell("torch.compile failed: --no-compile goes without it")
+
+
+def finite_or_none(value):
+    """Return a figure, or None where it is not finite: JSON has no infinity, and a norm has where float16 overflows."""
+    return value if value is not None and math.isfinite(value) else None
