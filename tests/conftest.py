@@ -92,13 +92,21 @@ def run_script(script, *flags, folder=None):
         except SystemExit as end:
             status = end.code or 0
         except Exception:
-            sys.excepthook(*sys.exc_info())
-            status = 1
+            status = status_of_hook(*sys.exc_info())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.set_float32_matmul_precision("highest")
     return Ended(status, out.getvalue(), err.getvalue(), scope=scope)
+
+
+def status_of_hook(*failure):
+    """The exit status of a process that failed, after its excepthook has told why."""
+    try:
+        sys.excepthook(*failure)
+    except SystemExit as end:
+        return end.code
+    return 1
 
 
 def run_stage(stage, *flags, folder):

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import error_of
 
 import data
-from data import VOCAB, Corpus, TokenLoader, load_tokens, single_bytes, whole_file
+from data import VOCAB, Corpus, TextError, TokenLoader, load_tokens, single_bytes
 
 CPU = torch.device("cpu")
 TEXT = "First Citizen:\r\n\tBefore we proceed,   hear the na\u00efve \u2026 \U0001f642 <|endoftext|>\n" * 20
@@ -54,6 +53,13 @@ def online(monkeypatch, merges):
     return asked
 
 
+def complaint(function, *arguments):
+    """The message of the TextError that this call must raise."""
+    with pytest.raises(TextError) as raised:
+        function(*arguments)
+    return str(raised.value)
+
+
 def whole(source=None):
     """All ids of a text."""
     return np.concatenate([load_tokens(source).ids, load_tokens(source, "val").ids])
@@ -84,9 +90,9 @@ def test_ranks_in_turn_read_the_ring_of_tokens_in_order(world_size, length):
 
 
 @pytest.mark.parametrize("world_size, needed", [(1, 5), (4, 17)])
-def test_a_corpus_needs_a_sequence_for_every_rank_and_one_token(capsys, world_size, needed):
+def test_a_corpus_needs_a_sequence_for_every_rank_and_one_token(world_size, needed):
     TokenLoader(ring(needed), 2, 4, 0, world_size)
-    line = error_of(capsys, TokenLoader, ring(needed - 1), 2, 4, 0, world_size)
+    line = complaint(TokenLoader, ring(needed - 1), 2, 4, 0, world_size)
     assert f"ring has {needed - 1} tokens to train on" in line
     assert f"= {needed} are needed: pass a longer text, or a smaller --seq-len" in line
 
@@ -110,13 +116,13 @@ def test_a_batch_goes_to_the_device_by_way_of_pinned_memory_on_cuda_alone(monkey
 # A user's file
 
 
-def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(capsys, tmp_path):
+def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(tmp_path):
     loader = TokenLoader(Corpus("ids.bin", np.array([0] * 8 + [VOCAB - 1] + [VOCAB] * 2, dtype=np.uint16), None), 1, 4)
     loader.next_batch(CPU)
     _, y = loader.next_batch(CPU)
     assert y.max() == VOCAB - 1  # which no signed 16 bits hold
-    line = error_of(capsys, loader.next_batch, CPU)
-    assert line == "error: ids.bin: it has ids from 0 to 50257, and the model's are from 0 to 50256"
+    line = complaint(loader.next_batch, CPU)
+    assert line == "ids.bin: it has ids from 0 to 50257, and the model's are from 0 to 50256"
 
 
 def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
@@ -137,11 +143,11 @@ def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
         ("cut.npy", b"\x93NUMPY\x01", "EOF"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(capsys, tmp_path, merges, name, content, problem):
+def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(tmp_path, merges, name, content, problem):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    line = error_of(capsys, load_tokens, tmp_path / name)
-    assert line.startswith(f"error: --data {tmp_path / name}: ")
+    line = complaint(load_tokens, tmp_path / name)
+    assert line.startswith(f"--data {tmp_path / name}: ")
     assert problem in line
     assert line.endswith("; pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
 
@@ -181,13 +187,13 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
         ("a.npy", np.array(["a text"], dtype=object), "Python objects"),
     ],
 )
-def test_a_file_of_other_numbers_is_refused_with_what_it_is(capsys, tmp_path, name, content, problem):
+def test_a_file_of_other_numbers_is_refused_with_what_it_is(tmp_path, name, content, problem):
     path = tmp_path / name
     if name.endswith(".npy"):
         np.save(path, content)
     else:
         content.tofile(path)
-    assert problem in error_of(capsys, load_tokens, path)
+    assert problem in complaint(load_tokens, path)
 
 
 @pytest.mark.parametrize("ids", [np.zeros(3000), np.tile([5, 3], 1000)], ids=["0", "few"])
@@ -227,9 +233,9 @@ def test_files_of_a_folder_are_told_by_words_of_their_names(tmp_path, names, tra
     assert read == [set(training), set(held_out)]
 
 
-def test_a_folder_with_one_file_has_none_to_hold_out(capsys, tmp_path):
+def test_a_folder_with_one_file_has_none_to_hold_out(tmp_path):
     np.save(tmp_path / "1.npy", IDS[:50])
-    assert "it has no two files" in error_of(capsys, load_tokens, tmp_path)
+    assert "it has no two files" in complaint(load_tokens, tmp_path)
 
 
 def test_docs_is_pythons_documentation_where_a_folder_has_that_name_too(tmp_path, monkeypatch):
@@ -322,21 +328,3 @@ def test_without_the_vocabulary_a_run_goes_on_with_pythons_documentation_too(onl
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
     assert load_tokens().name.startswith("Python's documentation")
     assert "no download (Hash mismatch for vocab.bpe)" in capsys.readouterr().err
-
-
-# Files
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "new" / "file"
-    with whole_file(path) as unfinished:
-        unfinished.write_text("one")
-    with path.open() as reader:
-        with whole_file(path) as unfinished:
-            unfinished.write_text("two")
-        assert reader.read() == "one"  # whoever reads the old file meanwhile reads it to its end
-    with pytest.raises(KeyboardInterrupt), whole_file(path) as unfinished:
-        unfinished.write_text("thr")
-        raise KeyboardInterrupt
-    assert path.read_text() == "two"
-    assert list(path.parent.iterdir()) == [path]

@@ -6,6 +6,7 @@ from harness.bench.forecast import forecast_of
 from harness.bench.results import Results
 from harness.bench.rows import PROBE, row_of
 from harness.figures import WARMUP
+from harness.flags import parse
 
 from dataclasses import replace
 
@@ -33,10 +34,16 @@ def only_the_warm_up_of_the_probe(results):
     return begun
 
 
+def foretold_of(results):
+    """Return the Table that is foretold of a bench, whose stages get the flags that all have."""
+    stage_args = {row.name: parse(None, results.bench["flags"]) for row in results.rows.values()}
+    return forecast_of(results, stage_args)
+
+
 def test_what_is_foretold_of_the_h100_is_what_its_page_predicts(a_card):
     """The column of results/h100.md, but for the rates, which are those of the probe's warm-up."""
     begun = only_the_warm_up_of_the_probe(Results.load(ROOT / "results" / "h100.jsonl"))
-    foretold = [outcome.predicted for outcome in forecast_of(begun).rows]
+    foretold = [outcome.predicted for outcome in foretold_of(begun).rows]
     assert foretold[0] is foretold[5] is None  # s01, and the vocabulary of s06
     on_its_page = [2.522, 1.223, 2.439, 1.507, 0.985, 1, 1, 1.071, 1.030, 0.994]
     assert [ratio for ratio in foretold if ratio] == pytest.approx(on_its_page, rel=0.02)
@@ -59,7 +66,7 @@ def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_pa
     ]
     rows.append(replace(row_of("torchrun s12"), above="s10"))
     rates = probe_of(float32=5e13, tf32=3e14, bfloat16=6e14, copy=3e12)
-    words = page.expectations(forecast_of(results_of(rates, rows=rows, environment=A100)))
+    words = page.expectations(foretold_of(results_of(rates, rows=rows, environment=A100)))
     lines = {line.split()[0]: line.split()[1] for line in words.splitlines()[2:]}
     assert (lines["s09"], lines["s10"], lines["s12"]) == ("–", "1.07", "–")
     assert words.endswith("All together 1.1 x s09; what has a dash can't be predicted.")
@@ -68,4 +75,4 @@ def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_pa
 def test_nothing_is_foretold_of_scripts_alone(a_card, tmp_path):
     (tmp_path / "mine.py").touch()
     rows = [row("probe"), row(str(tmp_path / "mine.py"))]
-    assert page.expectations(forecast_of(results_of(probe_of(float32=5e13, copy=3e12), rows=rows))) is None
+    assert page.expectations(foretold_of(results_of(probe_of(float32=5e13, copy=3e12), rows=rows))) is None

@@ -68,31 +68,34 @@ def test_a_device_that_is_not_here_or_not_for_all_ranks_is_refused(cuda, monkeyp
     assert reason in error_of(capsys, machine.find_device, name)
 
 
-@pytest.mark.parametrize(
-    "variables, told",
-    [
-        ({"RANK": "1"}, "RANK is 1 in the environment, without WORLD_SIZE"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 in the environment, without WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, without RANK"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment, and no number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 in the environment, of 2 ranks"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1' in the environment, and no number"),
-    ],
-)
-def test_variables_of_torchrun_that_are_left_over_are_one_line(monkeypatch, capsys, variables, told):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_one_of_several_processes_needs_all_variables_of_torchrun(monkeypatch, capsys, missing):
+    for name, value in TORCHRUNS.items():
+        monkeypatch.setenv(name, "" if name == missing else value)
     line = error_of(capsys, machine.check_ranks)
-    assert told in line and line.endswith(": unset it, or start with torchrun")
+    assert line == f"error: WORLD_SIZE is 2 in the environment, without {missing}: unset it, or use torchrun"
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": ""}, {"RANK": "1", "WORLD_SIZE": "2"}]
-)
-def test_what_torchrun_sets_and_what_is_empty_is_no_mistake(monkeypatch, variables):
-    for name, value in variables.items():
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_do_not_know_of_one_another_are_refused(monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "4")
+    assert "each task would train alone: let one task start torchrun" in error_of(capsys, machine.check_ranks)
+    for variable, value in TORCHRUNS.items():
+        monkeypatch.setenv(variable, value)
+    machine.check_ranks()
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": ""}])
+def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(monkeypatch, variables):
+    for name, value in (variables | {"LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}).items():
         monkeypatch.setenv(name, value)
     machine.check_ranks()
+    machine.drop_left_over_ranks()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
+    assert machine.is_rank_0()
 
 
 @pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
@@ -111,6 +114,7 @@ def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_o
 def test_the_first_process_of_another_node_is_not_rank_0(monkeypatch):
     assert machine.is_rank_0()
     monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert not machine.is_rank_0()
 

@@ -1,6 +1,6 @@
-"""The lines of a record: what they have is what record.py documents."""
+"""The lines of a record: what they have is what log.py documents."""
 
-from harness import machine, record
+from harness import log, machine
 
 import json
 
@@ -12,8 +12,8 @@ import bench
 
 
 def documented_lines():
-    """Return the lines that the docstring of record.py shows as examples."""
-    text = " ".join(line.strip() for line in record.__doc__.splitlines() if line.startswith("    "))
+    """Return the lines that the docstring of log.py shows as examples."""
+    text = " ".join(line.strip() for line in log.__doc__.splitlines() if line.startswith("    "))
     lines = []
     while text:
         line, length = json.JSONDecoder().raw_decode(text)

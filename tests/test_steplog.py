@@ -60,8 +60,8 @@ def card(monkeypatch):
     for name in ("synchronize", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * GB)
-    monkeypatch.setattr(machine, "device_name", lambda device: "A card")
-    monkeypatch.setattr(machine, "environment", lambda device: {"device": device.type, "tf32": False})
+    environment = {"device": "cuda", "device_name": "A card", "tf32": False}
+    monkeypatch.setattr(machine, "environment", lambda device: environment)
     kernel = machine.sdpa_kernel
     monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: kernel(q, dtype, CPU))
     return card
@@ -76,7 +76,7 @@ def new_log(monkeypatch, card):
         monkeypatch.setattr(sys, "argv", [STAGE_FILES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 11 · accum: a title.\n\nA text.")
         args.device = device
-        args.record.leader = bench
+        args.log.leader = bench
         return StepLog(args, small_gpt(), loader, tokens_per_step=72_000_000)
 
     return new_log
@@ -185,7 +185,7 @@ def test_the_profiled_step_is_not_the_median_even_without_another_after_the_warm
     log = new_log("--steps", "5", "--profile")
     take_steps(log, card, 5)
     log.finish()
-    assert "median 16000.00ms [16000.00, 16000.00] over step 3 alone" in capsys.readouterr().out
+    assert "median 16000.00ms [16000.00, 16000.00] of step 3 alone" in capsys.readouterr().out
 
 
 def test_a_mean_far_above_the_median_is_told_beside_it(new_log, card, capsys):
@@ -230,12 +230,14 @@ def test_the_held_out_text_is_of_the_corpus_that_was_trained_on(new_log, card, m
     evaluated = []
     monkeypatch.setattr(steplog, "held_out_loss", lambda model, ids: evaluated.append(ids.tolist()) or math.nan)
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "mine.bin")
-    log = new_log("--eval", loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5))
+    log = new_log(
+        "--eval", "--record", tmp_path / "r.jsonl", loader=TokenLoader(load_tokens(str(tmp_path / "mine.bin")), 3, 5)
+    )
     take_steps(log, card, 1)
     log.finish()
     assert "held-out loss nan" in capsys.readouterr().out
     assert evaluated == [[*range(90, 100)]]
-    assert log.make_summary()["eval"] is None
+    assert lines_of(tmp_path / "r.jsonl")[-1]["eval"] is None
 
 
 # How a run fails
@@ -322,7 +324,7 @@ def test_a_full_disk_at_save_comes_after_the_summary_and_is_one_line(new_log, ca
 
 def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeypatch, capsys, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
-    log.record.file = open("/dev/full", "w")  # noqa: SIM115
+    log.log.file = open("/dev/full", "w")  # noqa: SIM115
     for _ in range(2):
         log.start()
         card.now += 1

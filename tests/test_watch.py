@@ -481,7 +481,7 @@ import runpy, sys
 sys.path.insert(0, {folder!r})
 sys.argv = ["watch.py", "train.py"]
 import harness
-from harness import watcher
+from harness.watch import watcher
 watcher.SILENCE = 0.5
 runpy.run_path({watch!r}, run_name="__main__")
 """

@@ -14,6 +14,7 @@ from conftest import error_of
 from test_model import SDPA, SMALL, random_ids, small
 from torch.nn import functional as F
 
+from data import TextError
 from model import GPTConfig
 
 
@@ -90,14 +91,15 @@ def test_the_held_out_loss_is_that_of_the_first_million_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_a_text_with_nothing_to_predict_is_refused(capsys, length):
-    line = error_of(capsys, held_out_loss, small(), np.zeros(length, np.uint16))
-    assert f"the held-out text has {length} tokens, and needs 2" in line
+def test_a_text_with_nothing_to_predict_is_refused(length):
+    with pytest.raises(TextError, match=f"the held-out text has {length} tokens, and needs 2"):
+        held_out_loss(small(), np.zeros(length, np.uint16))
 
 
-def test_an_id_past_the_vocabulary_is_refused(capsys):
+def test_an_id_past_the_vocabulary_is_refused():
     ids = np.array([1] * 30 + [211], np.uint16)
-    assert "ids from 1 to 211, and the model's are from 0 to 210" in error_of(capsys, held_out_loss, small(), ids)
+    with pytest.raises(TextError, match="ids from 1 to 211, and the model's are from 0 to 210"):
+        held_out_loss(small(), ids)
 
 
 # On disk

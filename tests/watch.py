@@ -139,8 +139,9 @@ class Watch:
             init_ddp(model, *args, **kwargs)
             model.register_comm_hook(None, self.average_bucket)
 
-        self.patch.setenv("RANK", "0")
-        self.patch.setenv("WORLD_SIZE", str(world_size))
+        ranks = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        for name, value in ranks.items():
+            self.patch.setenv(name, str(value))
         self.patch.setattr(dist, "init_process_group", init_fake_group)
         self.patch.setattr(DistributedDataParallel, "__init__", init_ddp_with_hook)
         self.note_calls_of(dist, "all_reduce", self.note_all_reduce)
