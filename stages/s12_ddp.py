@@ -14,7 +14,6 @@ its cores and gain only what one process had left idle: little.
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
 
 import math
-import os
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,6 @@ from model import GPT, SIZES, GPTConfig
 
 args = parse_args(__doc__)
 device = args.device
-for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
-    os.environ.setdefault(name, alone)  # what torchrun sets counts; port 0 is any free one
 dist.init_process_group("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 micro_batches = args.accum // world_size

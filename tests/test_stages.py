@@ -371,9 +371,15 @@ def test_ranks_on_cards_talk_by_nccl_and_others_by_gloo_on_any_free_port(monkeyp
         asked.append((backend, os.environ["MASTER_PORT"]))
         raise SystemExit
 
-    args = argparse.Namespace(device=torch.device(device))
-    monkeypatch.setattr(harness, "parse_args", lambda doc: args)
+    parse_args = harness.parse_args
+
+    def parse_args_for(doc):
+        args = parse_args(doc)
+        args.device = torch.device(device)
+        return args
+
+    monkeypatch.setattr(harness, "parse_args", parse_args_for)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)  # Windows has none
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    run_script(STAGE_FILES[stage])
+    run_script(STAGE_FILES[stage], *FLOAT32)
     assert asked == [(backend, "0")]

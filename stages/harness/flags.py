@@ -68,7 +68,7 @@ def parse_args(doc):
     ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
     """
     machine.check_ranks()
-    machine.drop_left_over_ranks()
+    machine.become_a_world_of_one()
     args = parse(doc, sys.argv[1:])
     args.script = Path(sys.argv[0]).resolve()
     args.stage = ladder.stage_of(str(args.script))

@@ -61,6 +61,13 @@ def drop_left_over_ranks():
             os.environ.pop(name, None)
 
 
+def become_a_world_of_one():
+    """Let torch.distributed find a process group of this process alone, where no launcher started several."""
+    if world_size() == 1:
+        drop_left_over_ranks()
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
+
+
 def what_slows_down():
     """Return which variables of the environment make PyTorch slower, as "CUDA_LAUNCH_BLOCKING=1"; "" without any."""
     return ", ".join(f"{name}={os.environ[name]}" for name in SLOW if os.environ.get(name, "0") not in ("", "0"))
