@@ -265,9 +265,9 @@ class Log:
     def write(self, kind, /, **entry):
         """Write a line of the record, on rank 0 only."""
         if machine.is_rank_0():
-            self.write_from_any_rank({**entry, "kind": kind})  # ours wins, where a script logs a figure "kind"
+            self.send({**entry, "kind": kind})  # ours wins, where a script logs a figure "kind"
 
-    def write_from_any_rank(self, line):
+    def send(self, line):
         """Write a line, on whatever rank: an exception may come on one alone."""
         if self.leader:
             self.leader.tell(line)
@@ -281,7 +281,7 @@ class Log:
     def write_error(self, message, text="", out_of_memory=False):
         """Write the line of a failure, from any rank. text: the traceback."""
         line = {"kind": "error", "message": message, "traceback": text, "out_of_memory": out_of_memory}
-        self.write_from_any_rank(line)
+        self.send(line)
 
     def notice(self, message):
         """Tell, on rank 0, what is no line of a record: to the bench where that leads, and otherwise on stderr."""
