@@ -6,9 +6,9 @@ Every rank has its own device, holds the whole model and reads its own slices of
 averages the gradients over the ranks, bucket by bucket while the backward still runs, so that all ranks take the step
 that one process would take with every micro-batch. Only the last micro-batch of a step needs that. The flag that turns
 it on must be set before the forward; the documented model.no_sync() sets it, too. Under plain python the world is one
-process, which takes the steps of the stage before and copies its gradients into the buckets all the same. On an H100
-that made it 8 % slower, most likely because DDP splits the compiled graph where a bucket ends. On a CPU the ranks share
-its cores and gain only what one process had left idle: little.
+process, which takes the steps of the stage before and copies its gradients into the buckets all the same. DDP also
+splits the compiled graph where a bucket ends. On an H100 one process was 4 to 11 % slower in the course of a run. On a
+CPU the ranks share its cores and gain only what one process had left idle: little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here
