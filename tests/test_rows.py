@@ -68,31 +68,38 @@ def test_a_word_is_a_launcher_a_script_and_flags(monkeypatch, word, title, scrip
 
 
 BENCH = {"flags": ["--steps", "9", "--lr", "1"], "flags_of_scripts": ["--steps", "9"]}
+
+
+def command_of(row, *others):
+    """The command of a Row in a bench of it and others."""
+    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]})
+
+
 WATCH = [str(ROOT / "stages" / "watch.py"), "--steps", "9"]
 
 
 def test_a_stage_runs_on_the_shared_flags_and_then_its_own(tmp_path):
-    command = row_of("env A=b s11 --accum 8").command(BENCH)
+    command = command_of(row_of("env A=b s11 --accum 8"))
     assert command == ["env", "A=b", sys.executable, str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]
     (tmp_path / "copy.py").write_text("from harness import StepLog\n")
-    assert row_of("copy.py --accum 8").command(BENCH)[1:] == [f"{tmp_path}/copy.py", *BENCH["flags"], "--accum", "8"]
+    assert command_of(row_of("copy.py --accum 8"))[1:] == [f"{tmp_path}/copy.py", *BENCH["flags"], "--accum", "8"]
 
 
 def test_a_script_is_watched_with_its_own_flags_alone():
-    assert row_of("mine.py --lr 2").command(BENCH) == [sys.executable, *WATCH, "mine.py", "--lr", "2"]
-    assert row_of("-m my.train --lr 2").command(BENCH) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
-    assert row_of("+bf16 +fused mine.py").command(BENCH) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
+    assert command_of(row_of("mine.py --lr 2")) == [sys.executable, *WATCH, "mine.py", "--lr", "2"]
+    assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
+    assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
 
 
 def test_this_python_runs_a_command_that_names_no_other(tmp_path):
-    command = row_of("env A=b torchrun --nproc_per_node=2 mine.py").command(BENCH)
+    command = command_of(row_of("env A=b torchrun --nproc_per_node=2 mine.py"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, *WATCH, "mine.py"]
-    assert row_of("python3 -u s01").command(BENCH)[:3] == [sys.executable, "-u", str(STAGE_FILES["s01"])]
-    assert row_of("nice -n 5 s01").command(BENCH)[:4] == ["nice", "-n", "5", sys.executable]
-    assert row_of("env A=/python B=y.py s01").command(BENCH)[:4] == ["env", "A=/python", "B=y.py", sys.executable]
+    assert command_of(row_of("python3 -u s01"))[:3] == [sys.executable, "-u", str(STAGE_FILES["s01"])]
+    assert command_of(row_of("nice -n 5 s01"))[:4] == ["nice", "-n", "5", sys.executable]
+    assert command_of(row_of("env A=/python B=y.py s01"))[:4] == ["env", "A=/python", "B=y.py", sys.executable]
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
-    named = row_of(f"{tmp_path}/python3.99 mine.py").command(BENCH)
+    named = command_of(row_of(f"{tmp_path}/python3.99 mine.py"))
     assert named == [f"{tmp_path}/python3.99", *WATCH, "mine.py"]
 
 
@@ -138,19 +145,40 @@ def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_no
         assert [row.control_of for row in together if row.control_of] == [repeated]
 
 
-def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart():
-    together = all_rows([row_of("mine.py --out=o/{row}/x"), row_of("A=r{row} mine.py --out=o/{row}/x")])
-    flags = [row.flags for row in together[1:]]
-    assert flags == [("--out=o/1/x",), ("--out=o/2/x",), ("--out=o/3/x",)]  # that of the control, too
-    assert together[-1].launcher == ("env", "A=r3")
+def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
+    """The control's, too; as they were typed the two rows have the same flags."""
+    first, second = row_of("mine.py --out=o/{row}/x"), row_of("A=r{row} mine.py --out=o/{row}/x")
+    _, first, again, second = together = all_rows([first, second])
+    bench = BENCH | {"rows": [{"name": row.name} for row in together]}
+    assert [row.command(bench)[-1] for row in (first, again, second)] == ["--out=o/1/x", "--out=o/2/x", "--out=o/3/x"]
+    assert second.command(bench)[:2] == ["env", "A=r3"]
+    assert rows.runs_the_same(second, first)
 
 
-def test_scripts_of_one_name_are_titled_by_their_folders(tmp_path):
-    (tmp_path / "mine" / "train.py").parent.mkdir()
-    (tmp_path / "mine" / "train.py").touch()
-    words = ["my/train.py", "mine/train.py", "mine.py", "+bf16 mine.py"]
-    titles = [row.title for row in all_rows([row_of(word) for word in words]) if not row.control_of]
-    assert titles == ["probe", "my/train", "mine/train", "mine", "mine"]
+@pytest.mark.parametrize(
+    "words, titles",
+    [
+        (
+            ["s11 --batch-size 16", "s11 --batch-size 64 --lr 1", "s05_flash"],
+            "s11 --batch-size 16|s11 --batch-size 64 --lr 1|s05",
+        ),
+        (["s12", "torchrun -n 2 s12"], "s12|torchrun -n 2 s12"),
+        (["A=1 torchrun --x=1 s12", "A=1 torchrun --x=2 s12"], "--x=1 s12|--x=2 s12"),
+        (["mine.py --a=1", "+bf16 mine.py --a=1", "+bf16 +fused mine.py --a=1"], "mine|mine +bf16|mine +bf16 +fused"),
+        (["mine.py", "mine.py --a=1"], "mine|mine --a=1"),
+        (["my/train.py", "mine/train.py", "mine.py"], "my/train|mine/train|mine"),
+        (["-m my.train", "-m mine.train"], "my/train|mine/train"),
+        (["s12", "my/s12.py"], "s12|my/s12"),
+        (["mine.py", f"mine.py --text={'x' * 30}", "mine.py --a=1"], "mine|mine #2|mine --a=1"),
+    ],
+)
+def test_a_title_is_the_script_and_what_tells_its_rows_apart(tmp_path, words, titles):
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/train.py", "my/s12.py"):
+        (tmp_path / name).touch()
+    together = all_rows([row_of(word) for word in words])
+    assert "|".join(row.title for row in together[1:] if not row.control_of) == titles
+    assert len({row.title for row in together}) == len(together)
 
 
 def test_two_rows_of_one_name_are_one_line(capsys):
@@ -166,8 +194,8 @@ def test_plain_goes_without_each_of_the_memory_variables():
 def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
     table = rows_of_ladder(CPU)
     assert names(table) == ["plain", *SHORTS]
-    assert table[0].command(BENCH)[:-4] == [*WITHOUT_CPU_MEMORY, sys.executable, str(STAGE_FILES["s01"])]
-    assert table[1].command(BENCH)[:-4] == [sys.executable, str(STAGE_FILES["s01"])]
+    assert command_of(table[0])[:-4] == [*WITHOUT_CPU_MEMORY, sys.executable, str(STAGE_FILES["s01"])]
+    assert command_of(table[1])[:-4] == [sys.executable, str(STAGE_FILES["s01"])]
     assert names(rows_of_ladder(CUDA)) == SHORTS
     assert names(rows_of_ladder(MPS)) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
 

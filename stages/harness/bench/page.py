@@ -5,6 +5,7 @@ as what a ratio and its ± are, stands in results/README.md.
 """
 
 import math
+import re
 import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,13 +13,13 @@ from typing import NamedTuple
 from ..arithmetic import flops_per_token, shape_name
 from . import words
 from .answer import answer
-from .ratios import Verdict
 from .words import PATH_TO_STAGES, number_cell
 
 TERMINAL_WIDTH = 80  # columns
+NARROWEST = 14  # columns of the last cell, however much stands before it
 NO_NOISE = (
-    "Nothing is called faster or slower, because the noise is not known yet. To know it takes a row that ran twice "
-    "without failing, and two rounds on a GPU or two counted steps on a CPU."
+    "Nothing is called faster or slower, because it is not known how far apart runs of one computation come out: that "
+    "takes a row that ran twice without failing, and three rounds, or three counted steps in turn."
 )
 
 
@@ -35,11 +36,12 @@ class Column(NamedTuple):
 
 def short_columns(table):
     """Return the columns of the short table, as a terminal shows it. Only the last one may be long."""
+    title = table.reference.row.title
     return [
         Column("row", lambda outcome: outcome.row.title, is_text=True),
         Column("tok/sec", words.speed_cell),
         Column("x above", words.ratio_cell),
-        Column(f"x {table.reference.row.title}", words.ratio_to_reference_cell),
+        Column(f"x {title if len(title) < 8 else 'the first'}", words.ratio_to_reference_cell),
         Column("GB", lambda outcome: number_cell(outcome.memory, "{:.2f}", scale=1e-9)),
         Column("what you type", words.typed_cell, is_text=True),
     ]
@@ -55,13 +57,18 @@ def full_columns(table):
     """Return the columns of the second table on a page, which adds to the short one."""
     title_of_loss = "loss" if table.loss_step is None else f"loss, step {table.loss_step}"
     return [
-        Column("row", lambda outcome: outcome.row.label, is_text=True),
+        Column("row", words.title_cell, is_text=True),
         Column("predicted", lambda outcome: number_cell(outcome.predicted, "{:.2f}")),
         Column("dt ms", lambda outcome: number_cell(outcome.dt_ms, "{:.1f}")),
         Column("% of peak", lambda outcome: number_cell(outcome.peak_share, "{:.1f}", scale=100)),
         Column(title_of_loss, lambda outcome: number_cell(outcome.loss, "{:.2f}")),
-        Column("note", lambda outcome: words.note_cell(outcome, table.bench), is_text=True),
+        Column("note", lambda outcome: escaped(words.note_cell(outcome, table.bench)), is_text=True),
     ]
+
+
+def escaped(text):
+    """Return a text whose signs markdown leaves as they are."""
+    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", text)
 
 
 def markdown(columns, rows):
@@ -74,13 +81,46 @@ def markdown(columns, rows):
 
 
 def aligned(columns, rows):
-    """Return a table as lines for a terminal."""
+    """Return a table as lines for a terminal. The last column is one of words, which wrap."""
     padded_columns = []
-    for column in columns:
+    for column in columns[:-1]:
         cells = [column.title] + [column.cell(outcome).replace("`", "") for outcome in rows]
         width = max(len(cell) for cell in cells)
         padded_columns.append([cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded_columns, strict=True))
+    last = [columns[-1].title] + [columns[-1].cell(outcome).replace("`", "") for outcome in rows]
+    lines = []
+    for *cells, words_of_row in zip(*padded_columns, last, strict=True):
+        start = "".join(cell + "  " for cell in cells)
+        width = max(TERMINAL_WIDTH, len(start) + NARROWEST)
+        lines.append(wrapped(start + words_of_row, len(start), width))
+    return "\n".join(lines)
+
+
+def wrapped(text, indent, width=TERMINAL_WIDTH):
+    """Return a text in lines of a terminal, from the second one on so many columns to the right."""
+    return textwrap.fill(text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False)
+
+
+# Below the tables
+
+
+def long_commands(table):
+    """Return (title, command) of the rows whose commands are too long for the table, a list."""
+    return [(outcome.row.title, outcome.row.name) for outcome in table.rows if words.has_command_below(outcome)]
+
+
+def how_to_read(table):
+    """Return how to read the ratios of the table, a list of sentences."""
+    with_ratios = [outcome for outcome in table.rows if outcome.ratio]
+    lines = []
+    if with_ratios and table.noise is None:
+        lines.append(NO_NOISE)
+    elif any(words.is_in_brackets(outcome) for outcome in with_ratios):
+        apart = f"By chance alone, runs of one computation come out {100 * table.noise.size:.1f} % apart here."
+        lines.append(f"In brackets: not shown to differ. {apart}")
+    if with_ratios and table.bench["in_turn"]:
+        lines.append("Where two speeds say otherwise, trust x above: it compares within each turn.")
+    return lines
 
 
 # The terminal
@@ -90,28 +130,25 @@ def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_columns(table), table.rows)]
     for outcome in table.rows:
-        parts = words.words_on_models(outcome) + words.words_on_script(outcome)
+        parts = words.words_on_base(outcome) + words.words_on_script(outcome)
         if outcome.error:
             parts.append(words.failure(outcome.error))
         if parts:
-            lines.append(textwrap.fill(f"{outcome.row.label}: {'; '.join(parts)}", TERMINAL_WIDTH))
+            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
     return "\n".join(lines)
 
 
 def terminal_at_the_end(table):
-    """Return the last words of a bench: what terminal() shows, what brackets mean, and the answer."""
-    brackets = NO_NOISE
-    if table.noise is not None:
-        noise = f"{100 * table.noise:.1f} %"
-        brackets = f"In brackets: what a noise of {noise} and the ratio's own ± may explain together."
-    lines = [terminal(table), textwrap.fill(brackets, TERMINAL_WIDTH)]
+    """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
+    lines = [terminal(table)]
+    lines += [wrapped(f"{title}: {command}", 2) for title, command in long_commands(table)]
+    lines += [wrapped(line, 0) for line in how_to_read(table)]
     answers = answer(table)
     if answers:
         lines.append("")
     width = max((len(heading) for heading, _ in answers), default=0) + 2
     for heading, text in answers:
-        line = heading.ljust(width) + text.replace("`", "")
-        lines.append(textwrap.fill(line, TERMINAL_WIDTH, subsequent_indent=width * " "))
+        lines.append(wrapped(heading.ljust(width) + text.replace("`", ""), width))
     return "\n".join(lines)
 
 
@@ -126,7 +163,7 @@ def expectations(forecast):
     row, *_, typed = short_columns(forecast)
     columns = [row, Column("should be x above", lambda outcome: number_cell(outcome.predicted, "{:.2f}")), typed]
     together = math.prod(outcome.predicted for outcome in foretold)
-    base = foretold[0].base.row.label
+    base = foretold[0].base.row.title
     lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
     lines.append(aligned(columns, forecast.rows))
     lines.append(f"All together {together:.1f} x {base}; what has a dash can't be predicted.")
@@ -142,10 +179,13 @@ def page(table, name):
     what = "a bench"
     if first.is_watched and all(outcome.row.script == first.script for outcome in table.rows):
         what = first.script
+    below = how_to_read(table)
+    below += [f"{words.code(title)} is {words.code(command)}." for title, command in long_commands(table)]
     parts = [
         f"# {name}: {what} on {table.bench['environment']['device_name']}",
-        f"![The speed of each row, and the loss over the seconds of training]({name}.svg)",
+        f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
         markdown(columns_of_page(table), table.rows),
+        "\n".join(below),
         "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
         markdown(full_columns(table), table.rows),
         "\n".join(f"- {line}" for line in conditions(table)),
@@ -193,26 +233,29 @@ def what_ran(table):
 
 
 def how_rows_ran(table):
-    """Return how the rows were led."""
+    """Return how the rows were led, and how far they came where the bench ended early."""
     bench = table.bench
     how = "One after the other, each in a fresh process"
     if bench["in_turn"]:
         how = "In turn, all processes alive at once"
-    steps = f"at most {bench['steps']} steps, of which {bench['warmup']} are warm-up"
-    return f"{how}: {steps}, in {bench['rounds']} round{'s' if bench['rounds'] > 1 else ''}."
+    rounds = f"{bench['rounds']} round{'s' if bench['rounds'] > 1 else ''}"
+    line = f"{how}: at most {bench['steps']} steps, of which {bench['warmup']} are warm-up, in {rounds}."
+    unfinished = [outcome for outcome in table.rows if outcome.rounds < bench["rounds"] and not outcome.error]
+    if unfinished:
+        steps = [outcome.steps for outcome in unfinished]
+        line += f" It ended early: {len(unfinished)} rows had counted {min(steps)} to {max(steps)} steps."
+    return line
 
 
 def noise_line(table):
-    """Return how much runs of one computation differed, and what stands in brackets."""
+    """Return how much runs of one computation differed, and what that makes of the noise."""
     parts = []
     for outcome in table.pairs:
-        left_out = ", which is left out" if outcome.verdict is Verdict.UNEXPECTED else ""
-        parts.append(f"{outcome.row.label} / {outcome.base.row.label} {outcome.ratio.value:.3f}{left_out}")
+        left_out = ", which is left out" if outcome.is_contradicted else ""
+        pair = f"{words.title_cell(outcome)} / {words.title_cell(outcome.base)}"
+        parts.append(f"{pair} {outcome.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(parts) or 'none'}."
-    if table.noise is None:
-        return f"{line} {NO_NOISE}"
-    noise = f"{100 * table.noise:.1f} %"
-    return f"{line} The noise is {noise}. What it and a ratio's own ± may explain together stands in brackets."
+    return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line
 
 
 def rates_line(table):

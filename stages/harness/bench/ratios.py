@@ -6,16 +6,30 @@ from enum import Enum
 from typing import NamedTuple
 
 ALIKE = 0.05  # rows that differ by less make no difference
+FEWEST_SAMPLES = 3  # below it nothing is known of how far a ratio may be off
+FEWEST_PAIRS = 3  # of one computation, for their rms to say how far such rows come out apart
+# The 97.5 % quantiles of Student's t, by the number of samples: all that an interval of a few samples is made from.
+STUDENTS_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 
 
 class Ratio(NamedTuple):
     """How many times as fast one row is as another.
 
-    spread: from value to the farther end of its 95 % interval; None for a single sample.
+    spread: how far the true ratio may be from value, with a probability of 95 %; None below three samples. rounds: how
+    many rounds of fresh processes it rests on. halves: where it drifts, its medians in the first and the second half.
     """
 
     value: float
     spread: float | None
+    rounds: int = 1
+    halves: tuple | None = None
+
+
+class Noise(NamedTuple):
+    """How far from 1 the ratios of rows come out that compute the same, as a distance(), and of how many pairs."""
+
+    size: float
+    pairs: int
 
 
 class Verdict(Enum):
@@ -25,7 +39,6 @@ class Verdict(Enum):
     SLOWER = "slower"
     SAME = "no difference"
     UNCLEAR = "can't be told"
-    UNEXPECTED = "unexpected"  # the row should compute the same as the one above, and its speed differs
 
 
 # from steps to a ratio
@@ -41,54 +54,47 @@ def seconds_per_flop(step):
     return 1 / max(step["peak"].values())
 
 
-def samples_of(runs, in_turn, time_of_step):
-    """Return the times of a row that can be compared with those of another, a dict {key: seconds}.
+def mean_seconds_per_token(steps):
+    """Return the seconds that a token took in all steps together; None without tokens."""
+    tokens = sum(step["tokens"] for step in steps)
+    return sum(step["dt"] for step in steps) / tokens if tokens else None
 
-    Two rows are compared where their keys agree. Where rows take turns, the key is (round, turn), and the time that of
-    a step. Otherwise the key is the round, and the time the median of its steps.
+
+def ratio_of_rounds(times, times_of_base):
+    """Return the Ratio of the speeds of two rows, or None where nothing pairs up.
+
+    times, times_of_base: {round: list of seconds per token}, of each turn or of the round as a whole; None is a step
+    without tokens. The turns of a single round are its samples. Each of several rounds gives one sample, because its
+    turns share two processes and say nothing of others.
     """
-    samples = {}
-    for run in runs:
-        times = {(run.round, turn): time_of_step(step) for turn, step in enumerate(run.counted)}
-        times = {key: time for key, time in times.items() if time is not None}
-        if in_turn:
-            samples |= times
-        elif times and run.summary:  # a round that was cut off says little
-            samples[run.round] = statistics.median(times.values())
-    return samples
+    by_round = []
+    for number in times.keys() & times_of_base.keys():
+        pairs = zip(times[number], times_of_base[number], strict=False)  # one may have taken fewer turns
+        ratios = [base / ours for ours, base in pairs if ours is not None and base is not None]
+        if ratios:
+            by_round.append(ratios)
+    if not by_round:
+        return None
+    if len(by_round) == 1:
+        return ratio_of_turns(by_round[0])
+    return Ratio(*median_and_spread([statistics.median(ratios) for ratios in by_round]), len(by_round))
 
 
-def ratio_of_samples(samples, samples_of_base):
-    """Return the Ratio of the speeds of two rows, or None where no samples pair up."""
-    ratios = [samples_of_base[key] / samples[key] for key in samples if key in samples_of_base]
-    return Ratio(*median_and_spread(ratios)) if ratios else None
+def ratio_of_turns(ratios):
+    """Return the Ratio of two rows by their ratios in each turn. Where it drifts, its spread reaches both halves.
 
-
-def ratio_of_all_steps(steps, steps_of_base):
-    """Return the Ratio of the speeds of two rows, each of all its steps together; None where one has no tokens.
-
-    The spread is the distance to the farther one of the ratios of their first and of their second halves.
+    It drifts where the halves differ by more than 5 %, and one lies outside of the interval. In equal rows without a
+    drift their difference alone is larger than the spread in 18 of 100, and this in none.
     """
-    ratio = ratio_of_speeds(steps, steps_of_base)
-    if ratio is None:
-        return None
-    middle, middle_of_base = len(steps) // 2, len(steps_of_base) // 2
-    halves = [
-        ratio_of_speeds(steps[:middle], steps_of_base[:middle_of_base]),
-        ratio_of_speeds(steps[middle:], steps_of_base[middle_of_base:]),
-    ]
-    if None in halves:
-        return Ratio(ratio, None)
-    return Ratio(ratio, max(abs(half - ratio) for half in halves))
-
-
-def ratio_of_speeds(steps, steps_of_base):
-    """Return how many times as fast some steps are as others, all tokens over all seconds; None without tokens."""
-    tokens, tokens_of_base = [sum(step["tokens"] for step in each) for each in (steps, steps_of_base)]
-    if not (tokens and tokens_of_base):
-        return None
-    seconds, seconds_of_base = [sum(step["dt"] for step in each) for each in (steps, steps_of_base)]
-    return tokens / seconds * seconds_of_base / tokens_of_base
+    value, spread = median_and_spread(ratios)
+    if spread is None:
+        return Ratio(value, None)
+    middle = len(ratios) // 2
+    first, second = statistics.median(ratios[:middle]), statistics.median(ratios[middle:])
+    farthest = max(abs(first - value), abs(second - value))
+    if farthest > spread and distance(first / second) > ALIKE:
+        return Ratio(value, farthest, halves=(first, second))
+    return Ratio(value, spread)
 
 
 # medians and their intervals
@@ -99,10 +105,9 @@ def order_statistic(n):
 
     They do with a probability of 95 % or more, for independent samples of any distribution: each sample is below the
     median with probability 1/2, so how many are below it follows the binomial distribution (Conover, Practical
-    Nonparametric Statistics). Below six samples there is no such k, and 1 is returned, for the smallest and the largest
-    sample.
+    Nonparametric Statistics). Below six samples there is no such k.
     """
-    largest = 1
+    largest = 0
     missed = 0.0  # the probability that the median lies outside the range from the k-th smallest to the k-th largest
     for k in range(1, n // 2 + 1):
         missed += 2 * math.comb(n, k - 1) / 2**n
@@ -112,15 +117,18 @@ def order_statistic(n):
 
 
 def median_and_spread(samples):
-    """Return the median of samples and its spread: the distance to the farther end of its 95 % interval.
+    """Return the median of samples and its spread, the distance to the farther end of its 95 % interval.
 
-    Below six samples their whole range stands for the interval. The spread of a single sample is None.
+    Below ten samples that is the interval of Student's t. Below three there is no spread: it is None.
     """
     ordered = sorted(samples)
     median = statistics.median(ordered)
-    if len(ordered) == 1:
+    n = len(ordered)
+    if n < FEWEST_SAMPLES:
         return median, None
-    k = order_statistic(len(ordered))
+    if n in STUDENTS_T:
+        return median, STUDENTS_T[n] * statistics.stdev(ordered) / math.sqrt(n)
+    k = order_statistic(n)
     return median, max(ordered[-k] - median, median - ordered[k - 1])
 
 
@@ -137,17 +145,42 @@ def spread_of_distance(ratio):
     return ratio.spread if ratio.value > 1 else ratio.spread / ratio.value**2
 
 
-def judge(ratio, noise):
-    """Return the Verdict on a Ratio. noise: how far apart rows of the same speed came out, as a distance().
+def noise_of_pairs(ratios):
+    """Return the Noise of pairs of one computation by their Ratios; None without any that has a spread.
 
-    With one control, rows of the same speed are called faster or slower in 5 % of benches of three rounds, and in 14 %
-    where processes differ by 1 % for their whole lives: a test simulates both. A single sample tells nothing.
+    It is twice the rms of their distances, and of fewer than three the worst.
     """
+    distances = [distance(ratio.value) for ratio in ratios if ratio.spread is not None]
+    if not distances:
+        return None
+    size = max(distances)
+    if len(distances) >= FEWEST_PAIRS:
+        size = 2 * math.sqrt(statistics.mean(each**2 for each in distances))
+    return Noise(size, len(distances))
+
+
+def reach(ratio, noise):
+    """Return how far from 1 chance alone may bring a Ratio, as a distance(). A test simulates how often it does.
+
+    Each round has fresh processes, so the spread of several rounds holds how much these differ, and so does the noise:
+    the larger one counts. The spread of a single round only holds how much steps differ, and the noise comes on top:
+    in quadrature, or as a sum where few pairs tell of it.
+    """
+    spread = spread_of_distance(ratio)
+    if ratio.rounds > 1:
+        return max(noise.size, spread)
+    if noise.pairs < FEWEST_PAIRS:
+        return noise.size + spread
+    return math.hypot(noise.size, spread)
+
+
+def judge(ratio, noise):
+    """Return the Verdict on a Ratio, by the Noise of its bench."""
     if ratio.spread is None:
         return Verdict.UNCLEAR
-    reach = noise + spread_of_distance(ratio)
-    if distance(ratio.value) > reach:
+    farthest = reach(ratio, noise)
+    if distance(ratio.value) > farthest:
         return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
-    if distance(ratio.value) + reach <= ALIKE:
+    if distance(ratio.value) + farthest <= ALIKE:
         return Verdict.SAME
     return Verdict.UNCLEAR

@@ -1,6 +1,7 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,8 +15,7 @@ from ..common import ROOT, refuse
 from ..scripts import folder_of, logs_by_itself
 
 PROBE = "probe"
-LONGEST_TITLE = 16  # letters
-LONGEST_LABEL = 80  # letters
+LONGEST_TITLE = 32  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -35,11 +35,12 @@ LAUNCHES = ("torch.distributed", "accelerate", "deepspeed")
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, or a stage's short name; no two rows share one. title: what the first column of
-    the short table shows. script: the name of a stage, "probe", the path of another script, or the name of a module.
-    launcher, flags: what stands before and behind it in the command. added: the techniques that are added to a script
-    from outside, as "bf16". is_watched: whether the script knows nothing of the bench, so that watch.py runs it. above:
-    the name of the row above. control_of: in a second run, the name of the row that it repeats.
+    name: the command as it was typed, or a stage's short name. title: what it is called everywhere, the script and what
+    tells it from other rows of that. No two rows share a name or a title. script: the name of a stage, "probe", the
+    path of another script, or the name of a module. launcher, flags: what stands before and behind it in the command,
+    as typed. added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script
+    knows nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run,
+    the name of the row that it repeats.
     """
 
     name: str
@@ -54,10 +55,8 @@ class Row:
 
     @property
     def label(self):
-        """What to call it in a line: its name, or its title where the name is a long command."""
-        if len(self.name) <= LONGEST_LABEL:
-            return self.name
-        return f"{self.title} again" if self.control_of else self.title
+        """What to call it in a line."""
+        return self.title
 
     @property
     def stage(self):
@@ -87,16 +86,12 @@ class Row:
         """The folder that it runs in."""
         return folder_of(self.script) if self.is_watched and not self.is_module else Path.cwd()
 
-    @property
-    def words_of_script(self):
-        """What stands for the script in a command: its path, or -m and the module."""
-        return ["-m", self.script] if self.is_module else [self.script]
-
     def command(self, bench):
         """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
-        typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script.
+        typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
+        becomes the number of the row, since several rows may not write one file.
         """
         words = []
         for word in self.launcher:
@@ -105,10 +100,12 @@ class Row:
             words.append(sys.executable)
         if self.is_watched:
             added = [f"+{name}" for name in self.added]
-            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"], *added, *self.words_of_script]
+            script = ["-m", self.script] if self.is_module else [self.script]
+            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"], *added, *script]
         else:
             words += [str(self.path), *bench["flags"]]
-        return [*words, *self.flags]
+        number = str([row["name"] for row in bench["rows"]].index(self.name))
+        return [word.replace("{row}", number) for word in (*words, *self.flags)]
 
     @property
     def path(self):
@@ -172,11 +169,11 @@ def row_of(command):
     stage = ladder.stage_of(script)
     if script == "-m":
         script = flags.pop(0)
-        row = Row(command, script.split(".")[-1][:LONGEST_TITLE], script, is_watched=True)
+        row = Row(command, script.split(".")[-1], script, is_watched=True)
     elif stage:
         row = Row(stage.short if len(words) == 1 else command, stage.short, stage.name)
     else:
-        row = Row(command, Path(script).stem[:LONGEST_TITLE], script, is_watched=not logs_by_itself(script))
+        row = Row(command, Path(script).stem, script, is_watched=not logs_by_itself(script))
     row = replace(row, launcher=tuple(launcher), flags=tuple(flags), added=tuple(added))
     check(row)
     return row
@@ -276,22 +273,66 @@ def all_rows(rows):
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    rows = with_plain_titles(rows)
+    rows = with_titles(rows)
     for place in range(1, len(rows)):
         rows[place] = replace(rows[place], above=names[place - 1])
-    together = [Row(PROBE, PROBE, PROBE), *with_control(rows)]
-    return [with_number(row, number) for number, row in enumerate(together)]
+    return [Row(PROBE, PROBE, PROBE), *with_control(rows)]
 
 
-def with_plain_titles(rows):
-    """Return the rows, with the folder in front of the title where two scripts have one name."""
+def with_titles(rows):
+    """Return the rows with titles that tell them apart; `plain` and the rows of a climb have titles of their own.
+
+    A title is the script, with what not all of its rows share: launcher, techniques and flags. Where that is long, or
+    taken, the number of the row stands behind the script.
+    """
+    untitled = [row for row in rows if row.title == parts_of_script(row)[-1]]
+    taken = {row.title for row in rows if row not in untitled}
     titled = []
-    for row in rows:
-        others = {each.path for each in rows if each.title == row.title and not each.is_module}
-        if row.is_watched and not row.is_module and len(others) > 1:
-            row = replace(row, title=f"{row.path.parent.name}/{row.title}")
+    for number, row in enumerate(rows, start=1):
+        if row in untitled:
+            alike = [each for each in untitled if parts_of_script(each) == parts_of_script(row)]
+            script = short_name_of_script(row, untitled)
+            added = [f"+{name}" for name in row.added]
+            launcher = not_shared(row.launcher, [each.launcher for each in alike])
+            flags = not_shared(row.flags, [each.flags for each in alike])
+            title = " ".join([*launcher, script, *added, *flags])
+            if len(title) > LONGEST_TITLE or title in taken:
+                title = f"{script} #{number}"
+            taken.add(title)
+            row = replace(row, title=title)
         titled.append(row)
     return titled
+
+
+def parts_of_script(row):
+    """Return the folders and the name of a row's script, or the parts of a module's name; of a stage its short name."""
+    if row.stage:
+        return (row.stage.short,)
+    if row.is_module:
+        return tuple(row.script.split("."))
+    return row.path.with_suffix("").parts
+
+
+def short_name_of_script(row, rows):
+    """Return the shortest tail of a script's path that tells it from the scripts of other rows, as "my/train"."""
+    parts = parts_of_script(row)
+    others = {parts_of_script(each) for each in rows} - {parts}
+    length = 1
+    while length < len(parts) and any(other[-length:] == parts[-length:] for other in others):
+        length += 1
+    return "/".join(parts[-length:])
+
+
+def not_shared(words, others):
+    """Return those words of a command, a flag with its values, that one of some other lists of words has not."""
+    parts = parts_of_command(words)
+    shared = set(parts).intersection(*(parts_of_command(each) for each in others))
+    return [part for part in parts if part not in shared]
+
+
+def parts_of_command(words):
+    """Return words of a command with their values behind the flags, as "--batch-size 4"."""
+    return [part for part in re.split(" (?=-)", " ".join(words)) if part]
 
 
 def with_control(rows):
@@ -303,11 +344,5 @@ def with_control(rows):
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[0] if len(candidates) == 2 else candidates[len(candidates) // 2]
     place = rows.index(row) + 1
-    return [*rows[:place], replace(row, name=f"{row.name} again", above=None, control_of=row.name), *rows[place:]]
-
-
-def with_number(row, number):
-    """Return a row whose number stands where its words say {row}: several rows may not write one file."""
-    launcher = tuple(word.replace("{row}", str(number)) for word in row.launcher)
-    flags = tuple(word.replace("{row}", str(number)) for word in row.flags)
-    return replace(row, launcher=launcher, flags=flags)
+    again = replace(row, name=f"{row.name} again", title=f"{row.title} again", above=None, control_of=row.name)
+    return [*rows[:place], again, *rows[place:]]

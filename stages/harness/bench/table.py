@@ -1,100 +1,150 @@
 """The table of a bench: what is shown of it, computed once from what was measured. Others put it into words.
 
-A Run holds lines of the record. Measured is a row's runs together, and Outcome what follows from them. A Table has an
-Outcome for each row, and what is said of the bench as a whole.
+A Run holds lines of the record, and an Outcome what follows from the Runs of a row. A Table has the Outcomes of all
+rows, and what is said of the bench as a whole.
 """
 
 import statistics
 from dataclasses import dataclass, field
+from enum import Enum
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
 from ..figures import figures_of, seconds_of_warmup, waiting_share, waits_for_data
-from ..scripts import work_of
+from ..scripts import uses, work_of
 from . import ratios
-from .ratios import ALIKE, Ratio, Verdict, distance, judge
-from .rows import Row
+from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge
+from .rows import runs_the_same
 
 LONG_WARMUP = 10  # seconds that are worth a word
+VERY_LONG = 10  # times the median step: no noise of a machine, but what a script does in some steps, as a rollout
 
 
-class Measured:
-    """The runs of a row together.
+class Reason(Enum):
+    """Why it can't be told what a row brings, other than by its ±."""
 
-    counted: the steps after the warm-up of each run. facts: the first header, with the keys "sdpa" and "techniques"
-    that became known later; None where no run got that far. effect: the ladder.Effect of the row's stage, or None for
-    another script. work: the Work of a micro-batch, or None where it is not known.
+    WRONG_CLAIM = "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
+    BELOW_WRONG_CLAIM = "the row above may have been disturbed"
+    TOO_FEW = "fewer than three steps or rounds"
+
+
+class Outcome:
+    """What is shown of a row, computed from its runs. What is not known, or does not apply, is None.
+
+    facts: the first header, with the keys "sdpa" and "techniques" that became known later; None where no run got that
+    far. times: {round: seconds of a token in each counted step, or in the median one where rows take no turns}. means:
+    {round: [seconds of a token in all steps together]}. by_all_steps: whether these tell the speed of a watched script,
+    which waits for data or has a few very long steps.
     """
 
-    def __init__(self, row, runs, in_turn):
-        self.row = row
-        self.runs = runs
-        self.counted = []
-        for run in runs:
-            self.counted += run.counted
-        time_of_step = ratios.seconds_per_flop if row.is_probe else ratios.seconds_per_token
-        self.samples = ratios.samples_of(runs, in_turn, time_of_step)
-        self.waits = not row.is_probe and waits_for_data(self.counted)
-        self.facts = facts_of(runs)
-        self.effect = None
-        if row.stage and self.facts:
-            self.effect = ladder.effect_of(row.stage, self.facts)
-        self.work = work_of_row(self)
-
-    @property
-    def ranks(self):
-        """How many processes torchrun started; 1 without torchrun, and where no run got that far."""
-        return self.facts["settings"]["world_size"] if self.facts else 1
-
-
-@dataclass
-class Outcome:
-    """What is shown of a row. What is not known, or does not apply, is None."""
-
-    row: Row
-    base: "Outcome | None"  # what it is compared with: the row above, and for a control the row that it repeats
-
-    # by itself
-    error: dict | None = None  # the line of the first run that failed
-    rounds: int = 0  # in which it came to its end
-    steps: int = 0  # that were counted
-    unit: str | None = None  # what it counts: "tok", "sample" or "step"
-    parameters: int | None = None
-    tok_per_sec: float | None = None
-    memory: int | None = None
-    dt_ms: float | None = None  # the median
-    dt_mean_ms: float | None = None
-    warmup_s: float | None = None  # of the first run, which may compile
+    # beside other rows: table_of() fills these in
     loss: float | None = None  # at the Table's loss_step
-    curve: list = field(default_factory=list)  # (seconds, loss) of each step of the first run
-
-    # its techniques
-    effect: ladder.Effect | None = None  # of its stage
-    skipped: list = field(default_factory=list)  # Stages below its base's, down to its own, that do something here
-    techniques: dict | None = None  # of a watched script
-    is_out_of_turn: bool = False  # whether a script took its steps without turns
-    waiting_share: float | None = None  # of its time, for data, where that is much
-
-    # beside other rows
     ratio: Ratio | None = None  # to the base
     ratio_to_reference: Ratio | None = None
-    ratio_to_first: Ratio | None = None  # to the first row, where both train one model
     predicted: float | None = None  # what the ratio should be
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     is_another_model: bool = False  # than the base's
     is_same_computation: bool = False  # as the base's
+    is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
+    reason: Reason | None = None  # why that can't be told
     steps_to_pay: float | None = None  # after which a gain has made up for a long warm-up
+
+    def __init__(self, row, base, runs, bench):
+        """Compute what a row shows by itself.
+
+        base: the Outcome that it is compared with, of the row above, or of the row that a control repeats. runs: its
+        Runs. bench: the first line of the record.
+        """
+        self.row = row
+        self.base = base
+        self.error = first_known([run.error for run in runs])  # the line of the first run that failed
+        self.rounds = len([run for run in runs if run.summary])  # in which it came to its end
+        self.curve = curve_of(runs)
+        self.add_steps(runs, bench)
+        self.add_facts(runs, bench)
+        self.skipped = stages_crossed(self)  # below its base's, down to its own, that do something here
+        self.added, self.in_effect = techniques_added(self)
+
+    def add_steps(self, runs, bench):
+        """Set what the counted steps tell."""
+        self.counted, self.times, self.means = [], {}, {}
+        time_of_step = ratios.seconds_per_flop if self.row.is_probe else ratios.seconds_per_token
+        for run in runs:
+            self.counted += run.counted
+            times = [time_of_step(step) for step in run.counted]
+            known = [time for time in times if time is not None]
+            if bench["in_turn"]:
+                self.times[run.round] = times
+            elif known and run.summary:  # a round that was cut off says little
+                self.times[run.round] = [statistics.median(known)]
+            if run.summary and not self.row.is_probe:
+                self.means[run.round] = [ratios.mean_seconds_per_token(run.counted)]
+        self.steps = len(self.counted)
+        self.waiting_share = waiting_share(self.counted)  # of its time, for a DataLoader
+        self.warmup_s = self.tok_per_sec = self.memory = self.dt_ms = self.dt_mean_ms = None
+        self.by_all_steps = False
+        if not self.counted or self.row.is_probe:
+            return
+        figures = figures_of(self.counted)
+        self.dt_ms, self.dt_mean_ms = figures["dt_ms"], figures["dt_mean_ms"]
+        self.tok_per_sec, self.memory = figures["tok_per_sec"] or None, figures["memory"] or None  # 0: not measured
+        self.warmup_s = seconds_of_warmup(first_known([run.steps for run in runs if run.counted]), bench["warmup"])
+        if self.row.is_watched:
+            self.by_all_steps = waits_for_data(self.counted) or is_mostly_long_steps(self.counted)
+        seconds = ratios.mean_seconds_per_token(self.counted)
+        if self.by_all_steps and seconds:
+            self.tok_per_sec = 1 / seconds
+
+    def add_facts(self, runs, bench):
+        """Set what the headers tell, and the techniques of a script."""
+        self.facts = facts_of(runs)
+        self.unit = self.parameters = self.techniques = self.effect = self.ran_on = None
+        self.ranks = 1  # which torchrun started
+        if self.facts:
+            self.unit = self.facts.get("unit")  # "tok", "sample" or "step"; a forecast's header has none
+            self.parameters = self.facts.get("parameters")
+            self.techniques = self.facts["techniques"]
+            self.ranks = self.facts["settings"]["world_size"]
+            if self.row.stage:
+                self.effect = ladder.effect_of(self.row.stage, self.facts)
+            if self.facts["environment"]["device"] != bench["environment"]["device"]:
+                self.ran_on = self.facts["environment"]["device"]  # "cpu" in a bench of a card
+        self.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
+
+    @property
+    def adds_nothing(self):
+        """Whether it should add techniques to its base, and none of them took effect."""
+        return bool(self.added) and not self.in_effect
+
+    @property
+    def work(self):
+        """The Work of a micro-batch, or None where it is not known."""
+        if self.effect:
+            return self.effect.work
+        if self.techniques is None or self.facts["shape"] is None:
+            return None
+        settings = self.facts["settings"]
+        micro_batches = settings["accum"] // settings["world_size"]
+        on_cuda = self.facts["environment"]["device"] == "cuda"
+        return work_of(self.techniques, self.facts["shape"], settings["batch_size"], micro_batches, on_cuda)
+
+    @property
+    def model(self):
+        """What makes a model another one: a GPT's layers, heads and width; another one's number of parameters."""
+        shape = self.facts and self.facts["shape"]
+        return (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.parameters
 
 
 @dataclass
 class Table:
     """What is shown of a bench.
 
-    bench: the first line of its record. facts: of the first row that has some. rates: the Rates that the probe
-    measured. loss_step: the last step that all rows took. outcomes: {name: Outcome} of all rows, and of the control.
-    pairs: the Outcomes of rows that compute the same as their base, controls first. noise: how far from 1 a ratio may
-    be by chance, as a distance(). fastest: the Outcome that is most times as fast as the first row.
+    bench: the first line of its record. facts: of the first row that has some. probe: the Outcome of the probe. rates:
+    the Rates that it measured. loss_step: the last step that all rows took. outcomes: {name: Outcome} of all rows, and
+    of the control. pairs: the Outcomes of rows that compute the same as their base, controls first. noise: the Noise of
+    these. last: the Outcome of the last row of one process that trains the first row's model. together: its Ratio to
+    the first.
     """
 
     bench: dict
@@ -103,13 +153,20 @@ class Table:
     loss_step: int | None = None
     outcomes: dict = field(default_factory=dict)
     pairs: list = field(default_factory=list)
-    noise: float | None = None
-    fastest: Outcome | None = None
+    probe: Outcome | None = None
+    noise: Noise | None = None
+    last: Outcome | None = None
+    together: Ratio | None = None
 
     @property
     def rows(self):
         """The Outcomes of the rows, in their order."""
         return [outcome for outcome in self.outcomes.values() if not outcome.row.control_of]
+
+    @property
+    def unit(self):
+        """What the first row counts that ran: "tok", "sample" or "step"."""
+        return self.facts["unit"] if self.facts else "tok"
 
     @property
     def reference(self):
@@ -120,35 +177,22 @@ class Table:
 def table_of(results):
     """Return the Table of the Results of a bench."""
     table = Table(results.bench)
-    measured, probe = {}, None
     for row in results.rows.values():
-        ours = Measured(row, results.runs_of(row), table.bench["in_turn"])
+        base = table.outcomes.get(row.control_of or row.above)
+        outcome = Outcome(row, base, results.runs_of(row), results.bench)
         if row.is_probe:
-            probe = ours
+            table.probe = outcome
         else:
-            measured[row.name] = ours
-    shown = [measured[row.name] for row in results.table_rows]
-    table.facts = first_known([ours.facts for ours in shown])
-    table.rates = rates_of(probe)
-    table.loss_step = last_common_step(shown)
-    for ours in measured.values():
-        base = measured.get(ours.row.control_of or ours.row.above)
-        outcome = Outcome(ours.row, table.outcomes[base.row.name] if base else None, **figures_of_row(ours))
-        add_facts(outcome, ours, table)
-        outcome.skipped = stages_crossed(ours, base)
-        outcome.ratio = compare(ours, base)
-        outcome.ratio_to_reference = compare(ours, measured[table.bench["reference"]])
-        if model_of(ours) == model_of(shown[0]):
-            outcome.ratio_to_first = compare(ours, shown[0])
-        outcome.is_another_model = outcome.ratio is not None and model_of(ours) != model_of(base)
-        outcome.is_same_computation = is_same_computation(ours, base)
-        outcome.predicted = predict(ours, base, table.rates)
-        outcome.peak_share = peak_share(ours, probe)
-        table.outcomes[ours.row.name] = outcome
+            table.outcomes[row.name] = outcome
+    table.facts = first_known([outcome.facts for outcome in table.rows])
+    table.rates = rates_of(table.probe)
+    table.loss_step = last_common_step(table.rows)
+    for outcome in table.outcomes.values():
+        compare_with_others(outcome, table)
     find_noise(table)
     for outcome in table.rows:
         add_verdict(outcome, table)
-    table.fastest = fastest_of(table)
+    add_together(table)
     return table
 
 
@@ -161,6 +205,13 @@ def first_known(values):
 # what is known of a row by itself
 
 
+def is_mostly_long_steps(counted):
+    """Tell whether very long steps took most of the time, of which the median step says nothing."""
+    dts = [step["dt"] for step in counted]
+    long_dts = [dt for dt in dts if dt > VERY_LONG * statistics.median(dts)]
+    return sum(long_dts) > sum(dts) / 2
+
+
 def facts_of(runs):
     """Return what the header of a row says, with the kernel of its attention and the techniques of a script."""
     header = first_known([run.header for run in runs])
@@ -169,31 +220,7 @@ def facts_of(runs):
     summary = first_known([run.summary for run in runs])
     techniques = first_known([run.techniques for run in runs])
     kernel = summary["sdpa"] if summary else None
-    older = {"unit": "tok", "parameters": None}  # what the headers of older records lack
-    return older | header | {"sdpa": kernel, "techniques": techniques}
-
-
-def work_of_row(ours):
-    """Return the Work of a micro-batch of a row, or None where it is not known."""
-    facts = ours.facts
-    if ours.effect:
-        return ours.effect.work
-    if facts is None or facts["techniques"] is None or facts["shape"] is None:
-        return None
-    settings = facts["settings"]
-    micro_batches = settings["accum"] // settings["world_size"]
-    on_cuda = facts["environment"]["device"] == "cuda"
-    return work_of(facts["techniques"], facts["shape"], settings["batch_size"], micro_batches, on_cuda)
-
-
-def model_of(ours):
-    """Return what makes a model another one: a GPT's layers, heads and width; another one's number of parameters."""
-    if ours.facts is None:
-        return None
-    shape = ours.facts["shape"]
-    if shape is None:
-        return ours.facts["parameters"]
-    return shape["n_layer"], shape["n_head"], shape["n_embd"]
+    return header | {"sdpa": kernel, "techniques": techniques}
 
 
 def rates_of(probe):
@@ -207,152 +234,135 @@ def rates_of(probe):
     return Rates(peak, statistics.median(step["copy"] for step in steps))
 
 
-def last_common_step(shown):
+def last_common_step(rows):
     """Return the number of the last step to which all rows with counted steps got; None without such rows."""
-    reached = []
-    for ours in shown:
-        if ours.counted:
-            reached.append(max(run.steps[-1]["step"] for run in ours.runs if run.steps))
-    return min(reached, default=None)
-
-
-def loss_at(runs, step):
-    """Return the training loss of a row at a step, or None where no run got there. step: a number, or None."""
-    for run in runs:
-        for line in run.steps:
-            if line["step"] == step:
-                return line["loss"]
-    return None
+    return min([outcome.curve[-1][0] for outcome in rows if outcome.counted and outcome.curve], default=None)
 
 
 def curve_of(runs):
-    """Return the loss of each step of a row's first run, and the seconds that all steps up to it took."""
+    """Return (step, tokens, loss) of each step of a row's first run, where tokens are all up to that step."""
     points = []
-    seconds = 0.0
-    for run in runs[:1]:
-        for step in run.steps:
-            seconds += step["dt"]
-            if step["loss"] is not None:
-                points.append((seconds, step["loss"]))
+    tokens = 0
+    for step in runs[0].steps if runs else []:
+        tokens += step.get("tokens", 0)  # the probe has none
+        if step.get("loss") is not None:
+            points.append((step["step"], tokens, step["loss"]))
     return points
 
 
-# the outcome of a row
+# beside other rows
 
 
-def figures_of_row(ours):
-    """Return the figures of a row's counted steps, a dict; empty without any. What is 0 was not measured."""
-    if not ours.counted:
-        return {}
-    figures = figures_of(ours.counted)
-    first = [run for run in ours.runs if run.counted][0]
-    warmup_s = seconds_of_warmup(first.steps, first.warmup)
-    kept = {name: figures[name] or None for name in ("tok_per_sec", "memory", "dt_ms", "dt_mean_ms")}
-    return kept | {"warmup_s": warmup_s}
-
-
-def add_facts(outcome, ours, table):
-    """Fill in how far a row came, its losses, and what it is."""
-    outcome.error = first_known([run.error for run in ours.runs])
-    outcome.rounds = len([run for run in ours.runs if run.summary])
-    outcome.steps = len(ours.counted)
-    outcome.loss = loss_at(ours.runs, table.loss_step)
-    outcome.curve = curve_of(ours.runs)
-    outcome.effect = ours.effect
-    if ours.facts:
-        outcome.unit = ours.facts["unit"]
-        outcome.parameters = ours.facts["parameters"]
-        outcome.techniques = ours.facts["techniques"]
-    if outcome.techniques and table.bench["in_turn"]:
-        outcome.is_out_of_turn = any(run.may_wait_for_data for run in ours.runs)
-    if outcome.techniques and ours.waits:
-        outcome.waiting_share = waiting_share(ours.counted)
-
-
-def stages_crossed(ours, base):
+def stages_crossed(outcome):
     """Return the Stages below that of the base, down to the row's own, without those that do nothing here."""
-    if ours.row.stage is None or base is None or base.row.stage is None:
+    stage, base = outcome.row.stage, outcome.base
+    if stage is None or base is None or base.row.stage is None:
         return []
     crossed = []
-    for stage in ladder.between(base.row.stage, ours.row.stage):
-        if ours.facts is None or stage.for_the_loss or not ladder.effect_of(stage, ours.facts).same_computation:
-            crossed.append(stage)
+    for each in ladder.between(base.row.stage, stage):
+        if not outcome.facts or each.for_the_loss or not ladder.effect_of(each, outcome.facts).same_computation:
+            crossed.append(each)
     return crossed
 
 
-def compare(ours, base):
+def techniques_added(outcome):
+    """Return (the names of the techniques that a row adds to its base, those that took effect), two lists."""
+    base = outcome.base
+    if base is None or not runs_the_same(outcome.row, base.row):
+        return [], []
+    added = [name for name in outcome.row.added if name not in base.row.added]
+    if outcome.techniques is None or base.techniques is None:
+        return added, added  # as far as is known
+    in_effect = [name for name in added if uses(outcome.techniques, name) and not uses(base.techniques, name)]
+    return added, in_effect
+
+
+def compare_with_others(outcome, table):
+    """Fill in what a row shows beside its base, the reference and the probe."""
+    for step, _, loss in outcome.curve:
+        if step == table.loss_step:
+            outcome.loss = loss
+    outcome.ratio = compare(outcome, outcome.base)
+    outcome.ratio_to_reference = compare(outcome, table.reference)
+    outcome.is_another_model = outcome.ratio is not None and outcome.model != outcome.base.model
+    outcome.is_same_computation = outcome.adds_nothing or is_same_computation(outcome)
+    if not outcome.ran_on:
+        outcome.predicted = predict(outcome, table.rates)
+        outcome.peak_share = peak_share(outcome, table.probe)
+
+
+def compare(outcome, base):
     """Return the Ratio of the speeds of two rows, or None where no samples pair up.
 
-    Tokens are not compared with samples of another kind, or with steps. Where one of the two waits for its data, the
-    ratio is that of all steps together.
+    Tokens are not compared with samples of another kind, or with steps.
     """
-    if base is None or base is ours:
+    if base is None or base is outcome or base.unit != outcome.unit:
         return None
-    if ours.facts and base.facts and ours.facts["unit"] != base.facts["unit"]:
-        return None
-    if ours.waits or base.waits:
-        return ratios.ratio_of_all_steps(ours.counted, base.counted)
-    return ratios.ratio_of_samples(ours.samples, base.samples)
+    if outcome.by_all_steps or base.by_all_steps:
+        return ratios.ratio_of_rounds(outcome.means, base.means)
+    return ratios.ratio_of_rounds(outcome.times, base.times)
 
 
-def is_same_computation(ours, base):
+def is_same_computation(outcome):
     """Tell whether a row computes the same as its base: as a second run, or because its stage changes nothing here."""
-    row = ours.row
+    row, base = outcome.row, outcome.base
     if row.control_of:
         return True
-    if base is None or base.row.stage is None or ours.effect is None:
+    if base is None or base.row.stage is None or outcome.effect is None:
         return False
     is_next_stage = ladder.between(base.row.stage, row.stage) == (row.stage,)
     has_same_command = row.launcher == base.row.launcher and row.flags == base.row.flags
-    return is_next_stage and has_same_command and ours.effect.same_computation
+    return is_next_stage and has_same_command and outcome.effect.same_computation
 
 
-def predict(ours, base, rates):
+def predict(outcome, rates):
     """Return how many times as fast as its base a row should be, or None where nothing can be said.
 
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
-    if base is None or rates is None or ours.work is None or base.work is None or ours.ranks != base.ranks:
+    base = outcome.base
+    if base is None or rates is None or outcome.ranks != base.ranks:
         return None
-    stage, stage_of_base = ours.row.stage, base.row.stage
-    if stage is stage_of_base and ours.work == base.work:
+    work, work_of_base = outcome.work, base.work
+    if work is None or work_of_base is None:
+        return None
+    stage, stage_of_base = outcome.row.stage, base.row.stage
+    if stage is stage_of_base and work == work_of_base:
         return None  # what differs is no FLOP and no byte, as between s01 and `plain`
     if stage and stage_of_base:
         # the stages between the two, whichever comes first: one of these tuples is empty
         crossed = ladder.between(stage_of_base, stage) + ladder.between(stage, stage_of_base)
         if any(each.unpredictable for each in crossed):
             return None
-    elif ours.row.script != base.row.script:
+    elif outcome.row.script != base.row.script:
         return None  # more differs than their techniques tell
-    before, after = seconds_per_token(base.work, rates), seconds_per_token(ours.work, rates)
-    if before is None or after is None:
-        return None
-    return before / after
+    before, after = seconds_per_token(work_of_base, rates), seconds_per_token(work, rates)
+    return before / after if before and after else None
 
 
-def peak_share(ours, probe):
+def peak_share(outcome, probe):
     """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-    None for a model that is no GPT, for a script that waits for its data, and for several ranks, because the probe
-    measures what one process can do.
+    None for a model that is no GPT, for a script whose speed is that of all its steps, and for several ranks, because
+    the probe measures what one process can do.
     """
-    if probe is None or ours.facts is None or ours.facts["shape"] is None or ours.ranks > 1 or ours.waits:
+    shape = outcome.facts and outcome.facts["shape"]
+    if probe is None or not shape or outcome.ranks > 1 or outcome.by_all_steps:
         return None
-    tokens_per_flop = ratios.ratio_of_samples(ours.samples, probe.samples)  # seconds per FLOP over seconds per token
-    return tokens_per_flop.value * flops_per_token(ours.facts["shape"]) if tokens_per_flop else None
+    # seconds per FLOP over seconds per token
+    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe.times)
+    return tokens_per_flop.value * flops_per_token(shape) if tokens_per_flop else None
 
 
 # noise and verdicts
 
 
 def find_noise(table):
-    """Fill in the pairs of one computation, the noise, and the verdict UNEXPECTED.
+    """Fill in the pairs of one computation, which of them contradict our claim that they are, and the noise.
 
-    The noise is the distance() of the worst pair. A pair that contradicts our claim that two rows compute the same is
-    left out: its ratio is further from 1 than the sum of its ± and the noise, which here is that of second runs alone,
-    and at least 5 %. The noise is None without a pair, and where every pair has a single sample, as after one round on
-    a card.
+    A claim is contradicted where its ratio is further from 1 than second runs alone and its ± explain, and than 5 %.
+    Such a pair is left out of the noise.
     """
     pairs = []
     for outcome in table.outcomes.values():
@@ -361,44 +371,45 @@ def find_noise(table):
     repeats = [outcome for outcome in pairs if outcome.row.control_of]
     claims = [outcome for outcome in pairs if not outcome.row.control_of]
     table.pairs = repeats + claims
-    noise_of_repeats = max([ALIKE] + [distance(outcome.ratio.value) for outcome in repeats])
+    sizes = [distance(outcome.ratio.value) for outcome in repeats]
+    allowed = Noise(max([ALIKE, *sizes]), len(repeats))
     for outcome in claims:
-        if judge(outcome.ratio, noise_of_repeats) in (Verdict.FASTER, Verdict.SLOWER):
-            outcome.verdict = Verdict.UNEXPECTED
-    distances = []
-    for outcome in table.pairs:
-        if outcome.ratio.spread is not None and outcome.verdict is not Verdict.UNEXPECTED:
-            distances.append(distance(outcome.ratio.value))
-    table.noise = max(distances, default=None)
+        outcome.is_contradicted = judge(outcome.ratio, allowed) in (Verdict.FASTER, Verdict.SLOWER)
+    table.noise = ratios.noise_of_pairs([outcome.ratio for outcome in table.pairs if not outcome.is_contradicted])
 
 
 def add_verdict(outcome, table):
     """Fill in the verdict on a row, and what follows from that.
 
     There is none where the row and its base can't be compared, where one of them failed, where they train different
-    models, and where the noise is not known.
+    models, where the row should add something and does not, and where the noise is not known.
     """
     if outcome.ratio is None or outcome.error or outcome.base.error or outcome.is_another_model:
         return
-    if table.noise is None or outcome.verdict is Verdict.UNEXPECTED:
+    if outcome.adds_nothing or table.noise is None:
         return
-    outcome.verdict = judge(outcome.ratio, table.noise)
-    if outcome.is_same_computation and outcome.ratio.spread is not None:
+    if outcome.is_contradicted:
+        outcome.reason = Reason.WRONG_CLAIM
+    elif outcome.base.is_contradicted:
+        outcome.reason = Reason.BELOW_WRONG_CLAIM
+    elif outcome.ratio.spread is None:
+        outcome.reason = Reason.TOO_FEW
+    if outcome.reason:
+        outcome.verdict = Verdict.UNCLEAR
+    elif outcome.is_same_computation:
         outcome.verdict = Verdict.SAME
+    else:
+        outcome.verdict = judge(outcome.ratio, table.noise)
     longer = outcome.warmup_s - outcome.base.warmup_s
     if outcome.verdict is Verdict.FASTER and longer > LONG_WARMUP:
         seconds_saved = outcome.dt_ms / 1000 * (outcome.ratio.value - 1)  # in each step
         outcome.steps_to_pay = longer / seconds_saved
 
 
-def fastest_of(table):
-    """Return the Outcome that is most times as fast as the first row, or None where none is faster."""
+def add_together(table):
+    """Fill in what all rows bring together: the last row of one process that trains the first row's model."""
     first, *others = table.rows
-    if table.noise is None or first.error:
-        return None
-    faster = []
     for outcome in others:
-        ratio = outcome.ratio_to_first
-        if ratio and not outcome.error and judge(ratio, table.noise) is Verdict.FASTER:
-            faster.append(outcome)
-    return max(faster, key=lambda outcome: outcome.ratio_to_first.value, default=None)
+        ratio = compare(outcome, first)
+        if ratio and outcome.ranks == 1 and outcome.model == first.model and not outcome.error:
+            table.last, table.together = outcome, ratio
