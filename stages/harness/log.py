@@ -21,6 +21,9 @@ header, a line for each step, and a summary. An example of each, the header wrap
      "memory": 1870000000, "meter": "peak RSS"}
     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
 
+On an accelerator a step also has "queued", the seconds until all of it was queued, and on CUDA each fifth one has
+"card", which card.py explains: {"mhz": 1935, "milliwatts": 651000, "celsius": 62, "reasons": 4}.
+
 dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null.
 "shape" is null for a model that is no GPT. Its vocabulary is without the padding of s06, and its seq_len is that of the
 flag. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens. "commit" has a + behind
@@ -84,6 +87,7 @@ from data import TextError
 
 from . import machine
 from .arithmetic import flops_per_token, shape_name
+from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
 from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup
 from .leader import find_leader
@@ -94,6 +98,7 @@ OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
     r"|could not create a primitive(?! descriptor)"
 )
+STEPS_PER_CARD_STATE = 5
 
 
 def header_of(name, device, settings, shape, parameters, fallbacks, unit="tok"):
@@ -207,6 +212,10 @@ class Log:
             "memory": memory,
             "meter": meter,
         }
+        if len(self.steps) >= WARMUP and len(self.steps) % STEPS_PER_CARD_STATE == 0:
+            card = card_state(self.device)
+            if card:
+                entry["card"] = card
         self.steps.append(entry)
         self.write("step", **entry)
         words = [f"step {entry['step']:4d}"]
@@ -250,6 +259,8 @@ class Log:
         words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
         self.say(" | ".join(words))
+        for line in words_on_card([counted]):
+            self.say(line)
         if "eval" in summary:
             loss = math.nan if summary["eval"] is None else summary["eval"]
             self.say(f"held-out loss {loss:.4f}")

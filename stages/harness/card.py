@@ -1,0 +1,67 @@
+"""The state of an NVIDIA card while it trains: its clock, power and temperature, and whether it is slowed down."""
+
+import ctypes
+import functools
+import statistics
+
+import torch
+
+# What NVML, the library of NVIDIA's driver, is asked at a moment: the function, and which clock or sensor.
+QUESTIONS = {
+    "mhz": ("nvmlDeviceGetClockInfo", 1),  # of the processors
+    "milliwatts": ("nvmlDeviceGetPowerUsage",),  # most cards tell the mean of the last second
+    "celsius": ("nvmlDeviceGetTemperature", 0),
+    "reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # bits: why the clock is not higher
+}
+HEAT = 0x20 | 0x40  # of these bits: the driver slows the card down because of heat, or the card itself does
+CLOCKS_DIFFER = 1.03  # the ratio of the clocks of two rounds that is told
+LAUNCH_BOUND = 0.9  # the share of a step until all was queued that is told
+
+
+@functools.cache
+def nvml_of(device):
+    """Return NVML and its handle of a card, or None where there is none, as on AMD's. It opens no context."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    except (OSError, AttributeError):
+        return None
+    handle = ctypes.c_void_p()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        return None  # each of its functions returns 0 where it succeeds
+    return nvml, handle
+
+
+def card_state(device):
+    """Return what the driver tells of a card at this moment, a dict with the keys of QUESTIONS; {} without NVML."""
+    if device.type != "cuda" or nvml_of(device) is None:
+        return {}
+    nvml, handle = nvml_of(device)
+    state = {}
+    for name, (function, *which) in QUESTIONS.items():
+        answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
+        if getattr(nvml, function)(handle, *which, ctypes.byref(answer)) == 0:
+            state[name] = answer.value
+    return state
+
+
+def words_on_card(rounds):
+    """Return what is worth telling of the card under a row, a list of words.
+
+    rounds: for each round, the step lines of a record that are counted. Some have "card", which is a card_state().
+    "queued" is the seconds until all of a step was queued.
+    """
+    words = []
+    states = [[step["card"] for step in steps if "card" in step] for steps in rounds]
+    clocks = [statistics.median(state["mhz"] for state in each) for each in states if each and "mhz" in each[0]]
+    if clocks and max(clocks) > CLOCKS_DIFFER * min(clocks):
+        words.append(f"the card's clock differs between rounds: {min(clocks):.0f} to {max(clocks):.0f} MHz")
+    hot = [state for each in states for state in each if state.get("reasons", 0) & HEAT]
+    if hot:
+        words.append(f"slowed by heat: {hot[-1].get('mhz')} MHz at {hot[-1].get('celsius')} °C")
+    shares = [step["queued"] / step["dt"] for steps in rounds for step in steps if "queued" in step]
+    if shares and statistics.median(shares) > LAUNCH_BOUND:
+        words.append(
+            "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
+        )
+    return words
