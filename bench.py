@@ -270,9 +270,9 @@ def main(argv):
     try:
         choose_batch(args)
         prepare_text(args)
-        slow = machine.what_slows_down()
-        if slow:
-            tell(f"all is slower by {slow} in the environment")
+        for name in ("device", "environment"):  # no note of a row has them
+            if name in args.shared.fallbacks:
+                tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:
             with new_folder() as folder:
                 return predict(Results(new_bench(args, argv, in_turn=True)), folder, args.stage_args)

@@ -131,7 +131,7 @@ def gpu(monkeypatch):
     """A machine with a card, as far as the bench looks at it."""
     environment = machine.environment(torch.device("cpu")) | {"device": "cuda"}
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 80e9)
+    monkeypatch.setattr(machine, "free_memory_by_a_child", lambda device: 80e9)
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
     monkeypatch.setattr(machine, "compile_problem", lambda device: None)
     monkeypatch.setattr(machine, "environment", lambda device: environment)

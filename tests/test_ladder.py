@@ -92,10 +92,10 @@ def stage(short):
     return ladder.stage_of(short)
 
 
-def run_of(tf32, amp_dtype, compile, sdpa, accum=4, world_size=1, fallbacks=None, device="cuda"):
+def run_of(tf32, amp_dtype, compile, sdpa, accum=4, world_size=1, fallbacks=None, device="cuda", cuda="13.0"):
     """What effect_of() is told of a run of gpt2."""
     settings = dict(amp_dtype=amp_dtype, compile=compile, accum=accum, world_size=world_size)
-    environment = dict(device=device, tf32=tf32)
+    environment = dict(device=device, tf32=tf32, cuda=cuda)
     run = header("s12_ddp", environment=A100 | environment, shape=GPT2, fallbacks=fallbacks, batch_size=16, **settings)
     return run | {"sdpa": sdpa}
 
@@ -105,6 +105,7 @@ LEFT_OUT = {"amp_dtype": NO_16_BITS, "compile": "left out, no C++ compiler found
 MACHINES = {
     "H100": run_of(True, "bfloat16", True, "cudnn"),
     "T4": run_of(False, "float16", True, "efficient"),
+    "RX 7900": run_of(False, "bfloat16", True, "math", cuda=None),
     "old card": run_of(False, "float32", False, "math"),
     "laptop": run_of(False, "float32", False, "flash", accum=1, fallbacks=LEFT_OUT, device="cpu"),
     "CPU with TF32": run_of(True, "bfloat16", True, "flash", device="cpu"),
@@ -122,6 +123,7 @@ MACHINES = {
         ("H100", "s11", False, "4 micro-batches per step"),
         ("H100", "s12", False, "one process: what DDP itself costs"),
         ("T4", "s02", True, "this device has no TF32 units"),
+        ("RX 7900", "s02", False, "this device has no TF32 units"),  # its library may take another kernel all the same
         ("T4", "s03", False, "active: float16, loss scaled"),
         ("old card", "s03", True, "float32 was asked for"),
         ("old card", "s04", True, "left out by --no-compile"),

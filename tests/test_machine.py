@@ -2,9 +2,11 @@
 
 from harness import machine
 
+import ctypes.util
 import mmap
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -34,6 +38,7 @@ def system(monkeypatch):
 def cuda(monkeypatch):
     """Two NVIDIA cards that can do everything, until a test changes the attribute."""
     cuda = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cuda.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
@@ -68,6 +73,44 @@ def test_a_device_that_is_not_here_or_not_for_all_ranks_is_refused(cuda, monkeyp
     assert reason in error_of(capsys, machine.find_device, name)
 
 
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver."
+NO_CUDA = "Torch not compiled with CUDA enabled"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(OLD_DRIVER), AssertionError(NO_CUDA)])
+def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_own_words(
+    system, monkeypatch, capsys, error
+):
+    def init():
+        raise error
+
+    reason = {OLD_DRIVER: OLD_DRIVER.split(". ")[0], NO_CUDA: NO_CUDA}[str(error)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda: {reason}"
+    assert machine.why_no_card() is None  # no card is here
+    system["nvidia-smi"] = "GPU 0: NVIDIA H100 (UUID: GPU-1)"
+    assert machine.why_no_card() == reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden by the user
+    assert machine.why_no_card() is None
+
+
+@pytest.mark.parametrize(
+    "device, visible, variables",
+    [
+        (CPU, None, {"CUDA_VISIBLE_DEVICES": ""}),
+        (CUDA_0, "6,7", {}),
+        (CUDA_1, None, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (CUDA_1, "6,7", {"CUDA_VISIBLE_DEVICES": "7"}),
+        (MPS, None, {}),
+    ],
+)
+def test_a_script_is_led_to_the_device_of_the_bench(monkeypatch, device, visible, variables):
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.variables_of_scripts(device) == variables
+
+
 TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -81,6 +124,7 @@ def test_one_of_several_processes_needs_all_variables_of_torchrun(monkeypatch, c
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_do_not_know_of_one_another_are_refused(monkeypatch, capsys, name):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # a stage that ran in this process has set it
     monkeypatch.setenv(name, "4")
     assert "each task would train alone: let one task start torchrun" in error_of(capsys, machine.check_ranks)
     for variable, value in TORCHRUNS.items():
@@ -98,12 +142,20 @@ def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(monkey
     assert machine.is_rank_0()
 
 
-@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name):
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("TORCH_COMPILE_DISABLE", "1"),
+        ("TORCHDYNAMO_DISABLE", "1"),
+        ("TORCHDYNAMO_SUPPRESS_ERRORS", "true"),
+        ("TORCH_COMPILE_OVERRIDE_BACKENDS", ">=0:eager"),
+    ],
+)
+def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name, value):
     monkeypatch.setenv(name, "0")
     before = machine.compile_problem(CPU)
-    monkeypatch.setenv(name, "1")
-    assert machine.compile_problem(CPU) == f"{name}=1 is in the environment: unset it" != before
+    monkeypatch.setenv(name, value)
+    assert machine.compile_problem(CPU) == f"{name}={value} is in the environment: unset it" != before
 
 
 def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_on_a_cpu(monkeypatch):
@@ -129,14 +181,45 @@ def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capa
 
 
 @pytest.mark.parametrize(
-    "architecture, tf32", [("gfx942:sramecc+:xnack-", True), ("gfx1100", False), ("gfx90a", False)]
+    "architecture, dtype, tf32",
+    [
+        ("gfx942:sramecc+:xnack-", torch.bfloat16, True),
+        ("gfx90a:sramecc+:xnack-", torch.bfloat16, False),
+        ("gfx1100", torch.bfloat16, False),
+        ("gfx1030", torch.float16, False),
+        ("gfx906:sramecc-:xnack-", torch.float16, False),
+    ],
 )
-def test_of_amds_cards_the_mi300_has_tf32(cuda, monkeypatch, architecture, tf32):
-    cuda.capability = (9, 4)
+def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(
+    cuda, monkeypatch, architecture, dtype, tf32
+):
+    cuda.capability = (10, 3)  # the number of gfx1030, which is none of NVIDIA's
     monkeypatch.setattr(torch.version, "hip", "7.0")
     properties = SimpleNamespace(gcnArchName=architecture)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert machine.has_tf32(CUDA_0) == tf32
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, tf32)
+    assert machine.emulates(CUDA_0, torch.bfloat16) == (dtype == torch.float16)
+
+
+@pytest.mark.parametrize(
+    "name, is_new, dtype",
+    [
+        ("Apple M1 Pro", True, torch.float16),
+        ("Apple M2", True, torch.float16),
+        ("Apple M3", True, torch.bfloat16),
+        ("Apple M4 Max", False, torch.float16),
+    ],
+)
+def test_apples_first_two_generations_would_emulate_bfloat16(system, monkeypatch, name, is_new, dtype):
+    system["sysctl"] = name
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: is_new)
+    assert machine.native_amp_dtype(MPS) == dtype
+
+
+def test_a_card_emulates_what_its_generation_does_not_have(cuda):
+    assert not machine.emulates(CUDA_0, torch.bfloat16)
+    cuda.capability = (7, 5)
+    assert machine.emulates(CUDA_0, torch.bfloat16) and not machine.emulates(CUDA_0, torch.float16)
 
 
 @pytest.mark.parametrize("units", [True, False])
@@ -144,7 +227,6 @@ def test_a_cpu_has_tf32_where_it_has_units_for_float16_matrices(monkeypatch, uni
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": units, "amx_bf16": True}, raising=False)
     assert machine.has_tf32(CPU) is units
     assert machine.emulates(CPU, torch.float16) is not units
-    assert not machine.emulates(CUDA_0, torch.float16)
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in torch 2.11
     assert machine.has_tf32(CPU) is False
 
@@ -182,6 +264,7 @@ def programs(cuda, monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__spec__="found"))
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     return tmp_path
 
 
@@ -205,6 +288,24 @@ def test_torch_compile_needs_triton_on_a_card_and_triton_needs_capability_7(prog
     assert "pip install triton" in machine.compile_problem(CUDA_0)
     cuda.capability = (6, 1)
     assert "compute capability 7.0 or more" in machine.compile_problem(CUDA_0)
+
+
+def test_triton_needs_libcuda_where_it_looks_for_it(programs, monkeypatch):
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    assert "set TRITON_LIBCUDA_PATH to the folder that has it" in machine.compile_problem(CUDA_0)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/usr/lib/wsl/lib")
+    assert machine.compile_problem(CUDA_0) is None
+
+
+@pytest.mark.parametrize("backend, kernel", [("FLASH_ATTENTION", "flash"), ("MATH", "math")])
+def test_the_kernel_of_attention_is_the_one_that_runs(backend, kernel):
+    shape, dtype = (1, 2, 16, 8), torch.float32
+    q = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    with sdpa_kernel(getattr(SDPBackend, backend)), torch.profiler.profile(acc_events=True) as profiler:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert machine.sdpa_kernel(shape, dtype, CPU) == kernel
+    names = " ".join(event.name for event in profiler.events())
+    assert re.search(machine.SDPA_KERNEL, names)[1] == kernel
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
@@ -248,6 +349,15 @@ def test_the_free_memory_of_a_card_is_what_nobody_holds(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12e9)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2e9)
     assert machine.free_memory_of_card(MPS) == 10e9
+
+
+def test_a_process_that_ends_asks_a_card_for_its_free_memory(monkeypatch, tmp_path):
+    """Who asks opens a context: half a GB, and in exclusive mode nobody else can use the card."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch; torch.cuda.mem_get_info = {torch.device('cuda', 1): (5, 6)}.get"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert machine.free_memory_by_a_child(CUDA_1) == 5
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -49,16 +49,38 @@ def test_the_outermost_caller_that_has_a_part_decides(operation, part):
     assert part_of(operation.split(" < ")) == part
 
 
+def event(name, cpu_us=0, device_us=0, device_type=DeviceType.CPU):
+    """An event of torch.profiler."""
+    times = dict(self_cpu_time_total=cpu_us, self_device_time_total=device_us)
+    return SimpleNamespace(name=name, cpu_parent=None, device_type=device_type, is_user_annotation=False, **times)
+
+
+KERNEL = event("sm90_gemm", device_us=4_000, device_type=DeviceType.CUDA)
+
+
 def test_on_a_card_its_own_time_of_each_operation_counts_once():
-    add = SimpleNamespace(name="aten::add", self_cpu_time_total=9_000, self_device_time_total=1_000)
-    mm = SimpleNamespace(name="aten::mm", self_cpu_time_total=10, self_device_time_total=2_000)
-    kernel = SimpleNamespace(name="sm90_gemm", self_cpu_time_total=0, self_device_time_total=4_000)  # of both mm
-    for event, device_type in ((add, DeviceType.CPU), (mm, DeviceType.CPU), (kernel, DeviceType.CUDA)):
-        event.cpu_parent, event.device_type = None, device_type
-    profile = StepProfile([add, kernel, mm, mm], torch.device("cuda"), step_ms=6.0)
+    add, mm = event("aten::add", 9_000, 1_000), event("aten::mm", 10, 2_000)
+    profile = StepProfile([add, KERNEL, mm, mm], torch.device("cuda"), step_ms=6.0)
     assert profile.ms == {"aten::add": 1.0, "aten::mm": 4.0}
     assert profile.calls == {"aten::add": 1, "aten::mm": 2}
     assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
+
+
+@pytest.mark.parametrize("launch", ["cudaLaunchKernel", "cuLaunchKernelEx", "hipExtModuleLaunchKernel"])
+def test_a_profile_that_lost_kernels_says_so(launch):
+    copied = event("Memcpy HtoD (Pinned -> Device)", device_type=DeviceType.CUDA)  # no call that starts a kernel
+    events = [event("aten::mm", 10, 4_000), event(launch), event(launch), KERNEL, copied]
+    lines = StepProfile(events, torch.device("cuda"), step_ms=6.0).lines(None, RATES)
+    assert "the profiler lost 1 of 2 kernels: their time is in the rest" in lines
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_a_profile_that_saw_no_kernel_says_so_and_shows_no_part(device):
+    profile = StepProfile([event("aten::mm", 10), event("cudaLaunchKernel")], torch.device(device), step_ms=6.0)
+    assert profile.parts == {}
+    assert profile.lines(None, RATES) == [
+        "the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"
+    ]
 
 
 def profiled(short, parts, amp_dtype="float32"):

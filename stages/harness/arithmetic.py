@@ -76,14 +76,9 @@ class Work:
     accum: int = 1
 
     @property
-    def seq_len(self):
-        """T, the tokens of a sequence."""
-        return self.shape["seq_len"]
-
-    @property
     def tokens(self):
         """The tokens of the micro-batch."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.shape["seq_len"]
 
 
 @dataclass(frozen=True)
@@ -128,12 +123,7 @@ def flops_per_token(shape):
     full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
     """
     L, C, T = shape["n_layer"], shape["n_embd"], shape["seq_len"]
-    return weight_flops_per_token(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
-
-
-def weight_flops_per_token(shape):
-    """Return the FLOPs of one token in the matmuls with weights: 6 (12 L C^2 + V C)."""
-    return 6 * matmul_weights(shape)
+    return 6 * matmul_weights(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
 
 
 def matmul_weights(shape):
@@ -155,24 +145,28 @@ def shape_of_size(size, seq_len):
     return {"vocab_size": VOCAB, **SIZES[size], "seq_len": seq_len}
 
 
-def memory_of_s01(shape, batch_size):
-    """Return the bytes that s01 holds at most, which takes more memory than any later stage but s03.
+def most_memory(shape, batch_size):
+    """Return the bytes that the stage which needs most holds at most.
 
-    Weights and AdamW's two moments stay. For its backward each layer keeps the scores after their softmax and 17
-    numbers for each channel of a token, as PyTorch's hooks for saved tensors count. The logits are there three times,
-    when the backward begins. Gradients of weights are not counted, because they come while the rest is freed. An H100
-    took 30.9 GB for GPT-2 at B 16 and T 1024, where this makes 31.3.
+    Weights and AdamW's two moments stay. When the backward begins, a layer of s01 keeps the scores after their softmax
+    and 17 numbers for each channel of a token, and the logits are there three times. Gradients of weights come while
+    the rest is freed. s03 keeps the scores in 32 bits, as its softmax computes them, and in 16 bits for the matmul
+    behind it, and the weights in 16 bits, too. For a large model and few tokens the update takes most: weights,
+    gradients, two moments, and a temporary of their size.
     """
     L, H, C, T = shape["n_layer"], shape["n_head"], shape["n_embd"], shape["seq_len"]
-    numbers = batch_size * T * (L * H * T + 17 * L * C + 3 * shape["vocab_size"])
-    return 3 * weight_bytes(shape) + 4 * numbers
+    tokens, weights = batch_size * T, weight_bytes(shape)
+    s01 = 3 * weights + tokens * (4 * L * H * T + 68 * L * C + 12 * shape["vocab_size"])
+    s03 = 3.5 * weights + tokens * (6 * L * H * T + 36 * L * C + 12 * shape["vocab_size"])
+    update = 5 * weights
+    return max(s01, s03, update)
 
 
 def numbers_in(work):
     """Return {tensor: how many numbers a micro-batch has in it, over all layers}."""
     L, H, C = work.shape["n_layer"], work.shape["n_head"], work.shape["n_embd"]
     return {
-        "scores": L * H * work.tokens * work.seq_len,
+        "scores": L * H * work.tokens * work.shape["seq_len"],
         "logits": work.tokens * work.shape["vocab_size"],
         "residual": (2 * L + 1) * work.tokens * C,  # two in each layer, and the last LayerNorm with the embeddings
         "gelu": 4 * L * work.tokens * C,
@@ -202,7 +196,7 @@ def attention_seconds(work, rates):
     there are 128 FLOPs for each number of the scores that is moved, which is little for a GPU.
     """
     L, C = work.shape["n_layer"], work.shape["n_embd"]
-    unit = L * work.batch_size * work.seq_len**2 * C
+    unit = L * work.batch_size * work.shape["seq_len"] ** 2 * C
     rate = rates.matmul[work.matmul_dtype]
     if work.flash:
         return FLASH_ATTENTION_FLOPS * unit / rate
@@ -224,7 +218,7 @@ def seconds_of_parts(work, rates):
     weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
     explicit attention does.
     """
-    flops = work.tokens * weight_flops_per_token(work.shape)
+    flops = work.tokens * 6 * matmul_weights(work.shape)
     pointwise = sum(bytes_moved(tensor, work) for tensor in ("residual", "gelu", "projections", "casts"))
     softmax_and_mask = 0 if work.flash else bytes_moved("scores", work)
     return {

@@ -1,7 +1,6 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -11,20 +10,14 @@ import torch
 from model import SIZES
 
 from . import ladder, machine
-from .arithmetic import memory_of_s01, shape_of_size
+from .arithmetic import most_memory, shape_of_size
 from .common import refuse
 from .figures import COUNTED_STEPS, WARMUP
 from .log import Log
 
-MOST_SEQUENCES = 16  # of the default batch
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
+RESERVED = 1.1  # times what its tensors hold: an H100's stages reserved 3 to 7 % more than that
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Defaults that do not work everywhere, as a line of the terminal names them.
-SHOWN_AS = {
-    "environment": "environment",
-    "amp_dtype": "--amp-dtype, from s03 on",
-    "compile": "--compile, from s04 on",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,14 +45,6 @@ def seed(text):
     return int(text)
 
 
-def learning_rate(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not above 0, or infinite."""
-    rate = float(text)
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return rate
-
-
 def parse_args(doc):
     """Return the flags of a stage as a namespace, and open its log, which keeps an exception from here on.
 
@@ -78,23 +63,31 @@ def parse_args(doc):
         torch.cuda.set_device(args.device)
     args.log = Log(args.record_path, args.batch_size)
     sys.excepthook = args.log.tell_failure
-    for name, reason in args.fallbacks.items():
-        args.log.notice(f"{SHOWN_AS[name]}: {reason}")
-    if args.why_this_batch:
-        args.log.notice(args.why_this_batch)
+    if not args.log.is_led:  # the bench tells what holds for all rows, and has the others in its notes
+        for name, reason in args.fallbacks.items():
+            args.log.notice(f"{name}: {reason}")
+        if args.why_this_batch:
+            args.log.notice(args.why_this_batch)
     return args
 
 
-def parse(doc, argv):
+def parse(doc, argv, free_memory=None):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. The namespace also has `fallbacks`, {flag: why its usual default does not work on this
-    machine}; and `why_this_batch`, a sentence where the batch was chosen by the memory of a card, else None. Exits with
-    one line and status 2 for a wrong flag.
+    doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
+    machine.free_memory_of_card(). The namespace also has `fallbacks`, {flag: why its usual default does not work on
+    this machine}; and `why_this_batch`, a sentence where the batch was chosen by the memory of a card, else None. Exits
+    with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
-    args.device = machine.find_device(args.device)
-    fill_in_defaults(args)
+    args.fallbacks = {}
+    name = args.device
+    args.device = machine.find_device(name)
+    if name is None and args.device.type == "cpu":
+        reason = machine.why_no_card()
+        if reason:
+            args.fallbacks["device"] = f"this trains on the CPU, since the card can't be used: {reason}"
+    fill_in_defaults(args, free_memory or machine.free_memory_of_card)
     return args
 
 
@@ -119,7 +112,7 @@ def new_parser(doc):
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     rate_help = "learning rate, the highest one where it decays (%(default)s)"
-    add("--lr", type=learning_rate, default=6e-4, metavar="RATE", help=rate_help)
+    add("--lr", type=float, default=6e-4, metavar="RATE", help=rate_help)
     data_help = (
         "a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16 (np.array(ids, np.uint16).tofile(FILE)); "
     )
@@ -137,17 +130,18 @@ def new_parser(doc):
     return parser
 
 
-def fill_in_defaults(args):
+def fill_in_defaults(args, free_memory):
     """Fill in the flags that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
     on_cpu = args.device.type == "cpu"
-    args.fallbacks = {}
     args.why_this_batch = None
     if args.size is None:
         args.size = "micro" if on_cpu else "gpt2"
     if args.batch_size is None:
         args.batch_size = 1
-        if not on_cpu:
-            fit_batch(args, machine.free_memory_of_card(args.device))
+        if not on_cpu and machine.world_size() > 1:
+            fit_batch(args, machine.memory_of_smallest_card())
+        elif not on_cpu:
+            fit_batch(args, free_memory(args.device))
     if args.steps is None:
         args.steps = WARMUP + COUNTED_STEPS if on_cpu else 50
     if args.accum is None:
@@ -162,38 +156,34 @@ def fill_in_defaults(args):
             args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
     if args.compile is None:
         problem = machine.compile_problem(args.device)
+        is_bfloat16 = args.amp_dtype == torch.bfloat16
+        if args.device.type == "cuda" and is_bfloat16 and machine.emulates(args.device, torch.bfloat16):
+            problem = problem or "PyTorch compiles no bfloat16 for this card: pass --amp-dtype float16"
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
     elif args.compile:  # what was asked for comes before what is in the environment
-        for name in machine.COMPILE_IS_OFF:
-            os.environ.pop(name, None)
-    slow = machine.what_slows_down()
+        for variable in machine.variables_set(machine.TURN_COMPILE_OFF):
+            del os.environ[variable.split("=")[0]]
+    slow = machine.variables_set(machine.SLOW)
     if slow:
-        args.fallbacks["environment"] = f"slower, by {slow}"
+        args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"
 
 
 def fit_batch(args, free):
-    """Set args.batch_size to a power of two, at most 16, with which s01 fits into the free bytes of a card.
+    """Set args.batch_size to a power of two, at most 16, with which all stages fit into so many bytes of a card.
 
     It is 1 where none fits. args.why_this_batch then says what was counted.
     """
     shape = shape_of_size(args.size, args.seq_len)
-    args.batch_size = MOST_SEQUENCES
-    while args.batch_size > 1 and memory_taken(shape, args.batch_size) > free:
-        args.batch_size //= 2
-    needed = memory_taken(shape, args.batch_size)
-    args.why_this_batch = f"B {args.batch_size}: s01 takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB that are free"
+    for batch_size in (16, 8, 4, 2, 1):
+        needed = CONTEXT + RESERVED * most_memory(shape, batch_size)
+        if needed <= free:
+            break
+    args.batch_size = batch_size
+    args.why_this_batch = f"B {args.batch_size}: the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
     if needed > free:
         args.why_this_batch += ", and does not fit: from s05 on it may"
-
-
-def memory_taken(shape, batch_size):
-    """Return the bytes that a process of s01 takes of a card.
-
-    PyTorch reserves more than its tensors hold, and s03 holds more than s01: on an H100 7 and 3 %.
-    """
-    return CONTEXT + 1.1 * memory_of_s01(shape, batch_size)
 
 
 def check(args):

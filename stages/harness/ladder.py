@@ -92,7 +92,9 @@ def add_technique(stage, work, facts):
     match stage.name:
         case "s02_tf32":
             if not facts["environment"]["tf32"]:
-                return Effect(work, "this device has no TF32 units", same_computation=True)
+                on_amd = facts["environment"]["device"] == "cuda" and not facts["environment"]["cuda"]
+                # ROCm's libraries may choose another kernel then, so nothing is claimed of an AMD card
+                return Effect(work, "this device has no TF32 units", same_computation=not on_amd)
             return Effect(replace(work, matmul_dtype="tf32"), "active")
         case "s03_bf16":
             dtype = settings["amp_dtype"]

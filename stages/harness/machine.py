@@ -1,6 +1,8 @@
 """What this machine is: its device, what that can do natively, and how much memory it has."""
 
 import contextlib
+import ctypes.util
+import functools
 import importlib.util
 import os
 import platform
@@ -12,24 +14,22 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from .common import refuse
+from .common import ROOT, refuse
 
-# They make each kernel wait, give memory back at once, or leave the units of a CPU unused.
+# Variables of the environment that make each kernel wait, give memory back at once, follow each kernel (as nsys does),
+# or leave the units of a CPU unused; and those that turn torch.compile off, replace it, or hide that it fails.
 SLOW = (
-    "CUDA_LAUNCH_BLOCKING",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ATEN_CPU_CAPABILITY",
+    r"(CUDA|HIP)_LAUNCH_BLOCKING|PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|CUDA_INJECTION64_PATH"
+    r"|(ONEDNN|DNNL)_MAX_CPU_ISA|ATEN_CPU_CAPABILITY"
 )
-DEVICE_TYPES = ("cpu", "cuda", "mps")  # those that the harness knows
-# The MI300 and MI350 series: see AMD in PyTorch's note on numerical accuracy, since 2.13, and the kernels of ROCm.
-AMD_WITH_TF32 = ("gfx942", "gfx950")
+TURN_COMPILE_OFF = r"TORCH_COMPILE_(DISABLE|OVERRIDE_BACKENDS)|TORCHDYNAMO_(DISABLE|SUPPRESS_ERRORS)"
+# The architectures of AMD that multiply bfloat16 in hardware. Older ones have float16 alone.
+AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all four
 NUMBERS_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and of mpirun
-COMPILE_IS_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # with a value of 1
 # how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
@@ -68,9 +68,13 @@ def become_a_world_of_one():
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
 
 
-def what_slows_down():
-    """Return which variables of the environment make PyTorch slower, as "CUDA_LAUNCH_BLOCKING=1"; "" without any."""
-    return ", ".join(f"{name}={os.environ[name]}" for name in SLOW if os.environ.get(name, "0") not in ("", "0"))
+def variables_set(pattern):
+    """Return the variables of the environment whose names a pattern matches, as "CUDA_LAUNCH_BLOCKING=1", in a list.
+
+    Those that are empty or 0 are left out.
+    """
+    values = {name: value for name, value in os.environ.items() if re.fullmatch(pattern, name)}
+    return [f"{name}={value}" for name, value in values.items() if value not in ("", "0")]
 
 
 def dtype_name(dtype):
@@ -86,14 +90,16 @@ def find_device(name=None):
     """
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        is_known = accelerator is not None and accelerator.type in DEVICE_TYPES
-        device = accelerator if is_known else torch.device("cpu")
-    else:
-        device = device_of_name(name)
+        name = accelerator.type if accelerator and accelerator.type in ("cuda", "mps") else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d|:[1-9]\d)?", name):
+        refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
+    device = torch.device(name)
     if device.type == "cpu":
-        return torch.device("cpu")
+        return device
     if device.index is not None and world_size() > 1:
         refuse(f"--device {name} gives all ranks one device: pass --device {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        refuse(f"--device {name}: {why_cuda_does_not_start()}")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     count = torch.get_device_module(device).device_count()
@@ -102,30 +108,57 @@ def find_device(name=None):
     return device
 
 
-def device_of_name(name):
-    """Return the torch.device of a name. Exits with one line where it is no device that the harness knows."""
+def why_cuda_does_not_start():
+    """Return the first sentence of what PyTorch says about it."""
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in DEVICE_TYPES:
-        refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
-    return device
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # a build without CUDA, an old driver, no card
+        return str(error).split(". ")[0]
+    return "torch finds no card"
+
+
+def why_no_card():
+    """Return why a process that was told no device does not use this machine's card; None where none is to be used."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
+        return None
+    return why_cuda_does_not_start()
+
+
+def variables_of_scripts(device):
+    """Return the variables of the environment that lead a script, which chooses for itself, to a device.
+
+    A CPU hides all cards, and a card all others. Where no number was typed, a script sees what it would see alone.
+    """
+    if device.type == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if not device.index:  # the first card is what a script takes by itself
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device.index] if visible else str(device.index)}
 
 
 def synchronize(device):
-    """Wait until a device has done all that it was asked to do."""
-    torch.get_device_module(device).synchronize()
+    """Wait until a device, the current one or another, has done all that it was asked to do."""
+    if device.type == "mps":  # there is one
+        torch.mps.synchronize()
+    else:
+        torch.get_device_module(device).synchronize(device)
 
 
 def native_amp_dtype(device):
     """Return the 16-bit dtype that a device multiplies in hardware, bfloat16 first; float32 if none."""
+    if device.type == "cuda" and torch.version.hip:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
+        return torch.bfloat16 if architecture.startswith(AMD_WITH_BFLOAT16) else torch.float16
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 0):  # Ampere
             return torch.bfloat16
         return torch.float16 if capability >= (7, 0) else torch.float32
     if device.type == "mps":
+        if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16):
+            return torch.float16
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
@@ -146,9 +179,9 @@ def cpu_has_float16():
 
 
 def emulates(device, dtype):
-    """Tell whether a CPU has no units for a 16-bit dtype. For an accelerator the answer is always False."""
-    if device.type != "cpu":
-        return False
+    """Tell whether a device has no units for a 16-bit dtype."""
+    if device.type != "cpu":  # one that has bfloat16 has float16, too
+        return native_amp_dtype(device) not in (torch.bfloat16, dtype)
     return not (cpu_has_float16() if dtype == torch.float16 else cpu_has_bfloat16())
 
 
@@ -156,19 +189,15 @@ def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
         return cpu_has_float16()  # the units by which PyTorch multiplies in TF32, too
-    if device.type != "cuda":
-        return False
-    if torch.version.hip:
-        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
-        return architecture.split(":")[0] in AMD_WITH_TF32
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cuda" and torch.version.hip:
+        return torch.cuda.is_tf32_supported()  # of the current card, since PyTorch asks no other one
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def compile_problem(device):
     """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
-    for name in COMPILE_IS_OFF:
-        if os.environ.get(name) == "1":
-            return f"{name}=1 is in the environment: unset it"
+    for variable in variables_set(TURN_COMPILE_OFF):
+        return f"{variable} is in the environment: unset it"
     if device.type == "mps":  # Metal has a compiler of its own
         return None
     if device.type == "cuda":
@@ -176,6 +205,9 @@ def compile_problem(device):
             return "Triton needs a GPU of compute capability 7.0 or more"
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install triton"
+        has_libcuda = torch.version.hip or os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
+        if not has_libcuda:
+            return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
         compilers = [os.environ.get("CC"), "gcc", "clang"]
         remedy = "Triton finds no C compiler: install gcc"
     else:  # on a CPU torch.compile tries a single one
@@ -195,6 +227,7 @@ def compile_problem(device):
 def environment(device):
     """Return the hardware and the versions, a flat dict for JSON."""
     cuda = device.type == "cuda"
+    driver = command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else ""
     return {
         "device": device.type,
         "device_name": device_name(device),
@@ -205,7 +238,7 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "driver": driver_version() if cuda else None,
+        "driver": driver.split("\n")[0] or None,
     }
 
 
@@ -217,11 +250,6 @@ def device_name(device):
     if match:
         return match[1].strip()
     return command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
-
-
-def driver_version():
-    """Return the version of NVIDIA's driver, such as "570.86.10", or None where nothing tells."""
-    return command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0] or None
 
 
 def cores():
@@ -239,6 +267,26 @@ def free_memory_of_card(device):
         return torch.get_device_module(device).mem_get_info(device)[0]
     except (RuntimeError, AssertionError):  # not every driver tells
         return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+@functools.cache
+def free_memory_by_a_child(device):
+    """Return what free_memory_of_card() does, asked by a process that ends.
+
+    Who asks a card opens a context on it. That takes half a GB as long as the process lives, and a card in exclusive
+    mode then refuses all others.
+    """
+    program = "import sys, torch; from harness import machine\n"
+    program += "print(machine.free_memory_of_card(torch.device(sys.argv[1])))"
+    command = [sys.executable, "-c", program, str(device)]
+    child = subprocess.run(command, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE, text=True)
+    return int(child.stdout)
+
+
+def memory_of_smallest_card():
+    """Return the bytes of the smallest card that the ranks of this node use, the same number on each of them."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(ranks_here))
 
 
 def free_memory():
@@ -283,17 +331,15 @@ def reset_peak_memory(device):
 
 
 def sdpa_kernel(shape, dtype, device):
-    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash", or None where nothing tells.
+    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash" or "math".
 
     shape: of q, k and v, (B, n_head, T, head_dim).
     """
+    if device.type == "mps":  # it has no such kernels for what is trained, and can't be asked
+        return "math"
     q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    # the CPU's profiler also sees the operations that start a card's kernels
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
-        F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    names = " ".join(event.name for event in profiler.events())
-    match = re.search(SDPA_KERNEL, names)
-    return match[1] if match else None
+    choice = torch._fused_sdp_choice(q, q, q, is_causal=True)
+    return SDPBackend(choice).name.split("_")[0].lower()  # "flash" of FLASH_ATTENTION
 
 
 def commit(folder):

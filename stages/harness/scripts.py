@@ -70,7 +70,7 @@ def has_and_lacks(techniques):
             case "s03_bf16":
                 used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
                 if techniques["emulated"]:
-                    remarks.append(f"this CPU has no units for {techniques['autocast']}, and is slow in it")
+                    remarks.append(f"this device has no units for {techniques['autocast']}, and is slow in it")
                 if not has_float32:
                     remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
             case "s04_compile":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.parallel import DistributedDataParallel
 
 from data import load_tokens
@@ -38,6 +39,8 @@ class StepLog:
         self.device = args.device
         self.log = args.log
         self.model = unwrapped(model)
+        compiled = [part for part in model.modules() if isinstance(part, torch._dynamo.OptimizedModule)]
+        self.compiled_modules = [part._orig_mod for part in compiled]
         self.corpus = loader.corpus
         self.tokens_per_step = tokens_per_step
         self.t0 = None  # when the step began, where one has
@@ -80,6 +83,7 @@ class StepLog:
         """
         if self.t0 is None:
             refuse("log.step() without log.start(): call that at the top of the loop")
+        queued = time.perf_counter() - self.t0
         machine.synchronize(self.device)
         dt = time.perf_counter() - self.t0
         self.t0 = None
@@ -89,9 +93,12 @@ class StepLog:
             self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
             self.profiler = None
             self.log.profiled_step = step
+        if step == 0 and self.compiled_modules and not any(map(ran_compiled, self.compiled_modules)):
+            refuse("torch.compile has compiled nothing, so this would be measured as it is without: pass --no-compile")
         loss = number(loss)
         figures = {name: number(value) for name, value in figures.items()}
-        self.log.step(loss, dt, self.tokens_per_step, figures)
+        unprinted = {} if self.device.type == "cpu" else {"queued": queued}
+        self.log.step(loss, dt, self.tokens_per_step, figures, **unprinted)
         if not math.isfinite(loss):
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
@@ -138,7 +145,7 @@ class StepLog:
             loss = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
             summary["eval"] = finite_or_none(loss)
         if self.profile:
-            summary["rates"] = rates.measure_beside_a_model(self.device, self.args.amp_dtype)
+            summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts
             work = ladder.effect_of(self.args.stage, header | summary).work if self.args.stage else None
             lines = self.profile.lines(work, summary["rates"])
@@ -154,6 +161,15 @@ def unwrapped(model):
             model = model._orig_mod
         else:
             return model
+
+
+def ran_compiled(module):
+    """Tell whether torch.compile has compiled the forward of a module. It may have left it as it is, with a warning.
+
+    Of PyTorch's own modules nothing tells, so that they count as compiled.
+    """
+    forward = type(module).forward
+    return forward.__module__.startswith("torch.") or len(_debug_get_cache_entry_list(forward.__code__)) > 0
 
 
 def settle():

@@ -372,7 +372,7 @@ class Watcher:
             accum = settings["accum"] // settings["world_size"]
             on_cuda = self.device.type == "cuda"
             work = scripts.work_of(techniques, header["shape"], settings["batch_size"], accum, on_cuda)
-        summary["rates"] = rates.measure_beside_a_model(self.device, getattr(torch, dtype))
+        summary["rates"] = rates.measure(self.device, getattr(torch, dtype))
         summary["parts"] = self.profile.parts
         return self.profile.lines(work, summary["rates"])
 
