@@ -13,9 +13,9 @@ it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. 
 in, and in its own where it lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
 
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
-scripts, and --device cpu hides the cards from these. Each row is compared with the one above and with the first. Table
-and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it is measured, to
-results/NAME.jsonl.
+scripts, --device cpu hides the cards from these, and --device cuda:1 all others. Each row is compared with the one
+above and with the first. Table and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it
+is measured, to results/NAME.jsonl.
 
 On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
 hold them all, they run one after the other, in three rounds. In each round a row then stops when it has counted 20
@@ -128,7 +128,7 @@ def check_words(args, rows):
 
 def parse_flags(flags):
     """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
-    args = parse(None, flags)
+    args = parse(None, flags, machine.free_memory_by_a_child)
     if args.record_path or args.save or args.eval or args.profile:
         refuse("--record, --save, --eval and --profile are for a stage that you start by hand")
     return args
@@ -180,7 +180,7 @@ def new_bench(args, argv, in_turn):
         "flags": ["--steps", str(steps), *args.flags],
         "variables": CPU_MEMORY if on_cpu else {},
         "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared.seed)],
-        "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {},
+        "variables_of_scripts": machine.variables_of_scripts(args.shared.device),
         "environment": machine.environment(args.shared.device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),

@@ -5,10 +5,11 @@ alike. On an accelerator, and where memory does not hold them all, each runs alo
 """
 
 import contextlib
+import re
 import time
 
 from .. import machine
-from ..common import say, tell, whole_file
+from ..common import refuse, say, tell, whole_file
 from ..figures import COUNTED_STEPS, WARMUP
 from ..leader import END, STEP
 from . import page, picture
@@ -42,10 +43,25 @@ def measure(results, path, folder, stage_args):
         else:
             for row in order:
                 run_alone(row, results, round_number, folder, stage_args)
+                if row.is_probe:
+                    end_where_nothing_runs(results.error(row))
                 tell_end_of_run(results, row, time.monotonic() - began)
         show(results, path)
         rows.reverse()
     return True
+
+
+def end_where_nothing_runs(error):
+    """Exit with one line where the probe could run nothing on a card, since every row would fail by it.
+
+    error: the error line of the probe, or None.
+    """
+    if error is None or error["out_of_memory"] or not re.search("(CUDA|HIP) error", error["message"]):
+        return
+    remedy = "another process may hold it, or its driver may be broken"
+    if "no kernel image" in error["message"]:
+        remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
+    refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
 
 
 def predict(results, folder, stage_args):
