@@ -1,6 +1,7 @@
-"""The state of a card: what the driver answers, and what is told of it."""
+"""A card without one: what the driver answers about its state, and how the bench treats it."""
 
-from harness import card
+from harness import card, machine
+from harness.bench import turns
 
 import ctypes
 import shutil
@@ -9,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of
+
+import bench
 
 CUDA = torch.device("cuda", 1)
 # A driver that knows one card. Its power is N/A, as on a laptop.
@@ -92,3 +96,46 @@ WAITS = "a step is queued only near its end: the card waits for Python, or Pytho
 )
 def test_a_clock_that_differs_heat_and_a_card_that_waits_are_told(rounds, words):
     assert card.words_on_card(rounds) == words
+
+
+def test_the_bench_opens_no_context_on_the_card_and_leads_scripts_to_it(monkeypatch):
+    """A context would take half a GB from each row, and all of a card in exclusive mode."""
+
+    def fail(*arguments):
+        pytest.fail("this opens a context")
+
+    for name in ("mem_get_info", "set_device", "synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(machine, "free_memory_by_a_child", {CUDA: 80e9}.get)
+    args = bench.parse_command(["s01", "s05", "--device", "cuda:1"])
+    bench.choose_batch(args)
+    assert args.flags == ["--device", "cuda:1", "--batch-size", "16"]
+    assert bench.new_bench(args, [], in_turn=False)["variables_of_scripts"] == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+def error(message, out_of_memory=False):
+    """The error line of a probe."""
+    return {"kind": "error", "message": message, "traceback": "", "out_of_memory": out_of_memory}
+
+
+@pytest.mark.parametrize(
+    "message, remedy",
+    [
+        ("AcceleratorError: CUDA error: no kernel image is available for execution on the device", "install a PyTorch"),
+        ("AcceleratorError: HIP error: the operation cannot be performed in the present state", "another process"),
+    ],
+)
+def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, message, remedy):
+    line = error_of(capsys, turns.end_where_nothing_runs, error(message))
+    assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
+
+
+@pytest.mark.parametrize(
+    "line", [None, error("ValueError: a mistake"), error("AcceleratorError: CUDA error: out of memory", True)]
+)
+def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(line):
+    turns.end_where_nothing_runs(line)

@@ -75,6 +75,8 @@ def predict(results, folder, stage_args):
         with contextlib.closing(Worker(row, results, 0, folder)) as worker:
             worker.take_steps(WARMUP)
             worker.ask(END)
+        if row.is_probe:
+            end_where_nothing_runs(results.error(row))
     words = page.expectations(forecast_of(results, stage_args)) if results.error(probe) is None else None
     say(words or "nothing can be predicted: no row is a stage, or a script whose model is a GPT-2")
     return 0 if words else 1
