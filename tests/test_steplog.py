@@ -288,7 +288,8 @@ def test_a_failure_is_told_whole_and_below_it_what_to_try(new_log, capsys, tmp_p
     advice = f"memory is short at batch size {batch_size}: try {remedy}\n" if remedy else ""
     assert report.endswith(advice) and ("memory is short" in report) == bool(advice)
     line = lines_of(tmp_path / "r.jsonl")[-1]
-    assert (line["kind"], line["message"], line["out_of_memory"]) == ("error", message, bool(remedy))
+    told = f"{advice.strip()} ({message})" if remedy else message  # the bench shows it without the rest of the report
+    assert (line["kind"], line["message"], line["out_of_memory"]) == ("error", told, bool(remedy))
     assert "raise error\n" in line["traceback"]
 
 

@@ -312,12 +312,14 @@ class Log:
             text = "".join(traceback.format_exception(error_type, error, trace))
             sys.__excepthook__(error_type, error, trace)
         memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
+        if memory_is_short:
+            smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
+            remedy = f"memory is short at batch size {self.batch_size}: try {smaller}"
+            tell(remedy)
+            message = f"{remedy} ({message})"
         self.write_error(message, text, memory_is_short)
         if error_type is TextError:
             refuse(error)
-        if memory_is_short:
-            smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
-            tell(f"memory is short at batch size {self.batch_size}: try {smaller}")
         if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
             tell("torch.compile failed: --no-compile goes without it")
 
