@@ -54,11 +54,6 @@ class Row:
     control_of: str | None = None
 
     @property
-    def label(self):
-        """What to call it in a line."""
-        return self.title
-
-    @property
     def stage(self):
         """The ladder.Stage that it runs, or None for another script."""
         for stage in ladder.STAGES:

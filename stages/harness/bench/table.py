@@ -10,6 +10,7 @@ from enum import Enum
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
+from ..card import words_on_card
 from ..figures import figures_of, seconds_of_warmup, waiting_share, waits_for_data
 from ..scripts import uses, work_of
 from . import ratios
@@ -81,6 +82,7 @@ class Outcome:
             if run.summary and not self.row.is_probe:
                 self.means[run.round] = [ratios.mean_seconds_per_token(run.counted)]
         self.steps = len(self.counted)
+        self.words_on_card = words_on_card([run.counted for run in runs])
         self.waiting_share = waiting_share(self.counted)  # of its time, for a DataLoader
         self.warmup_s = self.tok_per_sec = self.memory = self.dt_ms = self.dt_mean_ms = None
         self.by_all_steps = False

@@ -87,7 +87,7 @@ def warm_up(worker, stage_args):
 
     Of stages it is known after the warm-up of the probe, and of scripts after that of the first script.
     """
-    tell(f"{worker.row.label}: start and warm-up")
+    tell(f"{worker.row.title}: start and warm-up")
     worker.take_steps(WARMUP)
     rows = worker.results.table_rows
     scripts = [row for row in rows if row.is_watched]
@@ -132,7 +132,7 @@ def take_turns(rows, results, round_number, folder, stage_args):
             workers.append(worker)
             warm_up(worker, stage_args)
             if worker.run.may_wait_for_data:
-                tell(f"{row.label}: takes its steps without turns, since what loads its data would get ahead")
+                tell(f"{row.title}: takes its steps without turns, since what loads its data would get ahead")
                 worker.take_steps(turns)
                 worker.ask(END)
                 worker.close()
@@ -190,12 +190,12 @@ def tell_start(workers, rows, turns, elapsed):
 
 def tell_end_of_run(results, row, elapsed):
     """Print how fast a row was that ran alone, how many runs have ended, and what time the others will take."""
-    words = f"{row.label} has ended"
+    words = f"{row.title} has ended"
     outcome = table_of(results).outcomes.get(row.name)  # the probe has none
     if outcome and outcome.tok_per_sec:
-        words = f"{row.label}: {words_on_speed(outcome)}"
+        words = f"{row.title}: {words_on_speed(outcome)}"
         if outcome.ratio and not row.control_of:
-            words += f", {outcome.ratio.value:.2f} x {outcome.base.row.label}"
+            words += f", {outcome.ratio.value:.2f} x {outcome.base.row.title}"
     ended, total = len(results.runs), results.bench["rounds"] * len(results.rows)
     tell(f"{words}; {ended} of {total} runs, {about(elapsed / ended * (total - ended))} left")
 

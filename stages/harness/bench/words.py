@@ -142,7 +142,7 @@ def note_cell(outcome, bench):
     parts += words_on_base(outcome)
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
-    parts += words_on_script(outcome)
+    parts += words_on_script(outcome) + outcome.words_on_card
     if outcome.is_same_computation and not outcome.adds_nothing:
         parts.append("same computation as the row above")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:

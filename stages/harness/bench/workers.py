@@ -15,7 +15,7 @@ from multiprocessing import connection
 from .. import leader
 from ..common import tell
 
-PATIENCE = 600  # seconds that a step may take: the first one includes the start and the compilation
+PATIENCE = 660  # seconds that a step may take: the first one includes the start and the compilation
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
 MOST_OUTPUT = 20_000  # bytes that are kept of what a row prints
 LAST_LINES = 20  # of them, shown where a process left no error line
@@ -125,7 +125,7 @@ class Worker:
             case "ready":
                 self.ranks[speaker] = True
             case "notice":
-                tell(f"{self.row.label}: {line['message']}")
+                tell(f"{self.row.title}: {line['message']}")
             case "error":
                 status = self.exit_status() if self.number_of_ranks > 1 else None
                 if status is not None and status < 0:  # another rank was killed, and this one says that it is gone
@@ -186,7 +186,7 @@ class Worker:
         said: the traceback, or what it last printed.
         """
         self.keep({"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory})
-        tell(f"{self.row.label} failed: {message}")
+        tell(f"{self.row.title} failed: {message}")
         if not out_of_memory and said not in ("", message):
             tell(said)
         self.close()
