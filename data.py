@@ -5,10 +5,12 @@ had, the text is Python's own documentation, and each of its bytes is a token: G
 """
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import os
 import sys
+import tempfile
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,8 +116,9 @@ def load_tokens(source=None, split="train"):
 
 def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "gpt2-speed-ladder" / "tinyshakespeare.bin"
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
     with contextlib.suppress(OSError, ValueError):  # it may not be read, or is empty or of an odd length
         ids = np.memmap(path, dtype=np.uint16, mode="r")
         if len(ids) == SHAKESPEARE_TOKENS:
@@ -193,15 +196,18 @@ def corpus_of_file(source):
             ids = np.memmap(path, dtype=np.uint16, mode="r")
             if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
                 ids = ids[512:]
+            first_bytes = ids[:4096].view(np.uint8)
             if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
                 raise ValueError("every second id is 0, so they are no uint16")
+            if first_bytes.max(initial=0) < 128 and len(np.unique(first_bytes[1::2])) > 9:
+                raise ValueError("no byte is above 127, so it is a text, or has ids of 8 bits")
         else:
             text = path.read_bytes().decode("utf-8-sig")
             encoding = gpt2_encoding()
             ids = ids_of(text, encoding)
             in_bytes = encoding.n_vocab < VOCAB
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError("it is no row of ids")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.dtype.itemsize == 1:
+            raise ValueError("it is no row of ids of 16 bits or more")
     except (OSError, ValueError, EOFError) as error:
         remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
         raise TextError(f"--data {path}: {error}; {remedy}") from None
@@ -218,17 +224,21 @@ def corpus_of_folder(source, split):
     training = [path for path in paths if path not in held_out]
     if not training:
         raise TextError(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
-    ids = Shards([corpus_of_file(path).ids for path in (held_out if split == "val" else training)])
+    ids = Shards(held_out if split == "val" else training)
     name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
     return Corpus(name, ids, source)
 
 
-class Shards:
-    """Arrays of ids that stay on disk, read as one."""
+# A folder may have more files than a process may open, so the last few stay open.
+opened = functools.lru_cache(maxsize=8)(corpus_of_file)
 
-    def __init__(self, shards):
-        self.shards = shards
-        self.ends = np.cumsum([len(shard) for shard in shards])
+
+class Shards:
+    """The ids of several files, which stay on disk, read as one array."""
+
+    def __init__(self, paths):
+        self.paths = paths
+        self.ends = np.cumsum([len(corpus_of_file(path).ids) for path in paths])
 
     def __len__(self):
         return int(self.ends[-1])
@@ -241,6 +251,6 @@ class Shards:
         shard_of_each = np.searchsorted(self.ends, positions, side="right")
         for number in np.unique(shard_of_each):
             here = shard_of_each == number
-            first_position = self.ends[number] - len(self.shards[number])
-            ids[here] = self.shards[number][positions[here] - first_position]
+            shard = opened(self.paths[number]).ids
+            ids[here] = shard[positions[here] - (self.ends[number] - len(shard))]
         return ids

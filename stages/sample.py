@@ -10,7 +10,7 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 from harness import machine  # first: it makes data and model importable from here
 from harness.common import refuse, say
 from harness.flags import Parser, positive, seed
-from harness.weights import PUBLISHED, from_pretrained, held_out_loss, load
+from harness.weights import PUBLISHED, from_pretrained, held_out_ids, held_out_loss, load
 
 import math
 import os
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
 
+PADDED_VOCAB = 50304  # as in s06
 LOWEST_TEMPERATURE = 0.001  # below it logits grow past the largest number
 
 
@@ -46,25 +47,28 @@ if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
 device = machine.find_device(args.device)
-load_model = from_pretrained if args.weights in PUBLISHED or os.path.isdir(args.weights) else load
-model = load_model(args.weights, attention).to(device)
-encoding = single_bytes() if model.in_bytes else gpt2_encoding()
-if model.config.vocab_size < encoding.n_vocab:
+if args.weights in PUBLISHED or os.path.isdir(args.weights):
+    model, in_bytes = from_pretrained(args.weights, attention), False
+else:
+    model, in_bytes = load(args.weights, attention)
+model.to(device)
+encoding = single_bytes() if in_bytes else gpt2_encoding()
+if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
     try:
         corpus = load_tokens(args.data, split="val")
-        loss = held_out_loss(model, corpus.ids)
+        loss = held_out_loss(model, held_out_ids(corpus, model.config))
     except TextError as error:
         refuse(error)
-    if corpus.in_bytes != model.in_bytes:
+    if corpus.in_bytes != in_bytes:
         print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
     say(f"{corpus.name}, held-out text")
     say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
 else:
-    if encoding.n_vocab < VOCAB and not model.in_bytes:
+    if encoding.n_vocab < VOCAB and not in_bytes:
         refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
     ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()

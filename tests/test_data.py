@@ -4,6 +4,8 @@ import hashlib
 import http.client
 import io
 import os
+import resource
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -181,6 +183,9 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
     [
         ("a.bin", IDS.astype(np.uint32), "every second id is 0"),
         ("a.bin", IDS.astype(np.int64), "every second id is 0"),
+        ("a.bin", np.tile(np.arange(65, dtype=np.uint8), 100), "or has ids of 8 bits"),
+        ("a.bin", np.frombuffer(b"First Citizen: " * 100, np.uint8), "it is a text"),
+        ("a.npy", IDS.astype(np.uint8), "no row of ids of 16 bits"),
         ("a.txt", np.frombuffer("caf\u00e9".encode("utf-16-le"), np.uint8), "can't decode"),
         ("a.npy", IDS.astype(np.float32), "no row of ids"),
         ("a.npy", IDS.reshape(50, 10), "no row of ids"),
@@ -231,6 +236,20 @@ def test_files_of_a_folder_are_told_by_words_of_their_names(tmp_path, names, tra
         np.full(10, 1000 + number, np.uint16).tofile(tmp_path / name)
     read = [{names[one - 1000] for one in load_tokens(tmp_path, split).ids[:]} for split in ("train", "val")]
     assert read == [set(training), set(held_out)]
+
+
+def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
+    for number in range(40):
+        np.full(10, 1000 + number, np.uint16).tofile(tmp_path / f"{number:02}.bin")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_descriptor = os.dup(0)
+    os.close(next_descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor + 20, hard))
+    try:
+        ids = load_tokens(tmp_path).ids[:]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ids.tolist() == [1000 + number for number in range(39) for _ in range(10)]
 
 
 def test_a_folder_with_one_file_has_none_to_hold_out(tmp_path):
@@ -294,6 +313,14 @@ def test_tiny_shakespeare_has_as_many_tokens_as_nanogpt_counts():
 def test_a_cache_that_cannot_be_written_is_done_without(online, merges, monkeypatch, text_file):
     monkeypatch.setenv("XDG_CACHE_HOME", str(text_file))  # not even root can make a folder in a file
     assert merges.decode(whole()) == TEXT
+
+
+def test_a_user_without_a_home_has_a_cache_too(online, merges, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert merges.decode(whole()) == TEXT
+    assert (tmp_path / ".cache" / "gpt2-speed-ladder" / "tinyshakespeare.bin").exists()
 
 
 def test_the_hash_is_that_of_karpathys_file():

@@ -1,6 +1,7 @@
 """The flags: which are refused and how, and what they are by default on each kind of machine."""
 
 from harness import machine, parse_args
+from harness.weights import save
 
 import os
 import sys
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import STAGE_FILES, error_of, python
+
+from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -54,13 +57,31 @@ def parse(monkeypatch, tmp_path):
     return parse
 
 
-def test_weights_that_could_not_be_saved_are_refused_before_the_training(parse, capsys, monkeypatch, tmp_path):
-    (tmp_path / "weights.pt").write_text("of an earlier run")
-    assert parse("--save", "weights.pt").save == "weights.pt"
-    assert "--save . is no file: name one" in error_of(capsys, parse, "--save", ".")
-    assert "its folder is not there" in error_of(capsys, parse, "--save", "weights.pt/new.pt")
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to any
-    assert "its folder is not there, or you may not" in error_of(capsys, parse, "--save", "new.pt")
+@pytest.mark.parametrize(
+    "path, problem",
+    [
+        (".", "--save . is there already, and --save did not write it"),
+        ("mine.py", "--save mine.py is there already, and --save did not write it"),
+        ("link", "--save link is there already, and --save did not write it"),  # to mine.py
+        ("mine.py/w.pt", "Not a directory"),
+        ("gone/w.pt", "No such file or directory"),
+        (255 * "w", "File name too long"),  # since it is written beside its place at first
+        ("same", "--save and --record are both same"),
+        ("", "need the name of a file"),
+    ],
+)
+def test_weights_that_could_not_be_saved_or_would_replace_others_are_refused_before_the_training(
+    parse, capsys, tmp_path, path, problem
+):
+    (tmp_path / "mine.py").write_text("keep")
+    (tmp_path / "link").symlink_to("mine.py")
+    assert problem in error_of(capsys, parse, "--save", path, "--record", "./same")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine.py"]
+
+
+def test_a_second_run_may_save_to_the_same_name(parse, tmp_path):
+    save(GPT(GPTConfig(211, 8, 1, 1, 4), None), tmp_path / "w.pt")
+    assert parse("--save", "w.pt").save == "w.pt"
 
 
 def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 from conftest import FLOAT32, ROOT, run_script, run_stage
-from test_model import small
 
 import data
 from model import GPT, SIZES, GPTConfig
@@ -62,11 +61,13 @@ def test_weights_of_gpt_2s_tokens_are_not_sampled_without_its_vocabulary(tmp_pat
     assert "these weights know GPT-2's tokens, and its vocabulary can't be had" in ended.err
 
 
-def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path):
-    save(small(), tmp_path / "characters.pt")
-    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "characters.pt")
+@pytest.mark.parametrize("flag", ["--prompt=x", "--eval"])
+@pytest.mark.parametrize("vocab_size", [211, 50432, 128256])  # of characters, GPT-NeoX and Llama 3
+def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path, vocab_size, flag):
+    save(GPT(GPTConfig(vocab_size, 8, 1, 1, 4), None), tmp_path / "w.pt")
+    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt", flag)
     assert (ended.status, ended.out) == (2, "")
-    assert "has 211 ids, not GPT-2's vocabulary" in ended.err
+    assert f"has {vocab_size} ids, not GPT-2's vocabulary" in ended.err
 
 
 @pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1"), ("--temperature", "1e-320")])

@@ -127,7 +127,7 @@ def test_a_stage_trains_at_a_length_that_gpt_2_never_had(tmp_path):
 
 def assert_eval_is_of_the_saved_weights(run, path):
     """Hold that a run on IDS with --eval and --save tells the held-out loss of what lies at the path."""
-    model = load(path, definitions("s05", "attention", F=F)["attention"])
+    model, _ = load(path, definitions("s05", "attention", F=F)["attention"])
     held_out = IDS[441:]  # two windows of 24, and the last target
     with torch.no_grad():
         loss = model(held_out[:-1].view(2, 24), held_out[1:].view(2, 24)).item()
@@ -198,7 +198,7 @@ def test_torch_compile_makes_one_graph_of_the_model_whose_weights_keep_their_nam
     assert run.status == 0, run.err
     assert counters["stats"]["unique_graphs"] == 1  # over three steps: none is compiled again
     assert not counters["graph_break"]
-    assert load(tmp_path / "w", None).config.n_embd == 64
+    assert load(tmp_path / "w", None)[0].config.n_embd == 64
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
@@ -310,7 +310,7 @@ def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_falls
     run = run_stage(stage, *TWO_STEPS_FLOAT16, "--save", tmp_path / "w", folder=tmp_path)
     assert run.status == 0, run.err
     assert run.scope["scaler"].get_scale() < 2**40
-    assert all(p.isfinite().all() for p in load(tmp_path / "w", None).parameters())
+    assert all(p.isfinite().all() for p in load(tmp_path / "w", None)[0].parameters())
 
 
 # Several ranks

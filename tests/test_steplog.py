@@ -2,10 +2,12 @@
 
 from harness import machine, parse_args, rates, steplog
 from harness.steplog import StepLog
+from harness.weights import save
 
 import errno
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import pytest
 import torch
 from conftest import FLOAT32, SMALL, STAGE_FILES, error_of, run_stage
 
-from data import VOCAB, Corpus, TokenLoader, load_tokens
+from data import VOCAB, Corpus, TextError, TokenLoader, load_tokens
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -250,16 +252,35 @@ def test_a_compiled_stage_of_which_nothing_was_compiled_is_no_measurement(monkey
     assert (remedy in run.err) == (status == 2)
 
 
+def test_a_bad_held_out_text_is_told_before_the_first_step(new_log, tmp_path):
+    np.array([*range(99), 60_000], np.uint16).tofile(tmp_path / "bad.bin")
+    with pytest.raises(TextError, match="the held-out text: it has ids from 90 to 60000"):
+        new_log("--eval", loader=TokenLoader(load_tokens(str(tmp_path / "bad.bin")), 3, 5))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_tells_what_its_steps_took(new_log, card, capsys, tmp_path, number):
+    log = new_log("--record", tmp_path / "r.jsonl")
+    take_steps(log, card, 6)
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+    assert "median 30500.00ms" in capsys.readouterr().out  # of steps of 25 and 36 s
+    assert lines_of(tmp_path / "r.jsonl")[-1] == {"kind": "summary", "sdpa": None}
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log, card, capsys, tmp_path, loss):
     weights = tmp_path / "weights.pt"
-    weights.write_text("of an earlier run")
+    save(small_gpt(), weights)
+    of_an_earlier_run = weights.read_bytes()
     log = new_log("--record", tmp_path / "r.jsonl", "--save", weights)
     log.start()
     card.now += 1
     assert f"the loss is {loss} at step 0: try a smaller --lr" in error_of(capsys, log.step, torch.tensor(loss))
     assert lines_of(tmp_path / "r.jsonl")[-1]["loss"] is None
-    assert weights.read_text() == "of an earlier run"
+    assert weights.read_bytes() == of_an_earlier_run
 
 
 @pytest.mark.parametrize(

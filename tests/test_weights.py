@@ -1,7 +1,7 @@
 """Weights on disk, those that Hugging Face's package reads, and their loss on held-out text."""
 
 from harness import weights
-from harness.weights import from_pretrained, held_out_loss, load, save
+from harness.weights import from_pretrained, held_out_ids, held_out_loss, is_saved, load, save
 
 import pickle
 import sys
@@ -14,7 +14,7 @@ from conftest import error_of
 from test_model import SDPA, SMALL, random_ids, small
 from torch.nn import functional as F
 
-from data import TextError
+from data import Corpus, TextError
 from model import GPTConfig
 
 
@@ -33,7 +33,7 @@ def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tm
     reference = hugging_faces(dtype)
     reference.save_pretrained(tmp_path)
     model = from_pretrained(str(tmp_path), SDPA)
-    assert (model.config, model.in_bytes) == (GPTConfig(**SMALL), False)
+    assert model.config == GPTConfig(**SMALL)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     x = random_ids(2, 24)
     torch.testing.assert_close(model(x), reference.float()(x).logits, rtol=0, atol=1e-4)
@@ -83,23 +83,20 @@ def test_the_held_out_loss_predicts_every_token_once_and_keeps_no_graph(length):
 def test_the_held_out_loss_is_that_of_the_first_million_tokens(monkeypatch):
     assert weights.HELD_OUT_AT_MOST == 2**20
     monkeypatch.setattr(weights, "HELD_OUT_AT_MOST", 30)
-    model, ids = small(), random_ids(1, 60)[0].numpy().astype(np.uint16)
-    seen = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
-    held_out_loss(model, ids)
-    assert sum(seen) == 29  # the last of the 30 has no token after it
+    ids = random_ids(1, 60)[0].numpy().astype(np.uint16)
+    assert held_out_ids(Corpus("", ids, None), GPTConfig(**SMALL)).tolist() == ids[:30].tolist()
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_text_with_nothing_to_predict_is_refused(length):
     with pytest.raises(TextError, match=f"the held-out text has {length} tokens, and needs 2"):
-        held_out_loss(small(), np.zeros(length, np.uint16))
+        held_out_ids(Corpus("", np.zeros(length, np.uint16), None), GPTConfig(**SMALL))
 
 
 def test_an_id_past_the_vocabulary_is_refused():
     ids = np.array([1] * 30 + [211], np.uint16)
     with pytest.raises(TextError, match="ids from 1 to 211, and the model's are from 0 to 210"):
-        held_out_loss(small(), ids)
+        held_out_ids(Corpus("", ids, None), GPTConfig(**SMALL))
 
 
 # On disk
@@ -136,9 +133,10 @@ def test_what_was_saved_is_loaded_and_knows_whether_its_tokens_were_bytes(tmp_pa
     model, x = small(), random_ids(2, 24)
     for in_bytes in (False, True):
         save(model, tmp_path / "saved.pt", in_bytes)
-        loaded = load(tmp_path / "saved.pt", SDPA)
-        assert loaded.in_bytes == in_bytes
+        loaded, was_in_bytes = load(tmp_path / "saved.pt", SDPA)
+        assert was_in_bytes == in_bytes
         assert torch.equal(loaded(x), model(x))
+        assert is_saved(tmp_path / "saved.pt")
 
 
 def nanogpts_checkpoint(model, biases, prefix):
@@ -149,7 +147,8 @@ def nanogpts_checkpoint(model, biases, prefix):
             weights[prefix + name] = tensor
     weights[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     about = dict(n_layer=3, n_head=4, n_embd=48, block_size=24, bias=biases, vocab_size=211, dropout=0.0)
-    return {"model": weights, "optimizer": {}, "model_args": about, "iter_num": 5, "config": {"dataset": "owt"}}
+    command_line = {"dataset": "owt", "n_head": 12}  # of a resumed run, which takes its shape from the checkpoint
+    return {"model": weights, "optimizer": {}, "model_args": about, "iter_num": 5, "config": command_line}
 
 
 @pytest.mark.parametrize("biases, prefix", [(True, ""), (True, "_orig_mod."), (False, "_orig_mod.")])
@@ -161,8 +160,18 @@ def test_nanogpts_checkpoint_gives_its_logits(tmp_path, capsys, biases, prefix):
                 torch.nn.init.zeros_(p)
     checkpoint = nanogpts_checkpoint(model, biases, prefix)
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert torch.equal(load(tmp_path / "ckpt.pt", SDPA)(x), model(x))
+    loaded, in_bytes = load(tmp_path / "ckpt.pt", SDPA)
+    assert torch.equal(loaded(x), model(x)) and not in_bytes
     assert capsys.readouterr().err == ""
+    assert not is_saved(tmp_path / "ckpt.pt")  # --save replaces none
+
+
+@pytest.mark.parametrize("setting, value", [("use_rmsnorm", True), ("n_kv_head", 2), ("n_layer", 2), ("n_embd", 96)])
+def test_a_checkpoint_of_another_model_than_it_says_or_than_gpt_2_is_refused(tmp_path, capsys, setting, value):
+    checkpoint = nanogpts_checkpoint(small(), True, "")
+    checkpoint["model_args"][setting] = value
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert "holds no weights of a GPT-2 (" in error_of(capsys, load, tmp_path / "ckpt.pt", SDPA)
 
 
 def test_weights_that_are_not_finite_are_told_so(tmp_path, capsys):

@@ -38,16 +38,21 @@ def replace_missing_signs():
             stream.reconfigure(errors="replace")
 
 
+def unfinished_file(path):
+    """Return the path beside a file at which a process writes what is to replace that file."""
+    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
+    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+
+
 @contextlib.contextmanager
 def whole_file(path):
     """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
 
     Raises OSError, for example where the disk is full.
     """
-    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = unfinished_file(path)
     try:
         yield unfinished
-        os.replace(unfinished, path)
+        os.replace(unfinished, os.path.realpath(path))
     finally:
         unfinished.unlink(missing_ok=True)

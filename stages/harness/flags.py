@@ -11,9 +11,10 @@ from model import SIZES
 
 from . import ladder, machine
 from .arithmetic import most_memory, shape_of_size
-from .common import refuse
+from .common import refuse, unfinished_file
 from .figures import COUNTED_STEPS, WARMUP
 from .log import Log
+from .weights import is_saved
 
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 RESERVED = 1.1  # times what its tensors hold: an H100's stages reserved 3 to 7 % more than that
@@ -196,9 +197,23 @@ def check(args):
         refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-    if args.save:  # looked at here, since at its end a training would be lost
-        path = Path(args.save)
-        if path.exists() and not path.is_file():
-            refuse(f"--save {path} is no file: name one")
-        if not path.resolve().parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-            refuse(f"--save {path}: its folder is not there, or you may not write to it")
+    if "" in (args.save, args.record_path):
+        refuse("--save and --record need the name of a file")
+    if args.save:
+        check_save(args)
+
+
+def check_save(args):
+    """Exit with one line where --save would fail, or would replace what it did not write.
+
+    This is looked at before the training, which would be lost at its end.
+    """
+    if args.record_path and os.path.realpath(args.record_path) == os.path.realpath(args.save):
+        refuse(f"--save and --record are both {args.save}: pass two names")
+    if os.path.exists(args.save) and not is_saved(args.save):
+        refuse(f"--save {args.save} is there already, and --save did not write it: pass another name")
+    try:
+        unfinished_file(args.save).touch()
+        unfinished_file(args.save).unlink()
+    except OSError as error:
+        refuse(f"--save {args.save}: {error.strerror}; name a file in a folder that you may write to")

@@ -305,8 +305,12 @@ class Log:
         """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
 
         This is sys.excepthook once parse_args() has returned. Where the bench leads, every rank keeps its exception.
-        A text that can't be trained on is the user's mistake, and one line.
+        A text that can't be trained on is the user's mistake, and one line. After Ctrl-C the figures so far are told.
         """
+        if error_type is KeyboardInterrupt:
+            if self.steps:
+                self.finish({"sdpa": None})
+            return
         message, text = f"{error_type.__name__}: {error}", ""
         if error_type is not TextError:
             text = "".join(traceback.format_exception(error_type, error, trace))

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from .common import refuse
 from .flags import settings_of
 from .log import finite_or_none, header_of
 from .stepprofile import StepProfile
-from .weights import held_out_loss, save
+from .weights import held_out_ids, held_out_loss, save
 
 
 class StepLog:
@@ -46,10 +47,15 @@ class StepLog:
         self.t0 = None  # when the step began, where one has
         self.profiler = None
         self.profile = None
+        self.held_out = None  # ids, where the loss on them is asked for
+        if args.eval and machine.is_rank_0():  # loaded at once, since at its end a refusal would come too late
+            self.held_out = held_out_ids(load_tokens(self.corpus.source, split="val"), self.model.config)
         shape = shape_of(self.model, args.seq_len)
         parameters = sum(p.numel() for p in self.model.parameters())
         settings = settings_of(args) | {"corpus": self.corpus.name}
         header = header_of(args.script.stem, self.device, settings, shape, parameters, args.fallbacks)
+        if machine.world_size() == 1:  # a rank that waits for others would be deaf
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         self.log.begin(args.title, header, self.device, tokens_per_step)
 
     @property
@@ -141,9 +147,8 @@ class StepLog:
         if shape and (self.log.is_kept or self.profile):
             shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, shape["n_embd"] // shape["n_head"])
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
-        if self.args.eval and machine.is_rank_0():
-            loss = held_out_loss(self.model, load_tokens(self.corpus.source, split="val").ids)
-            summary["eval"] = finite_or_none(loss)
+        if self.held_out is not None:
+            summary["eval"] = finite_or_none(held_out_loss(self.model, self.held_out))
         if self.profile:
             summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts

@@ -13,6 +13,7 @@ from .common import refuse, whole_file
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+SETTINGS = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # of nanoGPT's GPT-2
 CLOSE = 0.01  # how far logits may be from those of transformers, which round otherwise
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
@@ -27,15 +28,27 @@ def save(model, path, in_bytes=False):
         torch.save(checkpoint, unfinished)
 
 
-def load(path, attention):
-    """Return the GPT of a file that save() wrote, or of nanoGPT's ckpt.pt, in float32 on the CPU.
+def is_saved(path):
+    """Tell whether a file holds what save() wrote."""
+    try:
+        return {"config", "weights"} <= torch.load(path, map_location="cpu", weights_only=True, mmap=True).keys()
+    except Exception:  # torch.load raises many kinds for a file that is no checkpoint
+        return False
 
-    Its attribute in_bytes is what save() was told. Exits with one line where it is no such file.
+
+def load(path, attention):
+    """Return (GPT, whether each byte of its text was a token) of what save() wrote, or of nanoGPT's ckpt.pt.
+
+    The GPT is in float32 on the CPU. Exits with one line where the file is neither, or a model that computes otherwise.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         is_nanogpts = "model_args" in checkpoint
+        # and not nanoGPT's "config", the command line of its last run: a resumed model has the shape of its first one
         about = checkpoint["model_args" if is_nanogpts else "config"]
+        unknown = sorted({name for name in about if about[name]} - SETTINGS)
+        if unknown:
+            raise ValueError(f"GPT-2 has no setting {unknown[0]}")
         model = GPT(GPTConfig(**{field.name: about[field.name] for field in fields(GPTConfig)}), attention)
         weights = checkpoint["model" if is_nanogpts else "weights"]
         weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
@@ -43,13 +56,12 @@ def load(path, attention):
             if name.endswith(".bias") and not about.get("bias", True):  # nanoGPT computes as if all were 0
                 weights[name] = torch.zeros_like(p)
         model.load_state_dict({name: p for name, p in weights.items() if not name.endswith(".attn.bias")})
-    except Exception as error:  # torch.load raises many kinds for a file that is no checkpoint
+    except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or nanoGPT's ckpt.pt")
     if not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"{path} holds weights that are not finite: its training has diverged")
-    model.in_bytes = checkpoint.get("in_bytes", False)
-    return model
+    return model, checkpoint.get("in_bytes", False)
 
 
 def from_pretrained(name, attention):
@@ -78,29 +90,35 @@ def from_pretrained(name, attention):
         refuse(f"{name}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # no such weights, no network, a broken file, or another model under GPT-2's name
         refuse(f"{name} holds no weights of a GPT-2: {' '.join(str(error).split())[:200]}")
-    model.in_bytes = False
     return model
+
+
+def held_out_ids(corpus, config):
+    """Return the first million tokens of a held-out text, a 1-D integer array.
+
+    corpus: what load_tokens() returned. config: of the GPT that is to predict them. Raises TextError below 2 ids, and
+    for an id past the vocabulary.
+    """
+    ids = corpus.ids[:HELD_OUT_AT_MOST]
+    if len(ids) < 2:
+        raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
+    check_ids(ids, "the held-out text", min(VOCAB, config.vocab_size))
+    return ids
 
 
 @torch.no_grad()
 def held_out_loss(model, ids):
-    """Return the mean loss, in nats per token, over the first million tokens of a held-out text, a float.
+    """Return the mean loss of a GPT, in nats per token, over what held_out_ids() returned, a float.
 
-    ids: a 1-D integer array, which may be larger than memory. Each id but the first is predicted once. The text is cut
-    into windows of block_size, so the first target of a window is predicted from one id, and its last from block_size
-    ids. The model computes in the dtype of its weights, without autocast. Raises TextError below 2 ids, and for an id
-    past the vocabulary.
+    Each id but the first is predicted once. The text is cut into windows of block_size, so the first target of a window
+    is predicted from one id, and its last from block_size ids. The model computes in the dtype of its weights, without
+    autocast.
     """
-    ids = ids[:HELD_OUT_AT_MOST]
-    if len(ids) < 2:
-        raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
     device, T = model.transformer.wte.weight.device, model.config.block_size
     targets = len(ids) - 1
     total = 0.0
     for start in range(0, targets, T):
-        window = ids[start : start + T + 1]
-        check_ids(window, "the held-out text", min(VOCAB, model.config.vocab_size))
-        window = torch.from_numpy(window.astype(np.int64)).to(device)
+        window = torch.from_numpy(ids[start : start + T + 1].astype(np.int64)).to(device)
         x, y = window[None, :-1], window[None, 1:]
         total += model(x, y).item() * y.numel()
     return total / targets
