@@ -15,11 +15,11 @@ in, and in its own where it lies elsewhere. Where it writes files, {row} in a fl
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts, --device cpu hides the cards from these, and --device cuda:1 all others. Each row is compared with the one
 above and with the first. Table and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it
-is measured, to results/NAME.jsonl.
+is measured, to results/NAME.jsonl. --predict only says, within a minute, what each row should bring here.
 
-On a CPU all processes are alive at once and take one step each in turn. On an accelerator, and where memory does not
-hold them all, they run one after the other, in three rounds. In each round a row then stops when it has counted 20
-steps or more that took six seconds together, and at the latest after 160.
+On a CPU all processes are alive at once and take one step each in turn. A script whose loader works ahead takes its
+steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, all rows run so, and in
+each round a row stops when it has counted 20 steps or more that took six seconds together, at the latest after 160.
 """
 
 import os
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 from harness import ROOT, ladder, machine
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
-from harness.bench.turns import MOST_COUNTED_STEPS, measure, predict, show
+from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure, predict, show
 from harness.common import refuse, tell
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
@@ -44,17 +44,32 @@ from harness.flags import Parser, new_parser, parse, positive
 from data import TextError, TokenLoader, load_tokens
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
-ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
 LONGEST_FOLDER = 70  # letters, since the path of a Unix socket may have about 100
+
+
+# The command line
 
 
 def parse_command(argv):
     """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
 
-    The namespace also has rows, all that is started; reference, the name of the row that all are compared with; flags,
-    the list of flags that all stages share; shared, these flags as a stage parses them; and stage_args, {name of a row:
-    all its flags as its stage parses them}.
+    Where something is to run, it has what plan_rows() fills in, too, and flags, a list of the flags that all stages
+    share.
     """
+    commands = []  # all words before the first flag
+    for word in argv:
+        if word.startswith("-") and not word.startswith("-m "):
+            break
+        commands.append(word)
+    args, args.flags = new_parser_of_bench().parse_known_args(argv[len(commands) :])
+    check_own_flags(args, commands)
+    if args.render is None:
+        plan_rows(args, commands)
+    return args
+
+
+def new_parser_of_bench():
+    """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     rounds_help = f"how many times every row is started ({ROUNDS}; 1 where rows take turns)"
@@ -63,19 +78,35 @@ def parse_command(argv):
     steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up "
     steps_help += f"({steps_in_turn} in turn, {steps_alone} alone)"
     add("--steps", type=positive, metavar="N", help=steps_help)
-    add("--out", default=f"{datetime.now():%Y-%m-%d-%H%M%S}", metavar="NAME", help="of the files in results/")
+    add("--out", metavar="NAME", help="of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
-    add("--predict", action="store_true", help="only say what each row should bring here, which takes half a minute")
+    add("--predict", action="store_true", help="only say what each row should bring here")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
-    commands = []  # all words before the first flag
-    for word in argv:
-        if word.startswith("-") and not word.startswith("-m "):
-            break
-        commands.append(word)
-    args, args.flags = parser.parse_known_args(argv[len(commands) :])
-    check_own_flags(args, commands)
-    if args.render is not None:
-        return args
+    return parser
+
+
+def check_own_flags(args, commands):
+    """Exit with one line where flags of the bench do not go together."""
+    for name in (args.out, args.render):
+        if name is not None and (not name or "/" in name):
+            refuse(f"{name!r}: pass a name, since all pages are in results/")
+    others = (commands, args.flags, args.rounds, args.steps, args.out, args.climb, args.predict)
+    if args.render is not None and any(others):
+        refuse("--render runs nothing: pass no rows and no other flags")
+    if args.climb == "":
+        refuse('make climb SCRIPT="train.py --batch_size=8": pass a script of your own, with its flags')
+    if args.climb and commands:
+        refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
+    if args.steps and args.steps <= WARMUP:
+        refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+
+
+def plan_rows(args, commands):
+    """Fill in what is to run. Exits with one line where that is not possible.
+
+    args.rows: all that is started. args.reference: the name of the row that all are compared with. args.shared: the
+    flags that all stages share, as a stage parses them. args.stage_args: {name of a row: all its flags, so parsed}.
+    """
     rows = [row_of(command) for command in commands]
     check_words(args, rows)
     args.shared = parse_flags(args.flags)
@@ -94,31 +125,14 @@ def parse_command(argv):
     for row in args.rows:
         if row.is_of_the_ladder:
             args.stage_args[row.name] = parse_flags([*args.flags, *row.flags]) if row.flags else args.shared
-    return args
-
-
-def check_own_flags(args, commands):
-    """Exit with one line where flags of the bench do not go together."""
-    args.name = args.out if args.render is None else args.render
-    if not args.name or "/" in args.name:
-        refuse(f"{args.name!r}: pass a name, since all pages are in results/")
-    if args.render is not None and (commands or args.flags or args.rounds or args.steps or args.climb):
-        refuse("--render runs nothing: pass no rows and no other flags")
-    if args.climb == "":
-        refuse('make climb SCRIPT="train.py --batch_size=8": pass a script of your own, with its flags')
-    if args.climb and commands:
-        refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
-    if args.steps and args.steps <= WARMUP:
-        refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
 
 
 def check_words(args, rows):
     """Exit with one line where what is not the bench's own goes to nobody: it is for the stages, or in quotes."""
     _, strays = new_parser(None).parse_known_args(args.flags)  # what no parser knows
-    has_scripts = args.climb or any(row.is_watched for row in rows)
     if strays and not strays[0].startswith("-"):
         refuse(f"rows come before flags: put {strays[0]!r} first")
-    if strays and has_scripts:
+    if strays and (args.climb or any(row.is_watched for row in rows)):
         refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
     has_stages = not args.climb and (not rows or any(row.is_of_the_ladder for row in rows))
     for flag in args.flags:
@@ -161,29 +175,38 @@ def prepare_text(args):
         args.flags += ["--data", corpus.source]
 
 
+# A run
+
+
 def new_bench(args, argv, in_turn):
-    """Return the first line of a record, a dict: see record.py."""
-    if in_turn:
-        steps, rounds = WARMUP + COUNTED_STEPS, 1
-    else:
-        steps, rounds = WARMUP + MOST_COUNTED_STEPS, ROUNDS
-    steps, rounds = args.steps or steps, args.rounds or rounds
-    on_cpu = args.shared.device.type == "cpu"
-    return {
+    """Return the first line of a record, a dict: see log.py."""
+    most_steps, rounds = (COUNTED_STEPS, 1) if in_turn else (MOST_COUNTED_STEPS, ROUNDS)
+    steps = args.steps or WARMUP + most_steps
+    plan = {
         "kind": "bench",
         "in_turn": in_turn,
         "reference": args.reference,
         "warmup": WARMUP,
         "steps": steps,
-        "rounds": rounds,
+        "rounds": args.rounds or rounds,
         "rows": [asdict(row) for row in args.rows],
+    }
+    origin = {
+        "environment": machine.environment(args.shared.device),
+        "commit": machine.commit(ROOT),
+        "command": shlex.join(["python", "bench.py", *argv]),
+    }
+    return plan | given_to_rows(args, steps) | origin
+
+
+def given_to_rows(args, steps):
+    """Return the flags and variables of the environment that the rows are started with: see log.py."""
+    on_cpu = args.shared.device.type == "cpu"
+    return {
         "flags": ["--steps", str(steps), *args.flags],
         "variables": CPU_MEMORY if on_cpu else {},
         "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared.seed)],
         "variables_of_scripts": machine.variables_of_scripts(args.shared.device),
-        "environment": machine.environment(args.shared.device),
-        "commit": machine.commit(ROOT),
-        "command": shlex.join(["python", "bench.py", *argv]),
     }
 
 
@@ -235,20 +258,24 @@ def run(args, argv, path):
 
 def exit_status(results):
     """Return 1 where a row of the table failed for another reason than memory, else 0."""
-    for row in results.table_rows:
-        error = results.error(row)
-        if error and not error["out_of_memory"]:
-            return 1
-    return 0
+    errors = [results.error(row) for row in results.table_rows]
+    return 1 if any(error and not error["out_of_memory"] for error in errors) else 0
 
 
-class Interrupted(KeyboardInterrupt):
-    """The bench was asked to end, by the signal of this number."""
+def render(name):
+    """Draw a page again. Exits with one line where its record can't be drawn."""
+    path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
+    try:
+        show(Results.load(path), path)
+    except OSError as error:
+        refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
+    except Exception as error:  # what a record lacks may be missed anywhere
+        refuse(f"results/{path.name} is no record of this version of the bench, or was edited ({error!r})")
 
 
 def interrupt(signal_number, frame):
-    """Raise Interrupted: what a signal does that ends the bench."""
-    raise Interrupted(signal_number)
+    """End the bench, as a signal such as Ctrl-C does."""
+    raise KeyboardInterrupt(signal_number)
 
 
 def main(argv):
@@ -258,10 +285,10 @@ def main(argv):
     if machine.world_size() > 1:
         refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
     args = parse_command(argv)
-    path = ROOT / "results" / f"{args.name}.jsonl"
     if args.render is not None:
-        show(Results.load(path), path)
+        render(args.render)
         return 0
+    path = ROOT / "results" / f"{args.out or datetime.now().strftime('%Y-%m-%d-%H%M%S')}.jsonl"
     if os.path.exists(path) or os.path.exists(path.with_suffix(".md")):  # Path.exists() raises for a long name
         refuse(f"results/{path.stem} is there already: pass another --out")
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -277,7 +304,7 @@ def main(argv):
             with new_folder() as folder:
                 return predict(Results(new_bench(args, argv, in_turn=True)), folder, args.stage_args)
         return exit_status(run(args, argv, path))
-    except Interrupted as interrupted:
+    except KeyboardInterrupt as interrupted:
         return 128 + interrupted.args[0]
 
 

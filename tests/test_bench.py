@@ -1,11 +1,12 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
 from harness import ladder, machine
-from harness.bench import turns, workers
+from harness.bench import rows, turns, workers
 from harness.bench.results import Results
 from harness.bench.table import table_of
 from harness.figures import WARMUP
 
+import contextlib
 import errno
 import json
 import re
@@ -32,9 +33,9 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/stages"]
 from harness import ladder
+from harness.bench import rows
 import bench
-bench.ROOT = Path({folder!r})
-ladder.FOLDER = bench.ROOT / "stages"
+bench.ROOT = ladder.ROOT = rows.ROOT = Path({folder!r})
 sys.exit(bench.main(sys.argv[1:]))
 """
 
@@ -115,8 +116,8 @@ def repo(tmp_path, monkeypatch, capsys):
                 repo.live.remove(self.row.name)
 
     monkeypatch.setenv("FAKE_LOCK", str(lock))
-    monkeypatch.setattr(bench, "ROOT", folder)
-    monkeypatch.setattr(ladder, "FOLDER", folder / "stages")
+    for room in (bench, ladder, rows):
+        monkeypatch.setattr(room, "ROOT", folder)
     monkeypatch.setattr(turns, "Worker", NamedWorker)
     monkeypatch.setattr(workers, "PATIENCE", 60)
     monkeypatch.setattr(turns, "PAUSE", 0)
@@ -166,7 +167,13 @@ def gpu(monkeypatch):
         (["s01", "--out", "old"], "results/old is there already"),
         (["s01", "--out", "page"], "results/page is there already"),
         (["s01", "--seed", "1" * 30], "is not a whole number from 0 to"),
-        (["--render", "old"], "old.jsonl is no record of a bench of this version"),
+        (["--render", "old", "--out", "new"], "--render runs nothing"),
+        (["--render", "old"], "results/old.jsonl is no record of this version of the bench"),
+        (["--render", "edited.md"], "results/edited.jsonl is no record of this version of the bench"),
+        (
+            ["--render", "gone.jsonl"],
+            "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
@@ -175,7 +182,8 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     files = {
         "mine.py": b"",
         "short.bin": bytes(200),
-        "results/old.jsonl": b'{"kind": "bench", "rows": []}\n{}\n',
+        "results/old.jsonl": b'{"kind": "bench", "rows": ["s01"]}\n{}\n',
+        "results/edited.jsonl": b'{"kind": "bench", "rows": []}\n',
         "results/page.md": b"",
     }
     for name, content in files.items():
@@ -183,7 +191,7 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     ended = repo.command(*words)
     assert (ended.status, ended.out) == (2, "")
     assert re.fullmatch(f"error: .*{message}.*\n", ended.err)
-    assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl", "page.md"]
+    assert sorted(path.name for path in repo.records.parent.iterdir()) == ["edited.jsonl", "old.jsonl", "page.md"]
 
 
 # On a CPU
@@ -210,13 +218,36 @@ def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_i
     assert repo.steps_taken() == dict.fromkeys(["probe", "s01", "s01 again"], [24])
     [line] = repo.lines("bench")
     assert (line["warmup"], line["steps"], line["rounds"], line["in_turn"]) == (4, 24, 1, True)
-    assert re.search(r"2 of 3 are warm, about \d+ s left in this round\n", ended.err)
     assert re.search(r"turn 5 of 20, about \d+ s left in this round\nrow .*\ns01 .* 8,000 ", ended.err)
 
 
 def test_a_cpu_takes_as_many_rounds_as_it_is_asked_for(repo):
     assert repo.run("--rounds=2").status == 0
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
+
+
+def test_a_row_that_loads_ahead_takes_its_steps_at_once_in_three_rounds_there_and_back(repo):
+    repo.plan(s01={"wait": 0.1}, s02={"wait": 0.1})
+    ended = repo.run()
+    assert ended.status == 0
+    assert repo.steps_taken() == {"probe": [STEPS], "s01": 3 * [STEPS], "s02": 3 * [STEPS]} | {
+        "s02 again": [STEPS],
+        "s03": [STEPS],
+    }
+    started = [(line["name"], line["round"]) for line in repo.lines("start")]
+    assert started[len(EVERYONE) :] == [("s02", 1), ("s01", 1), ("s01", 2), ("s02", 2)]
+
+
+def test_a_first_row_that_fails_before_its_first_step_ends_a_bench_of_one_script(repo):
+    repo.plan(s01={"do": "crash", "at": 0})
+    ended = repo.run("s01", "s01 --lr=1")
+    assert ended.status == 2
+    assert (
+        "error: s01_baseline failed before its first step: exit status 1; it last said: RuntimeError: boom" in ended.err
+    )
+    assert [line["name"] for line in repo.lines("start")] == ["probe", "s01"]
+    repo.records.unlink()
+    assert repo.run("s01", "s02").status == 1  # another script may do better
 
 
 def test_rows_try_no_download_that_the_bench_could_not_do(repo):
@@ -293,12 +324,23 @@ def test_ctrl_c_before_the_first_step_leaves_a_page_all_the_same(repo):
     assert "No row got as far as its first step." in repo.page.read_text()
 
 
+@contextlib.contextmanager
+def hangup_does(action):
+    """Let SIGHUP have this action, whatever nohup says of these tests."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can_be_drawn(repo, how):
     repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": how})
     script = BENCH.format(root=str(ROOT), folder=str(repo.folder))
     words = ["s01", "s02", "s03", *repo.flags, f"--steps={STEPS}", "--out=x"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
+    with hangup_does(signal.SIG_DFL):
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
     if how == signal.SIGKILL:
         assert done.returncode == -how
         with repo.records.open("a") as record:
@@ -312,13 +354,10 @@ def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can
 
 
 def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypatch):
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": signal.SIGHUP, "round": 0})
     monkeypatch.setattr(workers, "PATIENCE", 1)  # the fake that sends it takes no more steps
-    try:
+    with hangup_does(signal.SIG_IGN):
         assert repo.run().status == 1
-    finally:
-        signal.signal(signal.SIGHUP, hangup)
     assert repo.steps_taken()["s02"] == [STEPS]
 
 
@@ -377,7 +416,10 @@ def test_a_full_disk_costs_the_record_and_the_page_and_no_figure(repo, monkeypat
 
 @pytest.mark.parametrize(
     "variables, told",
-    [({"RANK": "1"}, "without WORLD_SIZE"), ({"RANK": "0", "WORLD_SIZE": "2"}, "start bench.py once")],
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, without RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "start bench.py once"),
+    ],
 )
 def test_a_bench_that_torchrun_starts_or_seems_to_is_one_line(repo, monkeypatch, variables, told):
     for name, value in variables.items():
@@ -438,29 +480,27 @@ def own_scripts(repo, tmp_path, monkeypatch):
 
 
 def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_happened_to_it(repo, own_scripts):
-    own_scripts(
-        good=None,
-        ends="if step == 3: break",
-        raises="loss = 1 / (3 - step)",
-        segfaults="if step == 3: os.kill(os.getpid(), 11)",
-        no_memory="if step == 1: raise torch.OutOfMemoryError('CUDA out of memory')",
-    )
-    names = ("ends", "raises", "segfaults", "no_memory")
-    ended = repo.run("good.py --steps 50 --lr 1", *(f"{name}.py" for name in names), "--seed=4", steps=WARMUP + 2)
-    assert ended.status == 1
-    table = table_of(Results.load(repo.records))
-    errors = {outcome.row.title: outcome.error for outcome in table.rows}
-    assert {title: error["message"] for title, error in errors.items() if error} == {
-        "ends": "ended after 2 of 6 timed steps",
-        "raises": "ZeroDivisionError: division by zero",
-        "segfaults": "killed by SIGSEGV",
-        "no_memory": "OutOfMemoryError: CUDA out of memory",
-    }
-    assert [title for title, error in errors.items() if error and error["out_of_memory"]] == ["no_memory"]
-    assert "loss = 1 / (3 - step)" in errors["raises"]["traceback"] and "loss = 1 / (3 - step)" in ended.err
-    assert table.rows[0].steps == 2
-    assert (table.facts["settings"]["batch_size"], table.facts["settings"]["seed"]) == (4, 4)
+    own_scripts(good=None, no_memory="if step == 1: raise torch.OutOfMemoryError('CUDA out of memory')")
+    ended = repo.run("good.py --steps 50 --lr 1", "no_memory.py", "--seed=4", steps=WARMUP + 2)
+    assert ended.status == 0
+    good, no_memory = table_of(Results.load(repo.records)).rows
+    assert no_memory.error["message"] == "OutOfMemoryError: CUDA out of memory"
+    assert no_memory.error["out_of_memory"] and "in <module>" in no_memory.error["traceback"]
+    assert good.steps == 2
+    [header] = [line for line in repo.lines("header") if line["name"] == good.row.name]
+    assert (header["settings"]["batch_size"], header["settings"]["seed"]) == (4, 4)
     assert "good: has nothing of the ladder; lacks " in ended.out
+
+
+def test_a_climb_in_a_python_without_the_scripts_modules_ends_with_its_first_row(repo, tmp_path, own_scripts):
+    own_scripts()
+    (tmp_path / "train.py").write_text("import lightning_or_so\n")
+    ended = repo.command("--climb", "train.py", "--device=cpu", "--out=x")
+    assert ended.status == 2
+    last_line = ended.err.splitlines()[-1]
+    assert "failed before its first step: ModuleNotFoundError: No module named 'lightning_or_so'" in last_line
+    assert f"in {sys.executable}; pass " in last_line and "PY=python" in last_line
+    assert [line["name"] for line in repo.lines("start")] == ["probe", "plain"]
 
 
 def test_a_climb_adds_to_a_script_what_it_lacks_and_measures_each(repo, own_scripts, monkeypatch):

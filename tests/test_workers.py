@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT
 from fixtures.fake_stage import LONG, MEMORY, all_have_ended
 from fixtures.records import row
+from torch._utils import ExceptionWrapper  # by which a DataLoader passes an error on
 
 FAKE_STAGE = ROOT / "tests" / "fixtures" / "fake_stage.py"
 ALL_STEPS = [*range(WARMUP + 2)]
@@ -29,8 +30,9 @@ def no_fake_is_left(tmp_path, monkeypatch):
     """See that no fake outlives its test, make no pauses, have little patience, and memory for all."""
     lock = tmp_path / "lock"
     lock.touch()
-    (tmp_path / "s01_baseline.py").symlink_to(FAKE_STAGE)
-    monkeypatch.setattr(ladder, "FOLDER", tmp_path)
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "s01_baseline.py").symlink_to(FAKE_STAGE)
+    monkeypatch.setattr(ladder, "ROOT", tmp_path)
     monkeypatch.setenv("FAKE_LOCK", str(lock))
     monkeypatch.setattr(turns, "PAUSE", 0)
     monkeypatch.setattr(workers, "PATIENCE", 60)
@@ -71,7 +73,7 @@ def results_to_fill(*rows, steps=WARMUP + 2):
 def in_turn(folder, *rows, steps=WARMUP + 2):
     """{name: Run} of these rows, which took so many steps in turn."""
     results = results_to_fill(*rows, steps=steps)
-    assert turns.take_turns(rows, results, 0, folder)
+    assert turns.take_turns(rows, results, 0, folder, {})
     return {name: run for (name, _), run in results.runs.items()}
 
 
@@ -112,7 +114,8 @@ def test_a_step_may_take_as_long_as_a_compilation():
 def test_a_row_alone_counts_20_steps_and_six_seconds_of_them(tmp_path, dt, counted):
     """48 steps of 0.125 s are the first to take 6 s, and 20 of 1 s take 20. At most 60 are asked for."""
     results = results_to_fill(fake_row("a", dt=dt), steps=WARMUP + 60)
-    turns.run_alone(results.rows["a"], results, 0, tmp_path)
+    results.bench["in_turn"] = False
+    turns.run_alone(results.rows["a"], results, 0, tmp_path, {})
     run = results.runs["a", 0]
     assert len(run.counted) == counted
     assert run.summary
@@ -150,6 +153,30 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, capsys, do, message
     assert time.monotonic() - start < LONG / 2
 
 
+def test_a_row_that_cannot_be_started_is_a_row_that_failed(tmp_path, capsys):
+    gone = row("b", script="s01_baseline", launcher=(str(tmp_path / "gone"),))
+    runs = in_turn(tmp_path, fake_row("a"), gone)
+    assert runs["b"].error["message"].startswith("it can't be started: [Errno 2] No such file or directory")
+    assert steps_of(runs["a"]) == ALL_STEPS
+
+
+def test_an_error_in_a_process_of_a_dataloader_is_told_by_its_reason():
+    try:
+        raise OSError("No space left on device")
+    except OSError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(OSError) as raised:
+        wrapped.reraise()
+    assert workers.reason_of(f"OSError: {raised.value}") == "OSError: No space left on device"
+    assert workers.reason_of("CUDA error: no kernel\nCompile with ...") == "CUDA error: no kernel\nCompile with ..."
+
+
+def test_rows_that_use_one_port_are_not_led_in_turn(tmp_path):
+    words = "OSError: [Errno 98] Address already in use"
+    rows = [fake_row("a"), fake_row("b", do="print megabytes and fail", at="start", words=words), fake_row("c")]
+    assert not turns.take_turns(rows, results_to_fill(*rows), 0, tmp_path, {})
+
+
 def test_what_a_row_prints_is_no_line_of_its_record_and_only_its_end_is_kept(tmp_path):
     run = in_turn(tmp_path, fake_row("a", do="print", at=1, words='{"kind": "summary"}'))["a"]
     assert run.summary["sdpa"] == "flash"
@@ -181,8 +208,8 @@ def test_rows_that_memory_does_not_hold_at_once_are_not_led_in_turn(tmp_path, mo
     in_turn(tmp_path, fake_row("a"), fake_row("b"))  # half as much again as the one above is free
     rows = [fake_row("a"), fake_row("b", memory=2 * MEMORY), fake_row("c")]
     results = results_to_fill(*rows)
-    assert not turns.take_turns(rows, results, 0, tmp_path)
-    assert turns.take_turns(rows, results, 1, tmp_path)  # what was measured in round 0 must not be lost
+    assert not turns.take_turns(rows, results, 0, tmp_path, {})
+    assert turns.take_turns(rows, results, 1, tmp_path, {})  # what was measured in round 0 must not be lost
 
 
 # Ranks, and the end of the bench

@@ -289,9 +289,10 @@ class Log:
                 self.file = None
                 tell(f"--record {self.record_path} ends here: {error.strerror}")
 
-    def write_error(self, message, text="", out_of_memory=False):
+    def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. text: the traceback."""
-        line = {"kind": "error", "message": message, "traceback": text, "out_of_memory": out_of_memory}
+        memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
+        line = {"kind": "error", "message": message, "traceback": text, "out_of_memory": memory_is_short}
         self.send(line)
 
     def notice(self, message):
@@ -315,13 +316,12 @@ class Log:
         if error_type is not TextError:
             text = "".join(traceback.format_exception(error_type, error, trace))
             sys.__excepthook__(error_type, error, trace)
-        memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
-        if memory_is_short:
+        if re.search(OUT_OF_MEMORY, message):
             smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
             remedy = f"memory is short at batch size {self.batch_size}: try {smaller}"
             tell(remedy)
             message = f"{remedy} ({message})"
-        self.write_error(message, text, memory_is_short)
+        self.write_error(message, text)
         if error_type is TextError:
             refuse(error)
         if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from ..common import refuse, tell
+from ..common import tell
 from ..figures import waits_for_data
 from .rows import Row
 
@@ -60,16 +60,13 @@ class Results:
     def load(cls, path):
         """Return the Results of a record. A last line that a kill cut off is left out.
 
-        Exits with one line where it is no record of a bench.
+        Raises OSError where it can't be read, and many other exceptions where it is no record of a bench.
         """
-        try:
-            complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-            bench, *lines = [json.loads(line) for line in complete_lines]
-            results = cls(bench)
-            for line in lines:
-                results.add(line)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            refuse(f"{path} is no record of a bench of this version ({error!r}): pass the NAME of one that ran")
+        complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        bench, *lines = [json.loads(line) for line in complete_lines if line]
+        results = cls(bench)
+        for line in lines:
+            results.add(line)
         return results
 
     def write_line(self, line):

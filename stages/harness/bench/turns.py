@@ -1,11 +1,13 @@
 """Leads the rows of a bench through their steps, and tells how far they are.
 
 On a CPU all rows are alive at once, and take one step each in turn, so that a drift of the machine's speed affects all
-alike. On an accelerator, and where memory does not hold them all, each runs alone, in rounds of fresh processes.
+alike. A script that loads its data ahead would load it in the turns of others, so it takes its steps at once, in rounds
+of fresh processes. On an accelerator, and where not all can be alive at once, each row runs so.
 """
 
 import contextlib
 import re
+import sys
 import time
 
 from .. import machine
@@ -23,11 +25,12 @@ PAUSE = 0.02  # seconds between the steps of two workers: threads of the one tha
 # settles, and at the latest after MOST_COUNTED_STEPS.
 ENOUGH_SECONDS = 6.0
 MOST_COUNTED_STEPS = 160
+ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
 TELL_EVERY = 5  # turns
 
 
 def measure(results, path, folder, stage_args):
-    """Measure all rounds, and show the table after each. Return False where memory does not hold all rows at once.
+    """Measure all rounds, and show the table after each. Return False where not all rows can be alive at once.
 
     Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
     probe always comes first: it warms a card up. path: of the record. folder: for the sockets of the workers.
@@ -48,6 +51,8 @@ def measure(results, path, folder, stage_args):
                 tell_end_of_run(results, row, time.monotonic() - began)
         show(results, path)
         rows.reverse()
+    if results.bench["in_turn"]:
+        add_rounds(rows, results, path, folder, stage_args)
     return True
 
 
@@ -62,6 +67,17 @@ def end_where_nothing_runs(error):
     if "no kernel image" in error["message"]:
         remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
     refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
+
+
+def add_rounds(rows, results, path, folder, stage_args):
+    """Take the rows that took no turns through as many rounds as they need, there and back. rows: in the next order."""
+    rows = [row for row in rows if results.runs[row.name, 0].may_wait_for_data]
+    for round_number in range(results.bench["rounds"], ROUNDS if rows else 0):
+        tell(f"round {round_number + 1} of {ROUNDS} of the rows that take no turns")
+        for row in rows:
+            run_alone(row, results, round_number, folder, stage_args)
+        show(results, path)
+        rows.reverse()
 
 
 def predict(results, folder, stage_args):
@@ -90,6 +106,8 @@ def warm_up(worker, stage_args):
     tell(f"{worker.row.title}: start and warm-up")
     worker.take_steps(WARMUP)
     rows = worker.results.table_rows
+    if worker.row is rows[0] and worker.round_number == 0:
+        check_first_row(worker)
     scripts = [row for row in rows if row.is_watched]
     is_known = worker.row.is_probe and len(scripts) < len(rows) or worker.row in scripts[:1]
     if is_known and worker.round_number == 0 and worker.is_live:
@@ -98,14 +116,32 @@ def warm_up(worker, stage_args):
             tell(words)
 
 
+def check_first_row(worker):
+    """Exit with one line where the first row failed before its first step, and all others run the same script."""
+    error, rows = worker.run.error, worker.results.table_rows
+    if not error or error["out_of_memory"] or worker.run.steps or len({row.script for row in rows}) > 1:
+        return
+    reason = f"{worker.row.script} failed before its first step: {error['message']}"
+    if error["message"].startswith("ModuleNotFoundError"):
+        reason += f" in {sys.executable}; pass the Python that runs the script, as in make climb SCRIPT=... PY=python"
+    refuse(reason)
+
+
 def run_alone(row, results, round_number, folder, stage_args):
-    """Take a fresh process of a row through its warm-up, and its counted steps until these are enough."""
+    """Take a fresh process of a row through its warm-up and its counted steps, and end it."""
     with contextlib.closing(Worker(row, results, round_number, folder)) as worker:
         warm_up(worker, stage_args)
-        run = worker.run
-        while worker.is_live and len(run.steps) < results.bench["steps"] and not has_enough(run):
-            worker.ask(STEP)
-        worker.ask(END)
+        take_counted_steps(worker)
+
+
+def take_counted_steps(worker):
+    """Take the counted steps of a row at once, and end it. Where no row takes turns, it stops when these are enough."""
+    bench, run = worker.results.bench, worker.run
+    while worker.is_live and len(run.steps) < bench["steps"]:
+        if has_enough(run) and not bench["in_turn"]:
+            break
+        worker.ask(STEP)
+    worker.ask(END)
 
 
 def has_enough(run):
@@ -116,12 +152,10 @@ def has_enough(run):
 def take_turns(rows, results, round_number, folder, stage_args):
     """Take processes of all rows through their warm-up, one after the other, and then through their steps in turn.
 
-    A script that may wait for its data takes all its steps at once, and ends: while others take theirs, its loader
-    would get ahead. Return False where memory does not hold all rows at once, which round 0 tells.
+    A script that may load its data ahead takes all its steps at once, and ends. Return False where not all rows can be
+    alive at once, which round 0 tells.
     """
-    turns = results.bench["steps"] - WARMUP
     workers = []
-    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         for row in rows:
             if round_number == 0 and not holds_another(workers):
@@ -131,20 +165,27 @@ def take_turns(rows, results, round_number, folder, stage_args):
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number, folder)))
             workers.append(worker)
             warm_up(worker, stage_args)
+            if round_number == 0 and lacks_a_port(worker.run):
+                tell("two rows use one port, so they run one after the other")
+                return False
             if worker.run.may_wait_for_data:
-                tell(f"{row.title}: takes its steps without turns, since what loads its data would get ahead")
-                worker.take_steps(turns)
-                worker.ask(END)
+                tell(f"{row.title}: takes its steps at once, since it would load its data in the turns of others")
+                take_counted_steps(worker)
                 worker.close()
-            tell_start(workers, rows, turns, time.monotonic() - began)
-        step_in_turn(workers, turns, results)
+        step_in_turn(workers, results)
         for worker in workers:
             worker.ask(END)
     return True
 
 
-def step_in_turn(workers, turns, results):
-    """Let each worker that is still alive take so many steps, in turn, there and back."""
+def lacks_a_port(run):
+    """Tell whether a process failed because another one has the port that it asks for."""
+    return run.error is not None and "address already in use" in run.error["traceback"].lower()
+
+
+def step_in_turn(workers, results):
+    """Let each worker that is still alive take its counted steps, in turn, there and back."""
+    turns = results.bench["steps"] - WARMUP
     began = time.monotonic()
     for turn in range(1, turns + 1):
         for worker in workers:
@@ -173,19 +214,6 @@ def holds_another(workers):
 def about(seconds):
     """Return a time for people, as "about 4 min"."""
     return f"about {seconds / 60:.0f} min" if seconds > 90 else f"about {seconds:.0f} s"
-
-
-def tell_start(workers, rows, turns, elapsed):
-    """Print how many rows have started, and what time their starts and turns will take, by those of the first ones.
-
-    Nothing is told where no row but the probe has taken a step, since what its steps take says nothing about others.
-    """
-    dts = [worker.run.steps[-1]["dt"] for worker in workers if worker.run.steps and not worker.row.is_probe]
-    if dts and len(workers) < len(rows):
-        seconds_of_starts = elapsed / len(workers) * (len(rows) - len(workers))
-        seconds_of_turns = turns * len(rows) * (PAUSE + sum(dts) / len(dts))
-        seconds_left = seconds_of_starts + seconds_of_turns
-        tell(f"{len(workers)} of {len(rows)} are warm, {about(seconds_left)} left in this round")
 
 
 def tell_end_of_run(results, row, elapsed):

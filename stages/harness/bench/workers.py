@@ -15,7 +15,9 @@ from multiprocessing import connection
 from .. import leader
 from ..common import tell
 
-PATIENCE = 660  # seconds that a step may take: the first one includes the start and the compilation
+# Seconds that a step may take. The first one includes the start and the compilation, and NCCL waits 600 s for a rank
+# before it says which one is missing.
+PATIENCE = 660
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
 MOST_OUTPUT = 20_000  # bytes that are kept of what a row prints
 LAST_LINES = 20  # of them, shown where a process left no error line
@@ -40,20 +42,30 @@ class Worker:
         self.number_of_ranks = 1  # until one says how many there are
         self.is_to_end = False
         self.output = b""
+        self.groups = set()
+        self.server = None
+        self.process = None
+        try:
+            self.start(folder)
+        except (OSError, RuntimeError) as error:  # too many files or processes are open, or the launcher is gone
+            self.fail(f"it can't be started: {error}", "")
+
+    def start(self, folder):
+        """Start the process, and listen to it. Raises OSError or RuntimeError where the system has no room for it."""
         path = tempfile.mktemp(dir=folder)
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(path)
         self.server.listen()
         self.process = subprocess.Popen(
-            row.command(results.bench),
+            self.row.command(self.results.bench),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
-            env=os.environ | row.variables(results.bench) | {leader.PATH: path},
+            env=os.environ | self.row.variables(self.results.bench) | {leader.PATH: path},
             start_new_session=True,  # Ctrl-C reaches the bench alone
         )
-        self.groups = {self.process.pid}
+        self.groups.add(self.process.pid)
         self.reader = threading.Thread(target=self.read_output, daemon=True)
         self.reader.start()
 
@@ -127,11 +139,11 @@ class Worker:
             case "notice":
                 tell(f"{self.row.title}: {line['message']}")
             case "error":
-                status = self.exit_status() if self.number_of_ranks > 1 else None
-                if status is not None and status < 0:  # another rank was killed, and this one says that it is gone
+                # A rank that raised exits with 1. Another status is that of a rank which this one only lost.
+                if self.number_of_ranks > 1 and self.exit_status() not in (None, 1):
                     self.fail_as_it_ended()
                 else:
-                    self.fail(line["message"], line["traceback"], line["out_of_memory"])
+                    self.fail(reason_of(line["message"]), line["traceback"], line["out_of_memory"])
             case _:
                 self.keep(line)
 
@@ -200,6 +212,13 @@ class Worker:
             with contextlib.suppress(OSError):  # it may be gone
                 os.killpg(group, signal.SIGKILL)
         self.groups = set()  # a later process may get the same number
-        self.process.wait()
+        if self.process:
+            self.process.wait()
         for each in (self.server, *self.ranks):
-            each.close()
+            if each:
+                each.close()
+
+
+def reason_of(message):
+    """Return the message of an exception; of one in a process of a DataLoader its last line, which has the reason."""
+    return message.splitlines()[-1] if "in DataLoader worker process" in message else message
