@@ -15,8 +15,9 @@ N ?= 2
 help:
 	@echo 'make setup         what the stages need, into .venv'
 	@echo 'make bench         all stages, a table      (ARGS="--steps 20" for flags of bench.py)'
-	@echo 'make climb SCRIPT="../nanoGPT/train.py --batch_size=8"'
-	@echo '                   your own script, with a technique more in each row'
+	@echo 'make climb SCRIPT="../nanoGPT/train.py --batch_size=8" PY=python'
+	@echo '                   your own script, with a technique more in each row; PY is the'
+	@echo '                   Python that runs it, since .venv lacks its packages'
 	@echo 'make amp           s03 in float32, bfloat16 and float16'
 	@echo 'make limit         s11 with larger and larger batches, on a card'
 	@echo 'make scale N=2     s12 in one process and in several'

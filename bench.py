@@ -94,7 +94,7 @@ def check_own_flags(args, commands):
     if args.render is not None and any(others):
         refuse("--render runs nothing: pass no rows and no other flags")
     if args.climb == "":
-        refuse('make climb SCRIPT="train.py --batch_size=8": pass a script of your own, with its flags')
+        refuse('make climb SCRIPT="train.py --batch_size=8" PY=python: pass a script of your own, and its Python')
     if args.climb and commands:
         refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:

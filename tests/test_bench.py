@@ -243,7 +243,7 @@ def test_a_first_row_that_fails_before_its_first_step_ends_a_bench_of_one_script
     ended = repo.run("s01", "s01 --lr=1")
     assert ended.status == 2
     assert (
-        "error: s01_baseline failed before its first step: exit status 1; it last said: RuntimeError: boom" in ended.err
+        "error: s01_baseline failed before its first step: exit status 1; last printed: RuntimeError: boom" in ended.err
     )
     assert [line["name"] for line in repo.lines("start")] == ["probe", "s01"]
     repo.records.unlink()

@@ -127,7 +127,7 @@ def test_a_row_alone_counts_20_steps_and_six_seconds_of_them(tmp_path, dt, count
 @pytest.mark.parametrize("moment", ["start", 0, WARMUP + 1, "end"])
 def test_a_failure_costs_its_own_row_alone(tmp_path, moment):
     runs = in_turn(tmp_path, fake_row("a"), fake_row("b", do="crash", at=moment), fake_row("c"))
-    assert runs["b"].error["message"] == "exit status 1; it last said: RuntimeError: boom"
+    assert runs["b"].error["message"] == "exit status 1; last printed: RuntimeError: boom"
     assert 'raise RuntimeError("boom")' in runs["b"].error["traceback"]
     for name in ("a", "c"):
         assert runs[name].summary
@@ -142,7 +142,7 @@ def test_a_failure_costs_its_own_row_alone(tmp_path, moment):
         ("leave a child", "exit status 3", False),  # which holds all that the row had open
         ("be killed", "killed by SIGKILL, most likely since memory was short", True),
         ("segfault", "killed by SIGSEGV", False),
-        ("refuse", "exit status 1; it last said: error: no, thanks", False),
+        ("refuse", "exit status 1; last printed: error: no, thanks", False),
     ],
 )
 def test_a_row_that_fails_says_what_happened_to_it(tmp_path, capsys, do, message, out_of_memory):
@@ -181,7 +181,7 @@ def test_what_a_row_prints_is_no_line_of_its_record_and_only_its_end_is_kept(tmp
     run = in_turn(tmp_path, fake_row("a", do="print", at=1, words='{"kind": "summary"}'))["a"]
     assert run.summary["sdpa"] == "flash"
     error = in_turn(tmp_path, fake_row("b", do="print megabytes and fail", at=1, words="last words"))["b"].error
-    assert error["message"] == "exit status 3; it last said: last words"
+    assert error["message"] == "exit status 3; last printed: last words"
     assert len(error["traceback"]) < 30_000
 
 
@@ -218,8 +218,8 @@ def test_rows_that_memory_does_not_hold_at_once_are_not_led_in_turn(tmp_path, mo
 def test_the_rank_that_failed_first_is_quoted(tmp_path):
     bad = [fake_row(do, TWO_RANKS, do=do, at=1, rank=1) for do in ("refuse", "be killed")]
     runs = in_turn(tmp_path, *bad, fake_row("good", TWO_RANKS))
-    assert runs["refuse"].error["message"] == "exit status 1; it last said: error: no, thanks"
-    assert runs["be killed"].error["message"] == "killed by SIGKILL, most likely since memory was short"
+    assert runs["refuse"].error["message"] == "rank 1: exit status 1; last printed: error: no, thanks"
+    assert runs["be killed"].error["message"] == "rank 1: killed by SIGKILL, most likely since memory was short"
     assert runs["be killed"].error["out_of_memory"]
     assert runs["good"].summary
     assert runs["good"].header["settings"]["world_size"] == 2

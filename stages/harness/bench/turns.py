@@ -71,7 +71,8 @@ def end_where_nothing_runs(error):
 
 def add_rounds(rows, results, path, folder, stage_args):
     """Take the rows that took no turns through as many rounds as they need, there and back. rows: in the next order."""
-    rows = [row for row in rows if results.runs[row.name, 0].may_wait_for_data]
+    first_runs = {row: results.runs[row.name, 0] for row in rows}
+    rows = [row for row, run in first_runs.items() if run.may_wait_for_data and run.summary]
     for round_number in range(results.bench["rounds"], ROUNDS if rows else 0):
         tell(f"round {round_number + 1} of {ROUNDS} of the rows that take no turns")
         for row in rows:
@@ -103,7 +104,6 @@ def warm_up(worker, stage_args):
 
     Of stages it is known after the warm-up of the probe, and of scripts after that of the first script.
     """
-    tell(f"{worker.row.title}: start and warm-up")
     worker.take_steps(WARMUP)
     rows = worker.results.table_rows
     if worker.row is rows[0] and worker.round_number == 0:

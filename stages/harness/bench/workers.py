@@ -37,6 +37,7 @@ class Worker:
         self.results = results
         self.round_number = round_number
         self.keep({"kind": "start"})
+        tell(f"{row.title}: start and warm-up")
         self.run = results.runs[row.name, round_number]
         self.ranks = {}
         self.number_of_ranks = 1  # until one says how many there are
@@ -160,9 +161,12 @@ class Worker:
         elif status == 0:
             message = f"ended after {len(self.run.steps)} of {self.results.bench['steps']} steps"
         elif said:
-            message = f"exit status {status}; it last said: {said.splitlines()[-1]}"
+            message = f"exit status {status}; last printed: {said.splitlines()[-1]}"
         else:
             message = f"exit status {status}"
+        first_failure = self.first_failure()
+        if first_failure:
+            message = f"rank {first_failure[0]}: {message}"
         self.fail(message, said, out_of_memory=status == -signal.SIGKILL)
 
     def exit_status(self):
@@ -173,11 +177,14 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE_AT_THE_END)
         self.reader.join(PATIENCE_AT_THE_END / 10)  # it goes on where a child of the process can print
-        # torchrun reports how each rank ended, the one that failed first below the others
-        reported = re.findall(r"^ *exitcode *: (-?\d+)", self.printed(), re.MULTILINE)
-        if reported and TORCHRUNS_FILES in self.printed():
-            return int(reported[-1])
-        return self.process.returncode
+        first_failure = self.first_failure()
+        return int(first_failure[1]) if first_failure else self.process.returncode
+
+    def first_failure(self):
+        """Return (rank, exit status) of the rank that failed first, two texts, or None where torchrun reports none."""
+        # the report tells how each rank ended, the one that failed first below the others
+        failures = re.findall(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", self.printed(), re.MULTILINE)
+        return failures[-1] if failures else None
 
     def printed(self):
         """Return the end of what the row printed."""
@@ -185,11 +192,10 @@ class Worker:
 
     def last_lines(self):
         """Return the last lines that the row printed, without torchrun's report of its ranks below them."""
-        lines = []
-        for line in self.printed().strip().splitlines():
-            if TORCHRUNS_FILES in line:
-                break
-            lines.append(line)
+        printed, _, report = self.printed().partition(TORCHRUNS_FILES)
+        lines = printed.strip().splitlines()
+        if report:
+            lines = lines[:-1]  # it begins with the time
         return "\n".join(lines[-LAST_LINES:])
 
     def fail(self, message, said, out_of_memory=False):
