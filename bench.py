@@ -72,11 +72,9 @@ def new_parser_of_bench():
     """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    rounds_help = f"how many times every row is started ({ROUNDS}; 1 where rows take turns)"
-    add("--rounds", type=positive, metavar="N", help=rounds_help)
-    steps_in_turn, steps_alone = WARMUP + COUNTED_STEPS, WARMUP + MOST_COUNTED_STEPS
-    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up "
-    steps_help += f"({steps_in_turn} in turn, {steps_alone} alone)"
+    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS}; 1 in turn)")
+    steps = f"{WARMUP + COUNTED_STEPS} in turn, {WARMUP + MOST_COUNTED_STEPS} alone"
+    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up ({steps})"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--out", metavar="NAME", help="of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")

@@ -154,9 +154,6 @@ def pythons_documentation():
     return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs", in_bytes=True)
 
 
-# Tokens
-
-
 def ids_of(text, encoding):
     """Return the ids of a text, a 1-D array of uint16."""
     return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
@@ -182,6 +179,7 @@ def single_bytes():
 # A reader's own files
 
 
+@functools.lru_cache(maxsize=8)  # a folder may have more files than a process may open
 def corpus_of_file(source):
     """Return the Corpus in a user's file. Raises TextError where it is no such file.
 
@@ -229,10 +227,6 @@ def corpus_of_folder(source, split):
     return Corpus(name, ids, source)
 
 
-# A folder may have more files than a process may open, so the last few stay open.
-opened = functools.lru_cache(maxsize=8)(corpus_of_file)
-
-
 class Shards:
     """The ids of several files, which stay on disk, read as one array."""
 
@@ -251,6 +245,6 @@ class Shards:
         shard_of_each = np.searchsorted(self.ends, positions, side="right")
         for number in np.unique(shard_of_each):
             here = shard_of_each == number
-            shard = opened(self.paths[number]).ids
+            shard = corpus_of_file(self.paths[number]).ids
             ids[here] = shard[positions[here] - (self.ends[number] - len(shard))]
         return ids

@@ -43,8 +43,9 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
 "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
-"in_turn" all processes were alive at once, and a ratio compares two steps of one turn. Without it a ratio compares two
-medians of one round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the
+"in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load its
+data ahead took its steps at once, in three rounds, whatever "rounds" is. Without it a ratio compares two medians of one
+round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the
 environment those of all rows. The two lists "of_scripts" are for scripts that watch.py watches.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line

@@ -115,9 +115,7 @@ class StepLog:
         line where the weights could not be saved.
         """
         self.log.wait_for_request()  # a process that exits would slow down a step of another row
-        problem = None
-        if self.args.save and machine.is_rank_0():
-            problem = self.save_weights()
+        problem = self.save_weights() if self.args.save and machine.is_rank_0() else None
         self.write_summary()
         settle()
         if problem:
