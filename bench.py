@@ -18,8 +18,8 @@ above and with the first. Table and verdict go to results/NAME.md, a picture to 
 is measured, to results/NAME.jsonl. --predict only says, within a minute, what each row should bring here.
 
 On a CPU all processes are alive at once and take one step each in turn. A script whose loader works ahead takes its
-steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, all rows run so, and in
-each round a row stops when it has counted 20 steps or more that took six seconds together, at the latest after 160.
+steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, each row does. It then
+stops in each round when it has counted 20 steps or more that took six seconds together, and at the latest after 160.
 """
 
 import os

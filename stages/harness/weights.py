@@ -1,5 +1,6 @@
 """Weights of a GPT: to a file and back, those that OpenAI published, and their loss on held-out text."""
 
+import os
 from dataclasses import asdict, fields
 
 import numpy as np
@@ -29,7 +30,9 @@ def save(model, path, in_bytes=False):
 
 
 def is_saved(path):
-    """Tell whether a file holds what save() wrote."""
+    """Tell whether a path is a file that holds what save() wrote."""
+    if not os.path.isfile(path):  # a terminal would be waited for
+        return False
     try:
         return {"config", "weights"} <= torch.load(path, map_location="cpu", weights_only=True, mmap=True).keys()
     except Exception:  # torch.load raises many kinds for a file that is no checkpoint
