@@ -370,14 +370,6 @@ def test_a_record_that_cannot_be_written_is_one_line_before_anything_starts(repo
     assert ended.err == f"error: results/{name}.jsonl: {problem}; pass another --out, or mend the folder\n"
 
 
-def test_two_benches_with_one_name_are_one_line(repo, monkeypatch):
-    """The second one starts between the look at the folder and the first line of the first."""
-    monkeypatch.setattr(bench, "prepare_text", lambda args: (repo.records.parent.mkdir(), repo.records.touch()))
-    ended = repo.run()
-    assert (ended.status, repo.records.read_text()) == (2, "")
-    assert "error: results/x.jsonl: File exists; pass another --out" in ended.err
-
-
 def test_without_a_temporary_folder_a_line_says_which_variable_to_set(repo, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full_disk)
     ended = repo.run()

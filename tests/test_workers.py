@@ -105,9 +105,9 @@ def test_the_memory_variables_reach_all_rows_but_plain(tmp_path, monkeypatch):
     assert [run.header["variables"]["MALLOC_MMAP_MAX_"] for run in runs.values()] == ["0", None]
 
 
-def test_a_step_may_take_as_long_as_a_compilation():
-    """The first one of s04 takes 46 s on an H100, and ten times as long on a slow machine."""
-    assert PATIENCE > 460
+def test_a_step_may_take_as_long_as_nccl_waits_for_a_rank():
+    """Its watchdog waits 600 s, and then says which rank is missing."""
+    assert PATIENCE > 600
 
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 20), (0.01, 60)])
