@@ -338,3 +338,17 @@ def test_a_script_that_trains_on_another_device_has_no_prediction_and_no_share_o
         outcome = table_from(*runs, probe, rows=rows, **about).outcomes["+bf16"]
         assert (outcome.predicted is not None, outcome.peak_share is not None) == (is_known, is_known)
         assert outcome.ran_on == (None if is_known else "cpu")
+
+
+def test_rows_that_take_no_turns_are_compared_round_by_round():
+    """Their steps are those of other minutes, so a single round tells nothing, however many steps it has."""
+    ahead = {"loaders": 1}
+    runs = [run("s01", 9 * [2.0])]
+    for number, seconds in enumerate((2.8, 2.0, 2.0)):  # another program is busy in the first round
+        runs.append(run("a.py", 9 * [seconds], number, techniques=ahead))
+        runs.append(run("b.py", 9 * [2.0], number, techniques=ahead))
+    table = table_from(*runs, rows=[row("s01"), row("a.py", above="s01"), row("b.py", above="a.py")])
+    _, first, second = table.rows
+    assert first.ratio.spread is None
+    assert (second.ratio.value, second.ratio.rounds) == (1.0, 3) and second.ratio.spread > 0.4
+    assert second.verdict != Verdict.FASTER

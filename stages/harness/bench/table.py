@@ -300,7 +300,8 @@ def compare(outcome, base):
     """
     if base is None or base is outcome or base.unit != outcome.unit:
         return None
-    if outcome.by_all_steps or base.by_all_steps:
+    took_no_turns = outcome.is_out_of_turn or base.is_out_of_turn
+    if took_no_turns or outcome.by_all_steps or base.by_all_steps:
         return ratios.ratio_of_rounds(outcome.means, base.means)
     return ratios.ratio_of_rounds(outcome.times, base.times)
 
