@@ -17,14 +17,13 @@ from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
-from harness.watch import watcher as watcher_module
-from harness.watch.watcher import Watcher, end_process, watch_pytorch
+from harness.watch import hooks
+from harness.watch.watcher import STEPS_ON_A_CARD, Watcher, end_process
 
 import builtins
 import importlib.util
 import os
 import random
-import select
 import sys
 import traceback
 import types
@@ -34,7 +33,6 @@ import numpy as np
 import torch
 
 ENDED = "ended"
-OUR_FILES = (__file__, watcher_module.__file__)  # left out of a script's traceback
 
 
 def parse_command(argv):
@@ -44,24 +42,21 @@ def parse_command(argv):
     Exits with one line and status 2 where there is no script, or it can't be watched.
     """
     own, script, is_module, script_argv = split_command(argv)
+    if script is None:
+        refuse_what_is_no_script(own)
     added = [word[1:] for word in own if word.startswith("+")]
     own = [word for word in own if not word.startswith("+")]
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     add = parser.add_argument
-    steps_help = f"stop the script after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
-    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} (50; {WARMUP + COUNTED_STEPS} without a GPU)")
+    steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
+    default = f"{WARMUP + COUNTED_STEPS}, on a GPU {STEPS_ON_A_CARD}"
+    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} ({default})")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
-    add("--profile", action="store_true", help="at the end, show where the last step's time went")
+    add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     args = parser.parse_args(own)
-    if script is None:
-        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
-    if args.steps is None:
-        args.steps = 50 if torch.accelerator.is_available() else WARMUP + COUNTED_STEPS
-    if args.steps == "all":
-        args.steps = None
-        if args.profile:
-            refuse("--profile shows the last step, and --steps all has none that is known before: pass a number")
+    if args.steps == "all" and args.profile:
+        refuse("--profile shows the step behind the last one, and --steps all has none: pass a number")
     for name in added:
         if name not in ladder.ADDED:
             refuse(f"+{name} is no technique that can be added from outside: --help lists them")
@@ -84,6 +79,18 @@ def split_command(argv):
         if word.endswith(".py") and (place == 0 or argv[place - 1] != "--record"):
             return argv[:place], word, False, argv[place + 1 :]
     return argv, None, False, []
+
+
+def refuse_what_is_no_script(words):
+    """Exit with one line, where a command has no script among its words."""
+    for word in words:
+        stage = ladder.stage_of(word)
+        if stage:
+            refuse(f"{word} is a stage, and logs its steps by itself: python stages/{stage.name}.py")
+        if word.endswith(".ipynb"):
+            refuse(f"{word} is a notebook: jupyter nbconvert --to script {word} makes a script of it")
+    if not {"-h", "--help"} & set(words):
+        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
 
 
 def steps_or_all(text):
@@ -150,18 +157,6 @@ def find_module(name):
     return spec
 
 
-def its_own_traceback(error):
-    """Return the traceback of a script's exception as text, without our frames."""
-    told = traceback.TracebackException.from_exception(error)
-    chain = [told]
-    while chain:
-        link = chain.pop()
-        frames = [frame for frame in link.stack if frame.filename not in OUR_FILES]
-        link.stack = traceback.StackSummary.from_list(frames)
-        chain += [cause for cause in (link.__cause__, link.__context__) if cause]
-    return "".join(told.format())
-
-
 def say_end(watcher, reason, said=""):
     """Tell how the script ended before its steps were taken, below the summary of those that it took.
 
@@ -171,11 +166,11 @@ def say_end(watcher, reason, said=""):
         return
     args = watcher.args
     taken = len(args.log.steps)
-    of_asked = f" of {args.steps}" if args.steps else ""
+    of_asked = "" if args.steps == "all" else f" of {args.steps}"
     if watcher.optimizer is None:
         line = f"{reason}, and no step of a torch optimizer was seen in this process"
         if reason == ENDED and not args.log.is_led:
-            line += ". Where it starts ranks of its own, start them by torchrun: see --help"
+            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
     else:
         line = f"{reason} after {taken}{of_asked} timed steps"
     if args.log.is_led:
@@ -204,9 +199,8 @@ def watch(args, watcher):
         say_end(watcher, "was interrupted")
         return 130
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and stdout_is_closed():  # by `| head`
-            return 1
-        text = its_own_traceback(error)
+        error.__traceback__ = error.__traceback__.tb_next.tb_next  # without watch() and run()
+        text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
         args.log.write_error(f"{type(error).__name__}: {error}", text)
         if not args.log.is_led:
@@ -218,21 +212,11 @@ def watch(args, watcher):
 def end_well(watcher):
     """Print the summary of a script that ended without an error. Return the exit status, 2 without a timed step."""
     has_steps = len(watcher.log.steps) > 0
-    if has_steps and watcher.args.steps is None:  # it was to run to its end
+    if has_steps and watcher.args.steps == "all":
         watcher.finish()
     else:
         say_end(watcher, ENDED)
     return 0 if has_steps else 2
-
-
-def stdout_is_closed():
-    """Tell whether nobody reads stdout any more, and let what is left of it go nowhere."""
-    poll = select.poll()
-    poll.register(1, 0)
-    if not poll.poll(0):  # which tells of POLLERR alone
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return True
 
 
 def status_of(end, watcher):
@@ -255,12 +239,13 @@ def main(argv):
     args.log = Log(args.record_path, out=out)
     watcher = Watcher(args)
     if machine.is_rank_0() and not args.log.is_led:
-        until = f"stops after {args.steps} timed steps" if args.steps else "lets it end"
-        say(f"watching {args.title} in {args.folder}")
-        say(f"this {until}, seeds it with {args.seed}, and waits for the device after each step")
-    watch_pytorch(watcher)
+        steps = args.steps or f"{WARMUP + COUNTED_STEPS} (on a GPU {STEPS_ON_A_CARD})"
+        say(f"watching {args.title} in {args.folder} for {steps} steps")
+        say(f"this seeds it with {args.seed}, and waits for the device after each step")
+    hooks.watch_pytorch(watcher)
     leave_home_to(args)
     status = watch(args, watcher)
+    watcher.probe.stop()  # which must not be at work when Python ends
     sys.exit(status)
 
 

@@ -1,8 +1,11 @@
 """Techniques that are added to a script from outside, in real processes: they are in force where they should be."""
 
-from harness import machine
+from harness import ladder, machine
+from harness.scripts import what_to_type
+from harness.watch.techniques import framework_of
 
 import re
+import sys
 
 import pytest
 import torch
@@ -97,6 +100,45 @@ def test_what_can_not_be_added_says_so(tmp_path, change, reason):
     _, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
     assert f"+fused could not be added: {reason}" in out
     assert "+tf32 could not be added: the script turns it off" in out
+
+
+SPARSE = """
+model = nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_fused_update_that_fails_in_the_first_step_goes_on_without(tmp_path):
+    techniques, own, out = techniques_after(tmp_path, ("+fused",), SPARSE)
+    assert own[-2] == "None" and techniques["fused"] is False
+    assert re.search(r"\+fused could not be added: .* does not support sparse gradients", out)
+
+
+def test_any_optimizer_with_such_a_setting_is_fused(tmp_path):
+    """A GradScaler then unscales before the step, without which Lightning refuses to clip."""
+    change = "optimizer = torch.optim.Adagrad(model.parameters())\nassert not optimizer._step_supports_amp_scaling"
+    techniques, own, _ = techniques_after(tmp_path, ("+fused",), change)
+    assert own[-2] == "True" and techniques["fused"]
+
+
+def test_autocast_is_not_added_to_weights_in_64_bits(tmp_path):
+    change = "model.double()\nones = torch.ones\ntorch.ones = lambda *size: ones(*size, dtype=torch.float64)"
+    (tmp_path / "train.py").write_text(PLAIN.replace("CHANGE", change))
+    out = python(WATCH, "+bf16", "--steps", "4", "train.py", folder=tmp_path).out
+    assert "+bf16 could not be added: its weights are float64, which autocast leaves as they are" in out
+    assert "has     nothing of the ladder" in out
+
+
+def test_what_to_type_names_the_optimizer_or_the_flag_of_the_framework_that_calls_it():
+    scope = {"__name__": "transformers.trainer", "framework_of": framework_of, "sys": sys}
+    exec("def step():\n    return framework_of(sys._getframe())", scope)
+    assert (framework_of(sys._getframe()), scope["step"]()) == (None, "transformers")
+    by_hand = {"framework": None, "optimizer": "Adam"}
+    in_a_trainer = {"framework": "transformers", "optimizer": "AdamW"}
+    fused = ladder.ADDED["fused"]
+    assert what_to_type(by_hand, fused) == "`Adam(..., fused=True)`"
+    assert what_to_type(in_a_trainer, fused) == "`--optim adamw_torch_fused`"
+    assert what_to_type(by_hand, ladder.ADDED["compile"]) == "`model = torch.compile(model)`"
 
 
 def test_a_technique_that_nobody_can_add_is_one_line(tmp_path):

@@ -59,16 +59,21 @@ A stage that was started by hand leaves one for an exception.
     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
      "out_of_memory": false}
 
-A script that watch.py watches leaves a line more, before its second step. techniques.find_techniques() explains it:
+A script that watch.py watches leaves a line more, before its first step. techniques.find_techniques() explains it:
 
-    {"kind": "techniques", "profiled": true, "tf32": true, "weights": "float32", "compile": false, "sdpa": "flash",
-     "attention": true, "drops": false, "vocabulary": 50304, "logits": 50304, "fused": false, "optimizer": "AdamW",
-     "autocast": null, "emulated": false, "parameters": 7242880, "loaders": 0,
-     "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
+    {"kind": "techniques", "profiled": true, "unseen": null, "tf32": true, "weights": "float32", "compile": false,
+     "sdpa": "flash", "attention": true, "drops": false, "vocabulary": 50304, "fused": false, "optimizer": "AdamW",
+     "autocast": null, "enters_autocast": false, "emulated": false, "clips": true, "schedules": true, "groups": true,
+     "accum": 1, "loss_share": 0.98, "kernels": null, "busy_ms": null, "reads": null, "failed": {}, "framework": null,
+     "parameters": 7242880, "loaders": 0, "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
 
-"loaders" are the processes and threads that it has started, most likely to load its data. Its settings are those that
-can be seen, its first step is number 1, and each step has "spent", the seconds of each of watcher.KINDS. "shares" of
-its summary are the same as shares of the time.
+On a card, and with --profile, operations are seen in one step more, behind all others, which leaves no line of its own.
+Until then "profiled" is false. A second line with all keys follows it, and replaces the first. "loaders" are the
+processes and threads that it has started, most likely to load its data.
+
+Its settings are those that can be seen, its first step is number 1, and each step has "spent", the seconds of each of
+timeline.KINDS. On a card these are true of steps 2 to 4, in which each kind waits for it. "shares" of its summary are
+the same as shares of the time. There what follows the loss, up to backward(), is no loss but "rest".
 
     {"kind": "step", "spent": {"data": 0.03, "forward": 0.2, "loss": 0.01, "backward": 0.4, "update": 0.05,
      "evaluation": 0.0, "rest": 0.02}, "step": 1, "loss": 10.9, "dt": 0.71, "tokens": 1024, "memory": 1870000000,

@@ -11,6 +11,25 @@ from . import ladder
 from .arithmetic import ADAMW, FUSED_ADAMW, Work
 from .common import ROOT
 
+# What is typed in a framework, which has no line of its own for it
+IN_FRAMEWORK = {
+    "lightning": {
+        "s02_tf32": '`torch.set_float32_matmul_precision("high")`',
+        "s03_bf16": '`Trainer(precision="bf16-mixed")`',
+        "s04_compile": "`Trainer.fit(torch.compile(model))`",
+    },
+    "transformers": {
+        "s02_tf32": "`--tf32 True`",
+        "s03_bf16": "`--bf16 True`",
+        "s04_compile": "`--torch_compile True`",
+        "s05_flash": '`from_pretrained(..., attn_implementation="sdpa")`',
+        "s10_fused": "`--optim adamw_torch_fused`",
+    },
+    "accelerate": {
+        "s03_bf16": '`Accelerator(mixed_precision="bf16")`',
+        "s04_compile": '`Accelerator(dynamo_backend="inductor")`',
+    },
+}
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -44,7 +63,7 @@ def words_on_techniques(techniques):
     words_on_has = names_of(has) or "nothing of the ladder"
     words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
     if not techniques["profiled"]:
-        words_on_lacks = "not looked at, since the script profiles itself"
+        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
     return words_on_has, words_on_lacks, remarks
 
 
@@ -71,19 +90,29 @@ def has_and_lacks(techniques):
                 used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
                 if techniques["emulated"]:
                     remarks.append(f"this device has no units for {techniques['autocast']}, and is slow in it")
+                if used and not techniques["enters_autocast"]:
+                    remarks.append(f"it computes in {techniques['autocast']} without autocast, as by a policy of FSDP")
                 if not has_float32:
+                    used = False
                     remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
             case "s04_compile":
                 used, useful = techniques["compile"], machine["compile"]
             case "s05_flash":
                 used, useful = flash_attention_of(techniques, remarks)
             case "s06_vocab":
-                rows = techniques.get("logits", techniques["vocabulary"])  # without a profile the embedding's
-                used = rows is not None and rows % 64 == 0
-                useful = rows is not None and rows >= SMALL_VOCABULARY
-                used = used and useful
+                rows = techniques["vocabulary"] or 0
+                useful = rows >= SMALL_VOCABULARY
+                used = useful and rows % 64 == 0
+            case "s07_clip":  # it and the next two are for the loss, and a step that lacks them is not slower for it
+                used, useful = techniques["clips"], False
+            case "s08_cosine":
+                used, useful = techniques["schedules"], False
+            case "s09_decay":
+                used, useful = techniques["groups"], False
             case "s10_fused":
                 used, useful = techniques["fused"], techniques["fused"] is not None
+            case "s11_accum":
+                used, useful = techniques["accum"] > 1, False
             case _:
                 continue
         if used:
@@ -106,11 +135,21 @@ def flash_attention_of(techniques, remarks):
     return False, techniques["attention"]
 
 
+def what_to_type(techniques, stage):
+    """Return what adds the technique of a Stage to a watched script, in markdown: a line, or a framework's flag."""
+    flag = IN_FRAMEWORK.get(techniques["framework"], {}).get(stage.name)
+    if flag:
+        return flag
+    if stage.name == "s10_fused":
+        return f"`{techniques['optimizer']}(..., fused=True)`"
+    return stage.line
+
+
 def uses(techniques, name):
     """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
     match name:
         case "bf16":
-            return techniques["autocast"] is not None
+            return techniques["autocast"] is not None and techniques["weights"] == "float32"
         case "fused":
             return techniques["fused"] is True
         case _:
@@ -125,9 +164,14 @@ def with_added(techniques, names):
 
 def words_on_missing(techniques, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
+    failed = (techniques)["failed"].get(name)
     match name:
+        case _ if failed:
+            reason = failed
         case "tf32":
             reason = "the script turns it off"
+        case "bf16" if techniques["weights"] != "float32":
+            reason = f"its weights are {techniques['weights']}, which autocast leaves as they are"
         case "bf16":
             reason = "no forward of a module was seen in training"
         case "compile":

@@ -1,23 +1,29 @@
 """Adds techniques of the ladder to a script from outside, each where the script does not use it by itself."""
 
 import functools
+import inspect
 
 import torch
 
-FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # the optimizers that have a fused kernel
-
 
 class Added:
-    """The techniques that are added to a script. names: "tf32", "bf16", "compile" and "fused", or some of them."""
+    """The techniques that are added to a script.
+
+    names: "tf32", "bf16", "compile" and "fused", or some of them. failed: {name: why it was left out again}.
+    """
 
     def __init__(self, names):
         self.names = names
+        self.failed = {}
         self.autocast = None  # while one of ours is entered
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
         if "fused" in names:
-            for optimizer in FUSED:
-                optimizer.__init__ = with_fused_kernel(optimizer.__init__)
+            for optimizer in vars(torch.optim).values():
+                if inspect.isclass(optimizer) and "fused" in inspect.signature(optimizer.__init__).parameters:
+                    optimizer.__init__ = with_fused_kernel(optimizer.__init__)
+                    if "step" in vars(optimizer):  # AdamW has that of Adam
+                        optimizer.step = self.with_a_second_try(optimizer.step)
 
     def before_forward(self, module):
         """Compile the outermost module, and enter autocast. What follows up to backward() is in it, the loss, too.
@@ -25,17 +31,41 @@ class Added:
         Around the module alone, autocast would leave a loss outside of the model with logits in 16 bits.
         """
         if "compile" in self.names and not any(is_compiled(part) for part in module.modules()):
+            torch._dynamo.config.suppress_errors = True  # what can't be compiled runs as it is
             compile_in_place(module)
-        device_type = next(module.parameters()).device.type
-        if "bf16" in self.names and not torch.is_autocast_enabled(device_type):
-            self.autocast = torch.autocast(device_type, torch.bfloat16)
-            self.autocast.__enter__()
+        if "bf16" in self.names:
+            device_type = next(module.parameters()).device.type
+            if not torch.is_autocast_enabled(device_type):
+                self.autocast = torch.autocast(device_type, torch.bfloat16)
+                self.autocast.__enter__()
 
     def before_backward(self):
         """Leave the autocast that before_forward() entered."""
         if self.autocast:
             self.autocast.__exit__(None, None, None)
             self.autocast = None
+
+    def with_a_second_try(self, step):
+        """Return the step() of an optimizer, which goes on without a fused kernel where the first step fails with it.
+
+        As with gradients that are sparse.
+        """
+
+        @functools.wraps(step)
+        def step_again(optimizer, closure=None):
+            if not getattr(optimizer, "is_fused_by_watch", False):
+                return step(optimizer, closure)
+            optimizer.is_fused_by_watch = False
+            closure = functools.cache(closure) if closure else None  # which runs once for both
+            try:
+                return step(optimizer, closure)
+            except RuntimeError as error:
+                self.failed["fused"] = str(error).splitlines()[0]
+                for group in optimizer.param_groups:
+                    group["fused"] = None
+                return step(optimizer, closure)
+
+        return step_again
 
 
 def with_fused_kernel(make):
@@ -47,9 +77,12 @@ def with_fused_kernel(make):
         if any(kwargs.get(name) is not None for name in ("fused", "foreach")) or kwargs.get("differentiable"):
             return make(optimizer, params, *args, **kwargs)
         try:
-            return make(optimizer, params, *args, **kwargs | {"fused": True})
+            make(optimizer, params, *args, **kwargs | {"fused": True})
         except RuntimeError:  # no fused kernel for these parameters
             return make(optimizer, params, *args, **kwargs)
+        optimizer.is_fused_by_watch = True
+        # Let a GradScaler unscale gradients before the step, as it does without fused. Lightning clips no others.
+        optimizer._step_supports_amp_scaling = False
 
     return make_fused
 

@@ -1,6 +1,8 @@
 """Which techniques of the ladder a watched step used, by PyTorch's flags and operations, never by a script's text."""
 
+import multiprocessing
 import re
+import sys
 
 import torch
 from torch import nn
@@ -9,52 +11,76 @@ from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..stepprofile import names_with_callers
 from .added import is_compiled
+from .probe import kernels_and_busy_ms, share_of_loss
+from .timeline import RANGE_OF_LOSS, count_threads_of_script
 
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
+FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")  # the outer one first
+HALVES = (torch.bfloat16, torch.float16)
 
 
-def find_techniques(models, optimizer, device, autocast, events):
-    """Return what a step used, a dict for JSON.
+def find_techniques(watcher):
+    """Return what PyTorch's flags tell of a step, a dict for JSON. What only operations tell is None, or not there.
 
-    models: the modules that were called. optimizer: the one whose steps are counted. autocast: the dtype of the step's
-    autocast, as "bfloat16", or None. events: those of torch.profiler for one step, or None where none was profiled:
-    "profiled" is then False, and the rest is what flags alone tell.
-
-    tf32: whether float32 matmuls may use it. weights: the dtype of most weights. compile: whether compiled code
-    multiplied matrices outside of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None.
-    attention: whether any attention was seen. drops: whether dropout was inside of attention, or may have been.
-    vocabulary: the rows of the largest embedding, or None. logits: among how many the loss chooses, or None; there
-    where a step was profiled. fused: whether one kernel did the update, or None for an optimizer that can't. optimizer:
-    its class. emulated: whether a CPU has no units for autocast's dtype. parameters: how many there are. machine: what
-    this machine could use, {tf32, amp_dtype, compile}.
+    profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it.
+    weights: the dtype of most weights. compile: whether compiled code multiplies matrices outside of the optimizer.
+    sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was seen. drops: whether
+    dropout was inside of attention, or may have been. vocabulary: among how many the loss chooses, else the rows of the
+    last layer, or None. fused: whether one kernel does the update, or None for an optimizer that can't. optimizer: its
+    class. autocast: the dtype in which it computes above weights in float32, as "bfloat16", or None. enters_autocast:
+    whether that is by autocast, and not by a policy of FSDP, for one. emulated: whether a CPU has no units for it.
+    clips, schedules, groups: whether it clips gradients, changes its learning rate, and has groups of unlike weight
+    decay. accum: micro-batches of a rank. loss_share: see share_of_loss(). kernels, busy_ms, reads: how many kernels a
+    step runs on a card, how long that is busy, and how many numbers are read from it. failed: {name of an added
+    technique: why it was left out again}. framework: the package that calls the optimizer, or None. parameters: how
+    many. loaders: how many processes and threads it has started. machine: what this one could use, {tf32, amp_dtype,
+    compile}.
     """
+    models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
+    optimizer, device, habits = watcher.optimizer, watcher.device, watcher.habits
     parameters = parameters_of(models, optimizer)
-    vocabularies = [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
-    techniques = {
-        "profiled": events is not None,
+    weights = dtype_of_most(parameters)
+    autocast = habits.autocast
+    if autocast is None and torch.is_autocast_enabled(device.type):  # entered once, around the loop
+        autocast = machine.dtype_name(torch.get_autocast_dtype(device.type))
+    is_entered = autocast is not None
+    if autocast is None and habits.output_dtype in HALVES and weights == torch.float32:
+        autocast = machine.dtype_name(habits.output_dtype)
+    groups = optimizer.param_groups
+    return {
+        "profiled": False,
         "tf32": allows_tf32(),
-        "weights": machine.dtype_name(dtype_of_most(parameters)),
+        "weights": machine.dtype_name(weights),
         "compile": any(is_compiled(module) for module in modules),
         "sdpa": None,
         "attention": False,
         "drops": any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules),
-        "vocabulary": max(vocabularies, default=None),
-        "fused": fused_flag(optimizer),
+        "vocabulary": rows_of_last_layer(modules),
+        "fused": bool(groups[0]["fused"]) if "fused" in groups[0] else None,
         "optimizer": type(optimizer).__name__,
         "autocast": autocast,
+        "enters_autocast": is_entered,
         "emulated": autocast is not None and machine.emulates(device, getattr(torch, autocast)),
+        "clips": habits.clips,
+        "schedules": float(groups[0]["lr"]) != watcher.first_lr or "initial_lr" in groups[0],
+        "groups": len({group.get("weight_decay") for group in groups}) > 1,
+        "accum": watcher.seen.accum,
+        "loss_share": 1.0,
+        "kernels": None,
+        "busy_ms": None,
+        "reads": None,
+        "failed": watcher.added.failed,
+        "framework": framework_of(sys._getframe()),
         "parameters": sum(p.numel() for p in parameters),
+        "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
         "machine": {
             "tf32": machine.has_tf32(device),
             "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
             "compile": machine.compile_problem(device) is None,
         },
     }
-    if events is not None:
-        techniques |= seen_in(events, techniques)
-    return techniques
 
 
 def parameters_of(models, optimizer):
@@ -70,12 +96,12 @@ def parameters_of(models, optimizer):
     return list(parameters.values())
 
 
-def seen_in(events, flags):
+def seen_in(events, flags, device):
     """Return what the operations of a step tell. events: of torch.profiler. flags: what the flags told, a dict."""
     operations = [names_with_callers(event) for event in events]
     names = {names[0] for names in operations}
     kernels = {match[1] for name in names if (match := re.search(machine.SDPA_KERNEL, name))}
-    compiled = any(is_compiled_matmul(each) for each in operations)  # a compiled loss has none
+    has_matmul = any(is_matmul(each) for each in operations)
     attends, logits = False, None
     for event in events:
         shape = event.input_shapes[0] if event.input_shapes else []
@@ -83,29 +109,59 @@ def seen_in(events, flags):
             attends = attends or shape[-1] == shape[-2]
         if event.name == "aten::_log_softmax" and shape:
             logits = max(logits or 0, shape[-1])
-    if logits is None and compiled:  # a compiler leaves no log_softmax to be seen
-        logits = flags["vocabulary"]
     seen = {
-        "compile": compiled,
+        "profiled": True,
         "sdpa": min(kernels, default=None),  # "efficient" before "math", which a mask or dropout may choose in a part
         "attention": bool(kernels) or attends,
-        "logits": logits,
+        "loss_share": share_of_loss(events, RANGE_OF_LOSS),
     }
+    if has_matmul:  # else all of it is in CUDA graphs, or in kernels of Triton
+        seen["compile"] = any(is_matmul(each) and is_in_compiled_code(each) for each in operations)
+    if logits or not flags["compile"]:  # a compiler leaves no log_softmax to be seen
+        seen["vocabulary"] = logits
     if kernels:
         seen["drops"] = any("bernoulli" in each[0] and "scaled_dot_product" in " ".join(each) for each in operations)
     if flags["fused"] is not None:
         seen["fused"] = flags["fused"] or any("aten::_fused_" in name for name in names)
+    if device.type != "cpu":
+        seen["kernels"], seen["busy_ms"] = kernels_and_busy_ms(events)
+        seen["reads"] = sum("DtoH" in name or "DeviceToHost" in name for name, *callers in operations)
     return seen
 
 
-def is_compiled_matmul(names):
-    """Tell whether an operation is a matmul in compiled code, by its name and those of its callers.
+def is_matmul(names):
+    """Tell whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
 
-    Those of an optimizer, as Muon has them, are left out: a compiled update is no compiled model.
+    Some optimizers multiply matrices, as Muon does, and a compiled update is no compiled model.
     """
-    if not re.fullmatch(MATMUL, names[0]) or any("Optimizer.step#" in name for name in names):
-        return False
+    return re.fullmatch(MATMUL, names[0]) is not None and not any("Optimizer.step#" in name for name in names)
+
+
+def is_in_compiled_code(names):
+    """Tell whether torch.compile made an operation, by its name and those of its callers."""
     return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in names)
+
+
+def framework_of(frame):
+    """Return which package of FRAMEWORKS called the optimizer that this frame is in, or None."""
+    packages = set()
+    while frame:
+        packages.add(frame.f_globals.get("__name__", "").split(".")[0])
+        frame = frame.f_back
+    for name in FRAMEWORKS:
+        if name in packages:
+            return name.removeprefix("pytorch_")
+    return None
+
+
+def rows_of_last_layer(modules):
+    """Return the rows of the matrix that an embedding shares, else of the last one, or None where there is none."""
+    embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    layers = [module for module in modules if isinstance(module, nn.Linear)]
+    tied = [layer for layer in layers if id(layer.weight) in embeddings]
+    for layer in tied or layers[-1:]:
+        return layer.out_features
+    return None
 
 
 def allows_tf32():
@@ -122,12 +178,6 @@ def dtype_of_most(parameters):
     for p in parameters:
         counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
     return max(counts, key=counts.get, default=torch.float32)
-
-
-def fused_flag(optimizer):
-    """Return whether an optimizer was asked for a fused kernel, or None where it has no such setting."""
-    group = optimizer.param_groups[0]
-    return bool(group["fused"]) if "fused" in group else None
 
 
 def gpt_shape(models, seq_len):

@@ -1,0 +1,170 @@
+"""What a step trains on: its micro-batches, and how many tokens or samples each has."""
+
+import inspect
+import itertools
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+NO_TEXT = re.compile("label|target|mask|edge|adj")  # arguments of whole numbers that are not what is read
+PADDING = 128  # a last layer may have so many rows more than there are tokens, but no more than a 16th of these
+
+
+@dataclass
+class Call:
+    """A call of a module with gradients.
+
+    is_training: whether the module is in training mode. tokens: 0 where it reads no text. samples: the rows of its
+    first tensor. batch_size, seq_len: of its text; seq_len is None without. inputs: its first tensor. version: of its
+    first weight, which changes with each change of that.
+    """
+
+    is_training: bool
+    tokens: int
+    samples: int
+    batch_size: int
+    seq_len: int | None
+    inputs: torch.Tensor
+    version: int
+
+    @property
+    def size(self):
+        """What decides which of several calls tells the batch."""
+        return self.tokens, self.samples
+
+
+class MicroBatches:
+    """What was seen since the last step ended.
+
+    batches: a Call for each micro-batch. loss: the sum of what backward() was called on, a tensor, or None. in_turn:
+    whether several optimizers train in turn, as in a GAN. Then the largest batch counts, and not all of them.
+    """
+
+    def __init__(self, in_turn=False):
+        self.in_turn = in_turn
+        self.batches = []
+        self.loss = None
+        self.unscaled_loss = None  # what a GradScaler multiplied, until backward() is called
+        self.largest = {}  # {whether in training mode: the largest Call since the last backward}
+        self.backwards = 0
+        self.backwards_of_closure = 0
+
+    def add_call(self, call):
+        """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
+        largest = self.largest.get(call.is_training)
+        if largest is None or call.size > largest.size:
+            self.largest[call.is_training] = call
+
+    def add_backward(self, loss, in_update):
+        """Close a micro-batch. loss: what backward() is called on. in_update: whether an optimizer's closure does so.
+
+        The first backward of a closure counts, since LBFGS evaluates one batch again and again.
+        """
+        self.backwards += 1
+        self.backwards_of_closure += in_update
+        is_new = self.close()
+        if self.unscaled_loss is not None:
+            loss, self.unscaled_loss = self.unscaled_loss, None
+        if is_new and torch.is_tensor(loss) and loss.numel() == 1:
+            total = 0.0 if self.loss is None else self.loss
+            self.loss = total + loss.detach().float()  # a new tensor: a CUDA graph may write into its own again
+
+    def close(self):
+        """Take the calls since the last backward for a micro-batch. Return whether it is another one than the last.
+
+        Calls in training mode go before others, which may be a validation. The same tensor under changed weights is the
+        same batch once more, as SAM has it.
+        """
+        call = self.largest.get(True) or self.largest.get(False)
+        self.largest = {}
+        if self.backwards_of_closure > 1:
+            return False
+        if call is None:
+            return True
+        if self.batches:
+            last = self.batches[-1]
+            if call.inputs is last.inputs and call.version != last.version:
+                return False
+            last.inputs = None  # memory that is the script's
+        self.batches.append(call)
+        return True
+
+    @property
+    def accum(self):
+        """How many micro-batches make a step."""
+        return 1 if self.in_turn else len(self.batches)
+
+    @property
+    def unit(self):
+        """What can be counted: "tok", "sample" where there are no tokens, or "step" where nothing was seen."""
+        if not self.batches:
+            return "step"
+        return "tok" if any(call.tokens for call in self.batches) else "sample"
+
+    def count_of(self, unit):
+        """Return how many tokens, samples or steps these are. unit: as above, of the first step that was reported."""
+        if unit == "step":
+            return 1
+        counts = [call.tokens if unit == "tok" else call.samples for call in self.batches]
+        return max(counts, default=0) if self.in_turn else sum(counts)
+
+
+def call_of(module, args, kwargs):
+    """Return the Call of a module with these arguments, or None where these have no tensor."""
+    if module not in FACTS:
+        FACTS[module] = facts_of(module)
+    names, reads_ids, predicts_ids = FACTS[module]
+    pairs = itertools.zip_longest(names[: len(args)], args, fillvalue="")
+    tensors = [*named_tensors(pairs), *named_tensors(kwargs.items())]
+    if not tensors:
+        return None
+    texts = []
+    for name, tensor in tensors:
+        is_text = reads_ids if tensor.dim() == 2 else predicts_ids and tensor.dim() == 1
+        if is_text and is_whole(tensor) and not NO_TEXT.search(name):
+            texts.append(tensor)
+    first = tensors[0][1]
+    samples = first.shape[0] if first.dim() else 1
+    call = Call(module.training, 0, samples, samples, None, first, next(module.parameters())._version)
+    if texts:
+        text = max(texts, key=torch.Tensor.numel)
+        call.tokens = text.numel()
+        call.batch_size, call.seq_len = text.shape if text.dim() == 2 else (1, len(text))
+    return call
+
+
+FACTS = weakref.WeakKeyDictionary()  # what facts_of() returned, by module
+
+
+def facts_of(module):
+    """Return (names of a module's arguments, whether it has an embedding, whether it has a last layer for its ids).
+
+    Without such a layer, ids in one dimension are users or products, and with it they are a text.
+    """
+    rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    widths = [part.out_features for part in module.modules() if isinstance(part, nn.Linear)]
+    padded = [range(number, number + 1 + min(PADDING, number // 16)) for number in rows]
+    predicts_ids = any(width in allowed for width in widths for allowed in padded)
+    return list(inspect.signature(module.forward).parameters), bool(rows), predicts_ids
+
+
+def named_tensors(pairs):
+    """Return [(name, tensor)] of pairs of a name and a value, also of those inside of lists, tuples and dicts."""
+    tensors = []
+    for name, value in pairs:
+        if torch.is_tensor(value):
+            tensors.append((str(name).lower(), value))
+        elif isinstance(value, Mapping):
+            tensors += named_tensors(value.items())
+        elif isinstance(value, (list, tuple)):
+            tensors += named_tensors((name, each) for each in value)
+    return tensors
+
+
+def is_whole(tensor):
+    """Tell whether a tensor holds whole numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -1,0 +1,178 @@
+"""Lets PyTorch tell the watcher of each forward, backward and step. Nothing here asks a card anything.
+
+Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
+of optimizers are kept from it, and the others are skipped where it works.
+"""
+
+import functools
+import importlib
+import multiprocessing.util
+import os
+import threading
+import time
+import weakref
+
+import torch
+from torch import nn
+from torch.amp import autocast_mode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .added import is_compiled
+from .timeline import frame_of_script, is_at_compiling, place_of
+
+LOOK_EVERY = 0.005  # seconds between two looks at the line that runs
+SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
+
+
+def watch_pytorch(watcher):
+    """Let PyTorch tell the watcher of what the script does, until the process ends."""
+    for work in (tell_of_silence, look_at_own_code):
+        threading.Thread(target=work, args=[watcher], daemon=True).start()
+    os.register_at_fork(before=watcher.probe.give_up)
+    watch_modules(watcher)
+    watch_backward(watcher)
+    watch_loaders(watcher)
+    use_free_ports(watcher)
+    habits = watcher.habits
+    call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
+    call_first(torch.autocast, "__enter__", habits.saw_autocast)
+    call_first(autocast_mode, "_enter_autocast", habits.saw_autocast_of_compiler)  # which runs outside of its traces
+    call_first(torch.profiler.profile, "__init__", watcher.probe.saw_profiler)
+    call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
+    call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
+    call_first(torch.nn.utils, "clip_grads_with_norm_", habits.saw_clipping)
+    # torch.compiler.disable would import all of torch.compile, and take a second, before the script's first line
+    begins = torch._disable_dynamo(lambda optimizer, args, kwargs: watcher.saw_optimizer_begin(optimizer))
+    ends = torch._disable_dynamo(lambda optimizer, args, kwargs: watcher.saw_optimizer_step(optimizer))
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
+
+
+def call_first(owner, name, note):
+    """Let a function of PyTorch call `note` with its own arguments first."""
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def noted_call(*args, **kwargs):
+        if not torch.compiler.is_dynamo_compiling():
+            note(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, noted_call)
+
+
+def watch_modules(watcher):
+    """Tell of each call of an outermost module that has parameters. Others are a loss, or a transform of data.
+
+    Where a part of it is compiled, torch.compile finds PyTorch's own call. Others keep ours, since each change of a
+    method costs all classes below it a tenth of a millisecond.
+    """
+    call_module = nn.Module.__call__
+    compiled = weakref.WeakKeyDictionary()  # {module: whether a part of it is}
+    is_inside = False
+
+    def watched_call(module, *args, **kwargs):
+        nonlocal is_inside
+        if torch.compiler.is_compiling() or is_inside or next(module.parameters(), None) is None:
+            return call_module(module, *args, **kwargs)
+        is_inside = True
+        try:
+            watcher.saw_forward(module, args, kwargs)
+            if module not in compiled:
+                compiled[module] = any(is_compiled(part) for part in module.modules())
+            if compiled[module]:
+                nn.Module.__call__ = call_module
+            output = call_module(module, *args, **kwargs)
+        finally:
+            is_inside = False
+            if compiled.get(module):
+                nn.Module.__call__ = watched_call
+        watcher.saw_output(output)
+        return output
+
+    nn.Module.__call__ = watched_call
+
+
+def watch_backward(watcher):
+    """Tell of each backward(). One inside of another, as of activation checkpointing, is a part of that."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def watched_backward(tensors, *args, **kwargs):
+        if watcher.in_backward:
+            return backward(tensors, *args, **kwargs)
+        watcher.saw_backward(tensors)
+        watcher.in_backward = True
+        watcher.clock.switch("backward")
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            watcher.in_backward = False
+            watcher.clock.switch("update" if watcher.in_update else "rest")
+
+    torch.autograd.backward = watched_backward
+
+
+def watch_loaders(watcher):
+    """Tell of the time in which the script waits for a DataLoader, and for the start of its processes."""
+
+    def is_data(function, note):
+        @functools.wraps(function)
+        def timed_function(loader):
+            before = watcher.clock.switch("data")
+            note(loader)
+            try:
+                return function(loader)
+            finally:
+                watcher.clock.switch(before)
+
+        return timed_function
+
+    def begins(loader):
+        if loader.num_workers > 0:
+            multiprocessing.util.get_temp_dir()  # which its processes share, so that leave() can remove it
+            watcher.habits.starts_of_loaders[id(loader)] += not (loader.persistent_workers and loader._iterator)
+
+    DataLoader.__iter__ = is_data(DataLoader.__iter__, begins)
+    _BaseDataLoaderIter.__next__ = is_data(_BaseDataLoaderIter.__next__, watcher.habits.saw_loader)
+
+
+def use_free_ports(watcher):
+    """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the name is also that of a function
+    create = rendezvous._create_c10d_store
+
+    @functools.wraps(create)
+    def create_on_free_port(hostname, port, rank, world_size, *args, **kwargs):
+        if world_size == 1 and not watcher.was_launched:
+            port = 0
+        return create(hostname, port, rank, world_size, *args, **kwargs)
+
+    rendezvous._create_c10d_store = create_on_free_port
+
+
+def look_at_own_code(watcher):
+    """Look now and then at the line that runs. This is a thread, as long as the process."""
+    while True:
+        time.sleep(LOOK_EVERY)
+        if watcher.t0 and not watcher.is_between_steps:
+            watcher.own_code.look()
+
+
+def tell_of_silence(watcher):
+    """Tell now and then where a script is that shows no step: compiling, evaluating, or in a loop without an end.
+
+    This is a thread, as long as the process.
+    """
+    while True:
+        t0 = watcher.t0
+        time.sleep(SILENCE)
+        if watcher.t0 != t0 or watcher.is_between_steps:
+            continue
+        seconds = time.perf_counter() - (t0 or watcher.began)
+        frame = frame_of_script()
+        work = "compiling" if is_at_compiling(frame) else "at"
+        counts = f"{watcher.habits.forwards} forwards and {watcher.habits.backwards} backwards"
+        watcher.log.notice(f"no step in {seconds:.0f} s: it is {work} {place_of(frame)[0]}, after {counts}")

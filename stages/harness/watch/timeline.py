@@ -1,0 +1,152 @@
+"""The clock of a watched step: what its time goes to, and which of the script's own lines take what is left."""
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+
+import torch
+
+from .. import machine
+
+# What a step spends its time on: a DataLoader, a forward with gradients, what follows it up to backward(), a backward,
+# an optimizer, a forward without gradients, and what is left, the script's own code.
+KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
+OWN_CODE = ("loss", "rest")
+RANGE_OF_LOSS = "python (loss)"  # in a profile
+HARNESS = os.path.dirname(os.path.dirname(__file__))
+TORCH = os.path.dirname(torch.__file__)
+LIBRARIES = (sysconfig.get_path("stdlib"), TORCH, HARNESS, "<")
+PACKAGES = ("site-packages", "dist-packages")
+COMPILERS = ("convert_frame.py", "compile_fx.py")  # of torch.compile, while it works
+
+
+class StepClock:
+    """Measures on what a step spends its time.
+
+    spent: {kind: seconds} of the open step. own_seconds: of the script's own code, in all steps. waits_for: the devices
+    that must be ready before another kind begins; none where kernels are only queued.
+    """
+
+    def __init__(self):
+        self.kind = "rest"
+        self.own_seconds = 0.0
+        self.waits_for = ()
+        self.range = None
+        self.begin()
+
+    def begin(self):
+        """Begin a step."""
+        self.spent = dict.fromkeys(KINDS, 0.0)
+        self.after_forward = 0.0  # seconds since a forward that no backward() has followed yet
+        self.since = time.perf_counter()
+
+    def switch(self, kind):
+        """Count the time from now on as another kind. Return what the kind was before."""
+        if self.waits_for and not is_captured():
+            for device in self.waits_for:
+                machine.synchronize(device)
+        now = time.perf_counter()
+        seconds = now - self.since
+        before = self.kind
+        self.spent[before] += seconds
+        if before in OWN_CODE:
+            self.own_seconds += seconds
+        if before == "loss":
+            self.after_forward += seconds
+        if kind == "forward":  # what followed the forward before led to no backward(), so it was no loss
+            self.spent["loss"] -= self.after_forward
+            self.spent["rest"] += self.after_forward
+        if kind in ("forward", "backward"):
+            self.after_forward = 0.0
+        self.kind, self.since = kind, now
+        if self.range:
+            self.close_range()
+            self.open_range()
+        return before
+
+    def open_range(self):
+        """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
+        name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
+        self.range = torch.profiler.record_function(name)
+        self.range.__enter__()
+
+    def close_range(self):
+        """End the range that is open in the profile."""
+        self.range.__exit__(None, None, None)
+        self.range = None
+
+
+def is_captured():
+    """Tell whether operations are only noted, for a CUDA graph. Nothing may wait for the card then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class OwnCode:
+    """The lines that run while the script is in its own code, by looks of another thread.
+
+    seconds: a Counter by place. A look stands for all the time in own code since the look before, because a line that
+    holds the interpreter's lock, as sorting or json do, is only seen when it lets go. looks: how many there were.
+    """
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.seconds = Counter()
+        self.looks = 0
+        self.seconds_before = 0.0
+
+    def look(self):
+        """Note the line that runs, where the script is in its own code."""
+        if self.clock.kind in OWN_CODE:
+            seconds = self.clock.own_seconds + time.perf_counter() - self.clock.since
+            self.seconds[place_of(frame_of_script())] += seconds - self.seconds_before
+            self.seconds_before = seconds
+            self.looks += 1
+
+
+def frame_of_script():
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames()[threading.main_thread().ident]
+
+
+def place_of(frame):
+    """Return the place in the script's own code that a frame belongs to, and the function of a library that it is in.
+
+    As ("/my/train.py:228", "trainer.py:2712 _save_checkpoint"). The second is the innermost that is not PyTorch's, or
+    "" where there is none.
+    """
+    function = ""
+    while frame.f_back and is_of_a_library(frame):
+        code = frame.f_code
+        if not function and not code.co_filename.startswith(LIBRARIES):
+            function = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", function
+
+
+def is_of_a_library(frame):
+    """Tell whether a frame is not in the reader's own code."""
+    path = frame.f_code.co_filename
+    return path.startswith(LIBRARIES) or any(name in path for name in PACKAGES)
+
+
+def is_at_compiling(frame):
+    """Tell whether a frame is at work for torch.compile."""
+    while frame:
+        if os.path.basename(frame.f_code.co_filename) in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def count_threads_of_script():
+    """Return how many threads run code of the reader's own, beside the main one. A library's may only show a bar."""
+    count = 0
+    for ident, frame in sys._current_frames().items():
+        while frame and is_of_a_library(frame):
+            frame = frame.f_back
+        if frame and ident != threading.main_thread().ident:
+            count += 1
+    return count
