@@ -474,7 +474,7 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_one_that_fails_says_what_h
     good, no_memory = table_of(Results.load(repo.records)).rows
     assert no_memory.error["message"] == "OutOfMemoryError: CUDA out of memory"
     assert no_memory.error["out_of_memory"] and "in <module>" in no_memory.error["traceback"]
-    assert good.steps == 2
+    assert len(good.counted) == 2
     [header] = [line for line in repo.lines("header") if line["name"] == good.row.name]
     assert (header["settings"]["batch_size"], header["settings"]["seed"]) == (4, 4)
     assert "good: has nothing of the ladder; lacks " in ended.out

@@ -64,7 +64,7 @@ def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_pa
         row("s10", above="s09"),
         row(str(tmp_path / "mine.py"), title="mine", above="s10"),
     ]
-    rows.append(replace(row_of("torchrun s12"), above="s10"))
+    rows.append(replace(row_of("torchrun s12"), title="s12", above="s10"))
     rates = probe_of(float32=5e13, tf32=3e14, bfloat16=6e14, copy=3e12)
     words = page.expectations(foretold_of(results_of(rates, rows=rows, environment=A100)))
     lines = {line.split()[0]: line.split()[1] for line in words.splitlines()[2:]}

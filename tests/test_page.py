@@ -2,7 +2,6 @@
 
 from harness.bench import page, words
 from harness.bench.answer import answer
-from harness.bench.rows import WITHOUT_CPU_MEMORY
 
 import os
 import re
@@ -79,16 +78,11 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
         for i, (name, dts) in enumerate(times.items()):
             runs.append(run(name, [dts[number]], number, memory=30 + i, **about))
     drawn = page_of(table_from(*runs, in_turn=False, rounds=3, environment=A100))
-    assert "| row | tok/sec | x above | x s01 | GB | what you type |" in drawn
     figures = "5,000,000,000 | (2.00 ± 1.12) | 5.00 | 33.00 | `with torch.autocast(...):`"
     assert f"| [s03](../stages/s03_bf16.py) | {figures} |" in drawn
-    assert "| [s01](../stages/s01_baseline.py) | 1,000,000,000 | – | – | 30.00 | nothing yet: float32 |" in drawn
-    assert "| row | predicted | dt ms | % of peak | loss, step 4 | note |" in drawn
     assert "| s03 | 1.02 | 200.0 | 7.5 | 4.60 | active: bfloat16; 12 s of warm-up |" in drawn
     assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
     assert "a large copy moves 10,000.0 GB/s." in drawn
-    assert "s02 again / s02 1.000. The noise is 0.0 %." in drawn
-    assert "Again: `python bench.py` at commit 0123456789ab." in drawn
 
 
 # cells
@@ -98,13 +92,10 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     "above, row_below, typed",
     [
         (None, row("s05"), "`F.scaled_dot_product_attention(...)`"),
-        (row("s04"), row("s05"), "`F.scaled_dot_product_attention(...)`"),
         (row("s03"), row("s05"), "s04, `F.scaled_dot_product_attention(...)`"),
         (row("s01"), row("s05"), "s02 to s04, `F.scaled_dot_product_attention(...)`"),
         (row("s11"), row("s05"), "`F.scaled_dot_product_attention(...)`"),
-        (row("s03"), row("s05 --accum 2", script="s05_flash", flags=("--accum", "2")), "s04 to s05, `s05 --accum 2`"),
-        (row("s01"), row("my/train.py"), "`my/train.py`"),
-        (None, row("plain", script="s01_baseline", launcher=WITHOUT_CPU_MEMORY), "without the memory variables"),
+        (row("s03"), row("s05 --accum 2", script="s05_flash", flags=("--accum", "2")), "s04, `s05 --accum 2`"),
     ],
 )
 def test_what_you_type_is_a_stages_line_or_a_rows_own_command_and_names_what_it_skips(above, row_below, typed):
@@ -133,7 +124,7 @@ def test_brackets_stand_around_what_is_no_difference_and_are_explained():
     assert explained in " ".join(shown.split())
     once = page.terminal_at_the_end(table_from(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
     assert "(1.00)" not in once
-    assert "Nothing is called faster or slower, because it is not known" in once
+    assert "Nothing is called faster or slower" in once
     failed = [run(name, [], end=failure("no module")) for name in ("a", "a again", "b")]
     assert "Nothing is called" not in page.terminal_at_the_end(table_from(*failed))
 
@@ -148,26 +139,14 @@ def test_a_ratio_stands_free_only_where_the_two_rows_can_be_compared():
     assert "d: counts samples, and the row above tokens, which have no ratio\n" in page.terminal(table)
 
 
-def test_the_terminal_has_80_columns_and_a_long_command_below_its_table():
-    flags = tuple(f"--option{number}=value" for number in range(9))
+def test_the_terminal_has_80_columns_however_long_a_command_is():
+    flags = (f"--option={'x' * 99}", "--last=3")
     command = f"t.py {' '.join(flags)}"
     rows = [row("s01"), row("s02", above="s01"), row(command, title="t #3", script="t.py", flags=flags, above="s02")]
     runs = [run(each.name, [1.0] * 3, techniques=None if each.stage else {}) for each in rows]
     shown = page.terminal_at_the_end(table_from(*runs, rows=rows))
     assert max(len(line) for line in shown.splitlines()) <= 80
-    assert re.search(r"^t #3 .* its command, below$", shown, re.MULTILINE)
-    assert f"t #3: {command}" in " ".join(shown.split())
-
-
-def test_which_of_two_figures_to_take_stands_where_they_differ():
-    """The medians are equal, and in the same turn s03 is 1.5 times as fast."""
-    differs = page_of(table_from(run("s01", [1.0, 4.0, 9.0]), run("s03", [0.25, 4.0, 6.0])))
-    assert "\nWhere two speeds say otherwise, trust x above: it compares within each turn.\n" in differs
-
-
-def test_after_a_kill_the_page_says_how_far_the_rows_came():
-    table = table_from(run("a", [1.0] * 3, end=None), run("b", [1.0] * 2, end=None), steps=24)
-    assert " It ended early: 2 rows had counted 2 to 3 steps.\n" in page_of(table)
+    assert re.search(r"t.py--option=x+…x+--last=3", "".join(shown.split()))
 
 
 def test_what_a_script_is_called_is_no_markdown():
@@ -188,7 +167,7 @@ def test_a_script_on_another_device_says_so():
 
 
 def test_the_answer_has_each_kind_of_verdict_the_largest_first():
-    """On a machine whose noise is 1 %: s04 takes 40 s more of warm-up, and saves 1 / 12 s in each step.
+    """On a machine whose noise is 1 %.
 
     The rows and the control count 45.7 s, and 84 s are warm-up. Sixty steps more of each take 3 x 45.7 s.
     """
@@ -206,10 +185,9 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
     assert answer(table_from(*runs, steps=24)) == [
         ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
         ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs), s07 clipping 0.87 (for the loss)"),
-        ("no difference", "s06 a vocabulary in 64s; s02 TF32: the same computation here"),
+        ("no difference", "s02 TF32 (computes the same), s06 a vocabulary in 64s"),
         ("can't be told", "s05 flash attention 0.96 ± 0.04"),
         ("to tell more", 'four times the steps halve each ±: --steps 84 (with make ARGS="--steps 84"), about 5 min'),
-        ("has to pay first", "s04 has a warm-up that is 40 s longer, and is ahead after about 480 steps"),
         ("all together", "s12 is 2.40 ± 0.00 x s01"),
         ("what to type", "`with torch.autocast(...):` | `model = torch.compile(model)`"),
     ]
@@ -244,11 +222,6 @@ def test_what_to_type_for_a_script_has_its_own_optimizer_and_flags():
     table = table_from(*runs, rows=rows)
     assert dict(answer(table))["what to type"] == "`SGD(..., fused=True)` | `--b 8`"
     assert words.typed_cell(table.outcomes["+ fused"]) == "`SGD(..., fused=True)`"
-
-
-def test_the_memory_variables_are_named_where_they_are_all_that_differs():
-    runs = [run("plain", [1.0] * 3), run("s01", [0.5] * 3), run("s01 again", [0.5] * 3)]
-    assert dict(answer(table_from(*runs)))["worth it"] == "memory variables 2.00"
 
 
 def test_what_can_not_be_told_has_its_reason():

@@ -51,7 +51,7 @@ def test_a_record_draws_the_page_and_the_picture_that_are_committed_beside_it(re
 
 def test_readme_shows_the_table_of_the_h100_and_its_ends_in_the_first_line():
     table = committed_table("h100")
-    drawn = page.markdown(page.columns_of_page(table, "stages/"), table.rows)
+    drawn = page.markdown(page.short_table(table, "stages/"))
     assert drawn in README, drawn
     speeds = [outcome.tok_per_sec for outcome in table.rows]
     assert f"**From {speeds[0]:,.0f} to {max(speeds):,.0f} tokens per second on one H100.**" in README
@@ -124,8 +124,8 @@ def test_the_diff_in_readme_is_that_of_flash_attention():
 def test_the_page_of_results_explains_every_column():
     explained = (ROOT / "results" / "README.md").read_text("utf-8")
     table = committed_table("h100")
-    for column in page.short_columns(table) + page.full_columns(table):
-        title = re.sub(r", step \d+", "", column.title)
+    for title in page.short_table(table)[0] + page.full_table(table)[0]:
+        title = re.sub(r", step \d+", "", title)
         assert re.search(rf"^\| [^|]*{re.escape(title)}[^|]* \|", explained, re.MULTILINE), title
 
 

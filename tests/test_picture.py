@@ -1,6 +1,6 @@
 """The picture of a bench: bars whose colors are verdicts, and curves of the loss by tokens."""
 
-from harness.bench.picture import COLORS, STROKES, WIDTH, draw
+from harness.bench.picture import COLORS, WIDTH, draw
 from harness.bench.ratios import Verdict
 
 import re
@@ -30,14 +30,15 @@ def bars(table):
 
 
 def test_a_bar_is_as_long_as_the_speed_its_color_is_the_verdict_and_its_factor_stands_beside_it():
-    """s05 and s06 are alike, and s07 varies."""
+    """s06 and s07 are alike, and s08 varies."""
     runs = [run("s01", [1.0] * 3), run("s01 again", [1.0] * 3), run("s05", [0.25] * 3), run("s06", [0.25] * 3)]
     table = table_from(*runs, run("s07", [0.25, 0.3, 0.35]), run("s12", [1.0] * 3))
     meanings = [None, Verdict.FASTER, Verdict.SAME, Verdict.UNCLEAR, Verdict.SLOWER]
     assert [color for color, _ in bars(table)] == [COLORS[meaning] for meaning in meanings]
     lengths = [length for _, length in bars(table)]
     assert [length / lengths[0] for length in lengths[:3]] == pytest.approx([1, 4, 4], rel=0.01)
-    assert {"s05 flash attention", "4,000\u00a0\u00a0 x 4.00", "4,000\u00a0\u00a0 (x 1.00)"} <= set(texts(table))
+    assert {"s05 with s03 to s04", "s06 a vocabulary in 64s"} <= set(texts(table))
+    assert {"4,000\u00a0\u00a0 x 4.00", "4,000\u00a0\u00a0 (x 1.00)"} <= set(texts(table))
     assert {"no verdict", "worth it", "no difference", "can't be told"} <= set(texts(table))
 
 
@@ -82,19 +83,12 @@ def curves(table):
     return dict(zip(texts(table)[-len(lines) :], points, strict=True))
 
 
-def test_the_curves_are_those_of_the_first_row_the_last_and_what_stands_apart():
-    """d takes twice the tokens in a step, so that its curve lies higher; b is a's curve, and c ends where it does."""
-    runs = [run("a", [1.0] * 3), run("b", [0.1] * 3), run("c", [0.5] * 3), run("d", [0.5] * 3, tokens=2000)]
-    for lines in runs[2]:
-        if lines["kind"] == "step":
-            lines["loss"] += 1
-    drawn = curves(table_from(*runs))
-    assert [*drawn] == ["a", "d", "c"]
+def test_the_curves_are_those_of_the_first_row_and_the_last():
+    """c takes twice the tokens in a step."""
+    drawn = curves(table_from(run("a", [1.0] * 3), run("b", [0.5] * 3), run("c", [0.5] * 3, tokens=2000)))
+    assert [*drawn] == ["a", "c"]
     assert len(drawn["a"]) == 7
-    assert float(drawn["d"][-1][0]) - 48 == pytest.approx(2 * (float(drawn["a"][-1][0]) - 48), abs=0.2)
-    same = curves(table_from(*runs[:2]))
-    assert same["a"] == same["b"]  # and their titles do not touch
-    assert len(curves(table_from(*[run(f"{name}", [1.0] * n) for n, name in enumerate("abcdefgh", 2)]))) <= len(STROKES)
+    assert float(drawn["c"][-1][0]) - 48 == pytest.approx(2 * (float(drawn["a"][-1][0]) - 48), abs=0.2)
 
 
 def test_a_loss_that_hardly_falls_looks_so():

@@ -110,17 +110,13 @@ def share_of_differences(pairs, rounds, offset, gain=1.0, benches=1000):
     return called / (benches * len(ROWS))
 
 
-def test_of_100_equal_rows_5_are_called_different_where_processes_differ_by_1_percent():
-    """The sum of noise and ± errs in 2 of them, and finds 31 of 100 rows that are 3 % faster, not 41."""
-    assert share_of_differences(4, 1, 0.01) < 0.055
-    assert share_of_differences(4, 1, 0.01, gain=1.03) > 0.37
-
-
 @pytest.mark.parametrize(
     "row, pairs, rounds",
     [("20 turns, one control", 1, 1), ("20 turns, the ladder's four pairs", 4, 1), ("three rounds, one control", 1, 3)],
 )
 def test_the_page_of_results_says_how_often_a_bench_errs(row, pairs, rounds):
+    """Of 100 equal rows of the ladder it calls 5 different where processes differ by 1 %, and finds 41 that are 3 %
+    faster. By the sum of noise and ± it would be 2 and 31."""
     page = (ROOT / "results" / "README.md").read_text("utf-8")
     cells = re.search(rf"^\| {row} \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
     simulated = []
@@ -128,6 +124,8 @@ def test_the_page_of_results_says_how_often_a_bench_errs(row, pairs, rounds):
         for offset in (0, 0.01):
             simulated.append(100 * share_of_differences(pairs, rounds, offset, gain))
     assert [int(cell) for cell in cells] == pytest.approx(simulated, abs=2)
+    if pairs == 4:
+        assert simulated[1] < 5.5 and simulated[3] > 37
 
 
 @pytest.mark.parametrize("offset", [0, 0.01, 0.02])

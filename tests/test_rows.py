@@ -30,41 +30,33 @@ def names(rows):
 
 
 @pytest.mark.parametrize(
-    "word, title, script, launcher, flags",
+    "word, launcher, script, flags",
     [
-        ("s05", "s05", "s05_flash", "", ""),
-        ("s05_flash", "s05", "s05_flash", "", ""),
-        ("s11 --batch-size 16", "s11", "s11_accum", "", "--batch-size 16"),
-        ("s11 --data s05", "s11", "s11_accum", "", "--data s05"),
-        ("s11 --data gen.py", "s11", "s11_accum", "", "--data gen.py"),
-        ("mine.py", "mine", "mine.py", "", ""),
-        ("mine.py --steps 8 --device cpu config/a.py", "mine", "mine.py", "", "--steps 8 --device cpu config/a.py"),
-        ("-m my.train --depth=4", "train", "my.train", "", "--depth=4"),
-        ("python -u -m my.train", "train", "my.train", "python -u", ""),
-        ("python -u mine.py", "mine", "mine.py", "python -u", ""),
-        ("python -m torch.distributed.run -n 2 mine.py", "mine", "mine.py", "python -m torch.distributed.run -n 2", ""),
-        ("torchrun -n 2 -m my.train", "train", "my.train", "torchrun -n 2", ""),
-        ("accelerate launch --cpu mine.py -m", "mine", "mine.py", "accelerate launch --cpu", "-m"),
-        ("my/s12_ddp.py --accum 8", "s12_ddp", "my/s12_ddp.py", "", "--accum 8"),
-        ("torchrun --x 2 s12", "s12", "s12_ddp", "torchrun --x 2", ""),
-        ("torchrun --log-dir=s05 --standalone s12", "s12", "s12_ddp", "torchrun --log-dir=s05 --standalone", ""),
-        ("torchrun -n 2 s12 --data mine.py", "s12", "s12_ddp", "torchrun -n 2", "--data mine.py"),
-        ("torchrun --standalone mine.py config/a.py", "mine", "mine.py", "torchrun --standalone", "config/a.py"),
-        ("accelerate launch --config_file=c.py mine.py", "mine", "mine.py", "accelerate launch --config_file=c.py", ""),
-        ("accelerate launch -m my.train", "train", "my.train", "accelerate launch", ""),
-        ("python -m deepspeed mine.py", "mine", "mine.py", "python -m deepspeed", ""),
-        ("numactl -N 0 -m 0 python mine.py", "mine", "mine.py", "numactl -N 0 -m 0 python", ""),
-        ("A=b mine.py", "mine", "mine.py", "env A=b", ""),
-        ("env A=b mine.py", "mine", "mine.py", "env A=b", ""),
-        ("env A=b.py mine.py", "mine", "mine.py", "env A=b.py", ""),
-        (f"mine.py --text {'x' * 300}", "mine", "mine.py", "", f"--text {'x' * 300}"),
+        ("s05", "", "s05_flash", ""),
+        ("s05_flash", "", "s05_flash", ""),
+        ("s11 --data s05", "", "s11_accum", "--data s05"),
+        ("s11 --data gen.py", "", "s11_accum", "--data gen.py"),
+        ("mine.py --steps 8 --device cpu config/a.py", "", "mine.py", "--steps 8 --device cpu config/a.py"),
+        (f"mine.py --text {'x' * 300}", "", "mine.py", f"--text {'x' * 300}"),
+        ("my/s12_ddp.py --accum 8", "", "my/s12_ddp.py", "--accum 8"),
+        ("-m my.train --depth=4", "", "my.train", "--depth=4"),
+        ("python -u -m my.train", "python -u", "my.train", ""),
+        ("torchrun -n 2 -m my.train", "torchrun -n 2", "my.train", ""),
+        ("python -m torch.distributed.run -n 2 mine.py", "python -m torch.distributed.run -n 2", "mine.py", ""),
+        ("python -m deepspeed mine.py", "python -m deepspeed", "mine.py", ""),
+        ("numactl -N 0 -m 0 python mine.py", "numactl -N 0 -m 0 python", "mine.py", ""),
+        ("accelerate launch --cpu mine.py -m", "accelerate launch --cpu", "mine.py", "-m"),
+        ("accelerate launch --config_file=c.py mine.py", "accelerate launch --config_file=c.py", "mine.py", ""),
+        ("torchrun --log-dir=s05 --standalone s12", "torchrun --log-dir=s05 --standalone", "s12_ddp", ""),
+        ("torchrun -n 2 s12 --data mine.py", "torchrun -n 2", "s12_ddp", "--data mine.py"),
+        ("A=b mine.py", "env A=b", "mine.py", ""),
+        ("env A=b.py mine.py", "env A=b.py", "mine.py", ""),
     ],
 )
-def test_a_word_is_a_launcher_a_script_and_flags(monkeypatch, word, title, script, launcher, flags):
+def test_a_word_is_a_launcher_a_script_and_flags(monkeypatch, word, launcher, script, flags):
     monkeypatch.setattr(rows.shutil, "which", lambda program: program)  # accelerate need not be here
     row = row_of(word)
-    assert (row.title, row.script) == (title, script)
-    assert (row.launcher, row.flags) == (tuple(launcher.split()), tuple(flags.split()))
+    assert (row.launcher, row.script, row.flags) == (tuple(launcher.split()), script, tuple(flags.split()))
 
 
 BENCH = {"flags": ["--steps", "9", "--lr", "1"], "flags_of_scripts": ["--steps", "9"]}
@@ -134,7 +126,6 @@ def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_
     together = all_rows([row_of(word) for word in ("s11", "mine.py", "s05", "s06")])
     assert names(together) == ["probe", "s11", "mine.py", "s05", "s05 again", "s06"]
     assert [row.above for row in together] == [None, None, "s11", "mine.py", None, "s05"]
-    assert together[4].control_of == "s05"
     assert together[0].path == ROOT / "stages" / "harness" / "bench" / "probe.py"
 
 
@@ -167,8 +158,8 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
         (["mine.py --a=1", "+bf16 mine.py --a=1", "+bf16 +fused mine.py --a=1"], "mine|mine +bf16|mine +bf16 +fused"),
         (["mine.py", "mine.py --a=1"], "mine|mine --a=1"),
         (["my/train.py", "mine/train.py", "mine.py"], "my/train|mine/train|mine"),
-        (["-m my.train", "-m mine.train"], "my/train|mine/train"),
-        (["s12", "my/s12.py"], "s12|my/s12"),
+        (["-m my.train", "-m mine.train"], "my.train|mine.train"),
+        (["s12", "my/s12.py"], "s12_ddp|my/s12"),
         (["mine.py", f"mine.py --text={'x' * 30}", "mine.py --a=1"], "mine|mine #2|mine --a=1"),
     ],
 )
@@ -201,17 +192,17 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
 
 
 def climb(device, monkeypatch, tf32=False, amp_dtype=torch.bfloat16, compile_problem=None):
-    """{title: (launcher, added)} of a climb on a machine of that kind."""
+    """{name: (launcher, added)} of a climb on a machine of that kind."""
     monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: amp_dtype)
     monkeypatch.setattr(machine, "compile_problem", lambda device: compile_problem)
-    return {row.title: (row.launcher, row.added) for row in rows_of_climb("torchrun mine.py --lr 1", device)}
+    return {row.name: (row.launcher, row.added) for row in rows_of_climb("torchrun mine.py --lr 1", device)}
 
 
 def test_a_climb_adds_a_technique_in_each_row_and_leaves_out_what_does_nothing_here(monkeypatch):
     launched = ("torchrun",)
     assert climb(CUDA, monkeypatch, tf32=True) == {
-        "mine": (launched, ()),
+        "torchrun mine.py --lr 1": (launched, ()),
         "+ tf32": (launched, ("tf32",)),
         "+ bf16": (launched, ("tf32", "bf16")),
         "+ compile": (launched, ("tf32", "bf16", "compile")),
@@ -219,7 +210,7 @@ def test_a_climb_adds_a_technique_in_each_row_and_leaves_out_what_does_nothing_h
     }
     assert climb(CPU, monkeypatch, amp_dtype=torch.float32, compile_problem="no compiler") == {
         "plain": ((*WITHOUT_CPU_MEMORY, *launched), ()),
-        "mine": (launched, ()),
+        "torchrun mine.py --lr 1": (launched, ()),
         "+ fused": (launched, ("fused",)),
     }
     assert rows.useless_here(CPU)["compile"] == "no compiler"

@@ -1,10 +1,9 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
-from .. import ladder
 from .ratios import Verdict, distance, judge
-from .rows import gains_cpu_memory, not_shared
+from .rows import not_shared
 from .table import Reason
-from .words import code, code_of_added, title_cell, words_on_ratio
+from .words import MEMORY_VARIABLES, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
 def answer(table):
@@ -12,66 +11,41 @@ def answer(table):
     lines = []
     for verdict in Verdict:
         rows = [outcome for outcome in table.rows if outcome.verdict is verdict]
+        if verdict in (Verdict.FASTER, Verdict.SLOWER):
+            rows.sort(key=lambda outcome: -distance(outcome.ratio.value))
         if rows:
-            lines.append((verdict.value, words_on_rows(rows, verdict)))
+            lines.append((verdict.value, ", ".join(words_on_verdict(outcome) for outcome in rows)))
     cost = words_on_cost(table)
     if cost:
         lines.append(("to tell more", cost))
-    for outcome in table.rows:
-        if outcome.steps_to_pay:
-            longer = outcome.warmup_s - outcome.base.warmup_s
-            words = f"{title_cell(outcome)} has a warm-up that is {longer:.0f} s longer"
-            lines.append(("has to pay first", f"{words}, and is ahead after about {outcome.steps_to_pay:,.0f} steps"))
     if table.together and table.noise and len(table.rows) > 2:
         words = words_on_ratio(table.together)
         if judge(table.together, table.noise) in (Verdict.SAME, Verdict.UNCLEAR):
             words = f"({words})"
-        lines.append(("all together", f"{title_cell(table.last)} is {words} x {title_cell(table.rows[0])}"))
-    typed = code_to_type(table)
+        title, title_of_first = quoted(table.last.row.title), quoted(table.rows[0].row.title)
+        lines.append(("all together", f"{title} is {words} x {title_of_first}"))
+    typed = [line for outcome in table.rows for line in code_of_gain(outcome)]
     if typed:
-        lines.append(("what to type", " | ".join(typed)))
+        lines.append(("what to type", " | ".join(dict.fromkeys(typed))))
     return lines
 
 
-def words_on_rows(rows, verdict):
-    """Return the words on all rows of one verdict, and why those are alike that compute the same."""
-    if verdict is Verdict.UNCLEAR:
-        return ", ".join(words_on_unclear(outcome) for outcome in rows)
-    if verdict is Verdict.SAME:
-        measured = ", ".join(name_of_change(outcome) for outcome in rows if not outcome.is_same_computation)
-        alike = ", ".join(name_of_change(outcome) for outcome in rows if outcome.is_same_computation)
-        if alike:
-            alike += ": the same computation here"
-        return "; ".join(words for words in (measured, alike) if words)
-    rows.sort(key=lambda outcome: -distance(outcome.ratio.value))
-    return ", ".join(words_on_difference(outcome) for outcome in rows)
-
-
-def words_on_difference(outcome):
-    """Return the name of what is faster or slower, its ratio, and for what is slower what the ladder says of it."""
-    words = f"{name_of_change(outcome)} {outcome.ratio.value:.2f}"
-    if outcome.verdict is Verdict.SLOWER and outcome.effect and outcome.effect.words:
-        return f"{words} ({outcome.effect.words})"
-    return words
-
-
-def words_on_unclear(outcome):
-    """Return the name of a change, its ratio with the ±, and why it can't be told, where that is not the ±."""
-    words = f"{name_of_change(outcome)} {words_on_ratio(outcome.ratio)}"
-    return f"{words} ({outcome.reason.value})" if outcome.reason else words
-
-
-def name_of_change(outcome):
-    """Return what a row has that the row above does not: its technique where that is all, and else its own title."""
-    row = outcome.row
-    if gains_cpu_memory(row, outcome.base.row):
-        return "memory variables"
-    others = [stage for stage in outcome.skipped if stage is not row.stage]
-    if others:
-        return f"{title_cell(outcome)} with {ladder.words_on_stages(others)}"
-    if row.stage is None or row.stage.technique is None or row.launcher or row.flags:
-        return title_cell(outcome)
-    return f"{row.title} {row.stage.technique}"
+def words_on_verdict(outcome):
+    """Return what a row changes, by which ratio, and the reason where one is known."""
+    words = quoted(name_of_change(outcome))
+    reason = None
+    match outcome.verdict:
+        case Verdict.FASTER:
+            words += f" {outcome.ratio.value:.2f}"
+        case Verdict.SLOWER:
+            words += f" {outcome.ratio.value:.2f}"
+            reason = outcome.effect and outcome.effect.words
+        case Verdict.SAME if outcome.is_same_computation:
+            reason = "computes the same"
+        case Verdict.UNCLEAR:
+            words += f" {words_on_ratio(outcome.ratio)}"
+            reason = outcome.reason and outcome.reason.value
+    return f"{words} ({reason})" if reason else words
 
 
 def words_on_cost(table):
@@ -80,8 +54,8 @@ def words_on_cost(table):
     if all(outcome.reason in (Reason.WRONG_CLAIM, Reason.BELOW_WRONG_CLAIM) for outcome in unclear):
         return None
     bench = table.bench
-    ran = [outcome for outcome in table.outcomes.values() if outcome.steps]
-    counted = sum(outcome.steps * outcome.dt_mean_ms / 1000 for outcome in ran)
+    ran = [outcome for outcome in table.outcomes.values() if outcome.counted]
+    counted = sum(step["dt"] for outcome in ran for step in outcome.counted)
     seconds = counted + sum(outcome.warmup_s * max(1, outcome.rounds) for outcome in ran)
     if bench["in_turn"] and bench["rounds"] == 1:
         steps = bench["warmup"] + 4 * (bench["steps"] - bench["warmup"])
@@ -95,23 +69,14 @@ def words_on_cost(table):
     return f'{words}: {flag} (with make ARGS="{flag}"), about {minutes} min'
 
 
-def code_to_type(table):
-    """Return what to type for the gains that a bench found, a list of words in markdown."""
-    typed = []
-    for outcome in table.rows:
-        if outcome.verdict is Verdict.FASTER:
-            typed += code_of_gain(outcome)
-    return list(dict.fromkeys(typed))
-
-
 def code_of_gain(outcome):
-    """Return the code of each technique that makes a row faster than the one above, a list."""
+    """Return the code that makes a row faster than the one above, a list; none where it is not faster."""
+    if outcome.verdict is not Verdict.FASTER:
+        return []
+    if outcome.gains_memory:
+        return [MEMORY_VARIABLES]
     row, above = outcome.row, outcome.base.row
-    if gains_cpu_memory(row, above):
-        return ["three variables in front of python, see stages/memory.md"]
-    if outcome.added:
-        return [code_of_added(outcome, name) for name in outcome.in_effect]
-    lines = [stage.line for stage in outcome.skipped if not stage.for_the_loss]
+    lines = [code_of_technique(stage, outcome) for stage in outcome.added if not stage.for_the_loss]
     if row.script == above.script:
         own = not_shared(row.launcher, [above.launcher]) + not_shared(row.flags, [above.flags])
         lines += [code(word) for word in own]

@@ -5,46 +5,40 @@ from dataclasses import replace
 from ..arithmetic import shape_of_size
 from ..flags import settings_of
 from ..scripts import with_added
-from .results import Results
 from .rows import PROBE, runs_the_same, starts_python
-from .table import table_of
+from .table import Outcome, Table, add_facts, add_rates, add_techniques, predict
 
 
 def forecast_of(results, stage_args):
     """Return the Table of a bench before it is measured, which has predictions alone.
 
-    It is that of a record with a header for each row, and no steps. results: of a bench whose probe has taken its
-    warm-up. stage_args: {name of a row: the flags of its stage}. Of scripts, those are foretold that run like one which
-    has shown what it uses. A row whose launcher starts a Python is left out, because that may start several processes,
-    as torchrun does.
+    results: of a bench whose probe has taken its warm-up. stage_args: {name of a row: the flags of its stage}. Of
+    scripts, those are foretold that run like one which has shown what it uses. A row whose launcher starts a Python is
+    not, because that may start several processes, as torchrun does.
     """
-    forecast = Results(results.bench | {"warmup": 1})
-    probe = results.runs[PROBE, 0]
-    forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step is left out
-    kernel = probe.steps[-1]["sdpa"]
+    bench = results.bench
+    probe = replace(results.runs[PROBE, 0], warmup=1)  # its first step is left out
+    forecast = Table(bench)
+    add_rates(forecast, [probe])
     for row in results.table_rows:
-        if starts_python(row.launcher):
-            continue
-        about = {"name": row.name, "round": 0}
-        if row.is_of_the_ladder:
-            forecast.add(about | {"kind": "start"})
-            forecast.add(about | header_of_stage(stage_args[row.name], results.bench))
-            forecast.add(about | {"kind": "summary", "sdpa": kernel})
-        shown = run_that_has_shown(row, results)
-        if shown:
-            forecast.add(about | {"kind": "start"})
-            forecast.add(shown.header | about)
-            forecast.add(with_added(shown.techniques, row.added) | about)
-    return table_of(forecast)
+        outcome = Outcome(row, forecast.outcomes.get(row.above))
+        forecast.outcomes[row.name] = outcome
+        if not starts_python(row.launcher):
+            run = run_that_has_shown(row, results)
+            if row.is_of_the_ladder:
+                add_facts(outcome, header_of_stage(stage_args[row.name], bench), probe.steps[-1]["sdpa"], None, bench)
+            elif run:
+                add_facts(outcome, run.header, None, with_added(run.techniques, row.added), bench)
+        add_techniques(outcome)
+        outcome.predicted = predict(outcome, forecast.rates)
+    return forecast
 
 
 def header_of_stage(args, bench):
     """Return the header that a stage is going to write, as far as predictions need it."""
     return {
-        "kind": "header",
         "settings": settings_of(args),
         "shape": shape_of_size(args.size, args.seq_len),
-        "parameters": None,
         "unit": "tok",
         "environment": bench["environment"],
         "fallbacks": args.fallbacks,
@@ -55,6 +49,6 @@ def run_that_has_shown(row, results):
     """Return the Run of a script that runs like a row, and has shown its techniques; None without one."""
     for run_row in results.table_rows:
         run = results.runs.get((run_row.name, 0))
-        if row.is_watched and runs_the_same(row, run_row) and run and run.techniques:
+        if runs_the_same(row, run_row) and run and run.techniques:
             return run
     return None

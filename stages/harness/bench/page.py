@@ -1,69 +1,61 @@
-"""The table of a bench in a terminal, and on a page. A table is a list of columns.
+"""The table of a bench in a terminal, and on a page.
 
-The short table stands in the terminal, first on the page, and in README for the H100. What is true of every page, such
-as what a ratio and its ± are, stands in results/README.md.
+A table is a list of lines, and a line a list of cells in markdown. The first cell and the last are words, and all
+others figures. The short table stands in the terminal, first on the page, and in README for the H100. What is true of
+every page, such as what a ratio and its ± are, stands in results/README.md.
 """
 
 import math
 import re
 import textwrap
-from collections.abc import Callable
-from typing import NamedTuple
 
 from ..arithmetic import flops_per_token, shape_name
 from . import words
 from .answer import answer
-from .words import PATH_TO_STAGES, number_cell
+from .words import number_cell
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
-NO_NOISE = (
-    "Nothing is called faster or slower, because it is not known how far apart runs of one computation come out: that "
-    "takes a row that ran twice without failing, and three rounds, or three counted steps in turn."
-)
-
-
-class Column(NamedTuple):
-    """A column of a table. cell: returns the cell of an Outcome, in markdown. is_text: whether cells are words."""
-
-    title: str
-    cell: Callable
-    is_text: bool = False
+PATH_TO_STAGES = "../stages/"  # from a page in results/
+NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and three rounds or steps in turn."
+WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares within each turn."
 
 
 # The tables
 
 
-def short_columns(table):
-    """Return the columns of the short table, as a terminal shows it. Only the last one may be long."""
-    title = table.reference.row.title
-    return [
-        Column("row", lambda outcome: outcome.row.title, is_text=True),
-        Column("tok/sec", words.speed_cell),
-        Column("x above", words.ratio_cell),
-        Column(f"x {title if len(title) < 8 else 'the first'}", words.ratio_to_reference_cell),
-        Column("GB", lambda outcome: number_cell(outcome.memory, "{:.2f}", scale=1e-9)),
-        Column("what you type", words.typed_cell, is_text=True),
-    ]
+def short_table(table, path_to_stages=None):
+    """Return the table of a terminal; on a page its rows are linked. path_to_stages: from that page."""
+    first = table.reference.row.title
+    lines = [["row", "tok/sec", "x above", f"x {first if len(first) < 8 else 'the first'}", "GB", "what you type"]]
+    for outcome in table.rows:
+        cells = [
+            words.linked_title(outcome.row, path_to_stages) if path_to_stages else outcome.row.title,
+            words.speed_cell(outcome),
+            words.ratio_cell(outcome),
+            words.ratio_to_reference_cell(outcome),
+            number_cell(outcome.memory, "{:.2f}", scale=1e-9),
+            words.typed_cell(outcome),
+        ]
+        lines.append(cells)
+    return lines
 
 
-def columns_of_page(table, folder=PATH_TO_STAGES):
-    """Return the columns of the short table on a page. folder: the path from the page to the stages."""
-    linked = Column("row", lambda outcome: words.linked_cell(outcome, folder), is_text=True)
-    return [linked, *short_columns(table)[1:]]
-
-
-def full_columns(table):
-    """Return the columns of the second table on a page, which adds to the short one."""
+def full_table(table):
+    """Return the second table of a page, which adds to the short one."""
     title_of_loss = "loss" if table.loss_step is None else f"loss, step {table.loss_step}"
-    return [
-        Column("row", words.title_cell, is_text=True),
-        Column("predicted", lambda outcome: number_cell(outcome.predicted, "{:.2f}")),
-        Column("dt ms", lambda outcome: number_cell(outcome.dt_ms, "{:.1f}")),
-        Column("% of peak", lambda outcome: number_cell(outcome.peak_share, "{:.1f}", scale=100)),
-        Column(title_of_loss, lambda outcome: number_cell(outcome.loss, "{:.2f}")),
-        Column("note", lambda outcome: escaped(words.note_cell(outcome, table.bench)), is_text=True),
-    ]
+    lines = [["row", "predicted", "dt ms", "% of peak", title_of_loss, "note"]]
+    for outcome in table.rows:
+        cells = [
+            words.quoted(outcome.row.title),
+            number_cell(outcome.predicted, "{:.2f}"),
+            number_cell(outcome.dt_ms, "{:.1f}"),
+            number_cell(outcome.peak_share, "{:.1f}", scale=100),
+            number_cell(outcome.loss, "{:.2f}"),
+            escaped(words.note_cell(outcome, table.bench)),
+        ]
+        lines.append(cells)
+    return lines
 
 
 def escaped(text):
@@ -71,46 +63,37 @@ def escaped(text):
     return re.sub(r"([\\`*_<>\[\]])", r"\\\1", text)
 
 
-def markdown(columns, rows):
-    """Return a table in markdown. rows: Outcomes."""
-    lines = [[column.title for column in columns], [":--" if column.is_text else "--:" for column in columns]]
-    for outcome in rows:
-        lines.append([column.cell(outcome).replace("|", "\\|") for column in columns])
-    drawn = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return drawn.replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
+def markdown(lines):
+    """Return a table in markdown."""
+    titles, *others = lines
+    alignment = [":--", *["--:"] * (len(titles) - 2), ":--"]
+    drawn = ""
+    for cells in [titles, alignment, *others]:
+        drawn += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    return drawn.strip().replace(" ± ", "\u00a0±\u00a0")  # a figure stays on one line
 
 
-def aligned(columns, rows):
-    """Return a table as lines for a terminal. The last column is one of words, which wrap."""
-    padded_columns = []
-    for column in columns[:-1]:
-        cells = [column.title] + [column.cell(outcome).replace("`", "") for outcome in rows]
-        width = max(len(cell) for cell in cells)
-        padded_columns.append([cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells])
-    last = [columns[-1].title] + [columns[-1].cell(outcome).replace("`", "") for outcome in rows]
-    lines = []
-    for *cells, words_of_row in zip(*padded_columns, last, strict=True):
-        start = "".join(cell + "  " for cell in cells)
-        width = max(TERMINAL_WIDTH, len(start) + NARROWEST)
-        lines.append(wrapped(start + words_of_row, len(start), width))
-    return "\n".join(lines)
+def aligned(lines):
+    """Return a table for a terminal, without backticks. The last column is one of words, which wrap."""
+    lines = [[cell.replace("`", "") for cell in cells] for cells in lines]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    drawn = []
+    for title, *figures, end in lines:
+        start = title.ljust(widths[0])
+        for cell, width in zip(figures, widths[1:-1], strict=True):
+            start += "  " + cell.rjust(width)
+        start += "  "
+        drawn.append(wrapped(start + end, len(start), max(TERMINAL_WIDTH, len(start) + NARROWEST)))
+    return "\n".join(drawn)
 
 
 def wrapped(text, indent, width=TERMINAL_WIDTH):
     """Return a text in lines of a terminal, from the second one on so many columns to the right."""
-    return textwrap.fill(text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False)
-
-
-# Below the tables
-
-
-def long_commands(table):
-    """Return (title, command) of the rows whose commands are too long for the table, a list."""
-    return [(outcome.row.title, outcome.row.name) for outcome in table.rows if words.has_command_below(outcome)]
+    return textwrap.fill(text, width, subsequent_indent=indent * " ", break_on_hyphens=False)
 
 
 def how_to_read(table):
-    """Return how to read the ratios of the table, a list of sentences."""
+    """Return how to read the ratios of the table, and the commands that it shortens, a list of sentences."""
     with_ratios = [outcome for outcome in table.rows if outcome.ratio]
     lines = []
     if with_ratios and table.noise is None:
@@ -119,7 +102,10 @@ def how_to_read(table):
         apart = f"By chance alone, runs of one computation come out {100 * table.noise.size:.1f} % apart here."
         lines.append(f"In brackets: not shown to differ. {apart}")
     if with_ratios and table.bench["in_turn"]:
-        lines.append("Where two speeds say otherwise, trust x above: it compares within each turn.")
+        lines.append(WHICH_TO_TRUST)
+    for outcome in table.rows:
+        if len(outcome.row.name) > words.MOST_OF_A_COMMAND:  # its cell has no room for it
+            lines.append(f"{words.quoted(outcome.row.title)} is {words.code(outcome.row.name)}")
     return lines
 
 
@@ -128,7 +114,7 @@ def how_to_read(table):
 
 def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
-    lines = [aligned(short_columns(table), table.rows)]
+    lines = [aligned(short_table(table))]
     for outcome in table.rows:
         parts = words.words_on_base(outcome) + words.words_on_script(outcome)
         if outcome.error:
@@ -140,9 +126,7 @@ def terminal(table):
 
 def terminal_at_the_end(table):
     """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
-    lines = [terminal(table)]
-    lines += [wrapped(f"{title}: {command}", 2) for title, command in long_commands(table)]
-    lines += [wrapped(line, 0) for line in how_to_read(table)]
+    lines = [terminal(table), *(wrapped(line.replace("`", ""), 0) for line in how_to_read(table))]
     answers = answer(table)
     if answers:
         lines.append("")
@@ -160,14 +144,13 @@ def expectations(forecast):
     foretold = [outcome for outcome in forecast.rows if outcome.predicted]
     if not foretold:
         return None
-    row, *_, typed = short_columns(forecast)
-    columns = [row, Column("should be x above", lambda outcome: number_cell(outcome.predicted, "{:.2f}")), typed]
+    lines = [["row", "should be x above", "what you type"]]
+    for outcome in forecast.rows:
+        lines.append([outcome.row.title, number_cell(outcome.predicted, "{:.2f}"), words.typed_cell(outcome)])
     together = math.prod(outcome.predicted for outcome in foretold)
     base = foretold[0].base.row.title
-    lines = ["What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"]
-    lines.append(aligned(columns, forecast.rows))
-    lines.append(f"All together {together:.1f} x {base}; what has a dash can't be predicted.")
-    return "\n".join(lines)
+    before = "What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"
+    return f"{before}\n{aligned(lines)}\nAll together {together:.1f} x {base}; what has a dash can't be predicted."
 
 
 # The page
@@ -175,19 +158,13 @@ def expectations(forecast):
 
 def page(table, name):
     """Return the whole of results/NAME.md, whose title tells it from all others."""
-    first = table.rows[0].row
-    what = "a bench"
-    if first.is_watched and all(outcome.row.script == first.script for outcome in table.rows):
-        what = first.script
-    below = how_to_read(table)
-    below += [f"{words.code(title)} is {words.code(command)}." for title, command in long_commands(table)]
     parts = [
-        f"# {name}: {what} on {table.bench['environment']['device_name']}",
+        f"# {name}: a bench on {table.bench['environment']['device_name']}",
         f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
-        markdown(columns_of_page(table), table.rows),
-        "\n".join(below),
+        markdown(short_table(table, PATH_TO_STAGES)),
+        "\n\n".join(how_to_read(table)),
         "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
-        markdown(full_columns(table), table.rows),
+        markdown(full_table(table)),
         "\n".join(f"- {line}" for line in conditions(table)),
         "[How to read this page](README.md)",
     ]
@@ -200,29 +177,27 @@ def conditions(table):
     again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
     if table.facts is None:
         return [machine_line(table), "No row got as far as its first step.", again]
-    return [machine_line(table), what_ran(table), how_rows_ran(table), noise_line(table), rates_line(table), again]
+    return [machine_line(table), what_ran(table), how_rows_ran(bench), noise_line(table), rates_line(table), again]
 
 
 def machine_line(table):
     """Return the machine and its software."""
     env = table.bench["environment"]
-    parts = [f"**{env['device_name']}**", f"{env['cores']} cores", f"{env['threads']} threads", env["system"]]
-    parts += [f"torch {env['torch']}", f"Python {env['python']}"]
+    line = f"**{env['device_name']}**, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
+    line += f"torch {env['torch']}, Python {env['python']}"
     if env["cuda"]:
-        parts.append(f"CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}")
-    line = f"{', '.join(parts)}."
+        line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
     if table.facts and "environment" in table.facts["fallbacks"]:
-        line += f" All is {table.facts['fallbacks']['environment']}."
-    return line
+        line += f". All is {table.facts['fallbacks']['environment']}"
+    return f"{line}."
 
 
 def what_ran(table):
     """Return the model, the batch, the text, the seed and the date of the first row that ran."""
     shape, settings = table.facts["shape"], table.facts["settings"]
-    model = "No GPT"
+    parts = ["No GPT"]
     if shape:
-        model = f"{shape_name(shape)}, {flops_per_token(shape) / 1e6:.0f} MFLOP a token"
-    parts = [model]
+        parts = [shape_name(shape), f"{flops_per_token(shape) / 1e6:.0f} MFLOP a token"]
     if settings["batch_size"]:
         parts.append(f"B {settings['batch_size']}")
     if settings["seq_len"]:
@@ -232,19 +207,13 @@ def what_ran(table):
     return f"The first row: {', '.join(parts)}, seed {settings['seed']}, {table.facts['started'][:10]}."
 
 
-def how_rows_ran(table):
-    """Return how the rows were led, and how far they came where the bench ended early."""
-    bench = table.bench
+def how_rows_ran(bench):
+    """Return how the rows were led."""
     how = "One after the other, each in a fresh process"
     if bench["in_turn"]:
         how = "In turn, all processes alive at once"
     rounds = f"{bench['rounds']} round{'s' if bench['rounds'] > 1 else ''}"
-    line = f"{how}: at most {bench['steps']} steps, of which {bench['warmup']} are warm-up, in {rounds}."
-    unfinished = [outcome for outcome in table.rows if outcome.rounds < bench["rounds"] and not outcome.error]
-    if unfinished:
-        steps = [outcome.steps for outcome in unfinished]
-        line += f" It ended early: {len(unfinished)} rows had counted {min(steps)} to {max(steps)} steps."
-    return line
+    return f"{how}: at most {bench['steps']} steps, of which {bench['warmup']} are warm-up, in {rounds}."
 
 
 def noise_line(table):
@@ -252,7 +221,7 @@ def noise_line(table):
     parts = []
     for outcome in table.pairs:
         left_out = ", which is left out" if outcome.is_contradicted else ""
-        pair = f"{words.title_cell(outcome)} / {words.title_cell(outcome.base)}"
+        pair = f"{words.quoted(outcome.row.title)} / {words.quoted(outcome.base.row.title)}"
         parts.append(f"{pair} {outcome.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(parts) or 'none'}."
     return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line

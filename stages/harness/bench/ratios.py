@@ -49,11 +49,6 @@ def seconds_per_token(step):
     return step["dt"] / step["tokens"] if step["tokens"] else None
 
 
-def seconds_per_flop(step):
-    """Return the seconds of a FLOP in a step of the probe, of a matmul in its fastest dtype."""
-    return 1 / max(step["peak"].values())
-
-
 def mean_seconds_per_token(steps):
     """Return the seconds that a token took in all steps together; None without tokens."""
     tokens = sum(step["tokens"] for step in steps)
@@ -77,7 +72,8 @@ def ratio_of_rounds(times, times_of_base):
         return None
     if len(by_round) == 1:
         return ratio_of_turns(by_round[0])
-    return Ratio(*median_and_spread([statistics.median(ratios) for ratios in by_round]), len(by_round))
+    value, spread = median_and_spread([statistics.median(ratios) for ratios in by_round])
+    return Ratio(value, spread, len(by_round))
 
 
 def ratio_of_turns(ratios):
@@ -140,11 +136,6 @@ def distance(ratio):
     return max(ratio, 1 / ratio) - 1
 
 
-def spread_of_distance(ratio):
-    """Return the spread of the distance() of a Ratio: its own, or about that of its inverse where it is below 1."""
-    return ratio.spread if ratio.value > 1 else ratio.spread / ratio.value**2
-
-
 def noise_of_pairs(ratios):
     """Return the Noise of pairs of one computation by their Ratios; None without any that has a spread.
 
@@ -166,7 +157,9 @@ def reach(ratio, noise):
     the larger one counts. The spread of a single round only holds how much steps differ, and the noise comes on top:
     in quadrature, or as a sum where few pairs tell of it.
     """
-    spread = spread_of_distance(ratio)
+    spread = ratio.spread
+    if ratio.value < 1:
+        spread /= ratio.value**2  # about that of its inverse
     if ratio.rounds > 1:
         return max(noise.size, spread)
     if noise.pairs < FEWEST_PAIRS:

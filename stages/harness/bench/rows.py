@@ -1,5 +1,6 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
+import itertools
 import os
 import re
 import shlex
@@ -26,21 +27,20 @@ THIS_PYTHON = {
     "python3": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
-# How the names of launchers begin that start a Python by themselves, and of modules that are launchers.
-STARTS_PYTHON = ("python", "torchrun", "accelerate", "deepspeed")
-LAUNCHES = ("torch.distributed", "accelerate", "deepspeed")
+# How the names of programs and modules begin that start a Python for the script behind them.
+LAUNCHERS = ("python", "torchrun", "torch.distributed", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, or a stage's short name. title: what it is called everywhere, the script and what
-    tells it from other rows of that. No two rows share a name or a title. script: the name of a stage, "probe", the
-    path of another script, or the name of a module. launcher, flags: what stands before and behind it in the command,
-    as typed. added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script
-    knows nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run,
-    the name of the row that it repeats.
+    name: the command as it was typed, or a stage's short name. title: what it is called everywhere; "" until all rows
+    of the bench are known. No two rows share a name or a title. script: the name of a stage, "probe", the path of
+    another script, or the name of a module. launcher, flags: what stands before and behind it in the command, as typed.
+    added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script knows
+    nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run, the
+    name of the row that it repeats.
     """
 
     name: str
@@ -56,10 +56,7 @@ class Row:
     @property
     def stage(self):
         """The ladder.Stage that it runs, or None for another script."""
-        for stage in ladder.STAGES:
-            if stage.name == self.script:
-                return stage
-        return None
+        return None if self.script.endswith(".py") else ladder.stage_of(self.script)
 
     @property
     def is_probe(self):
@@ -70,6 +67,13 @@ class Row:
     def is_module(self):
         """Whether it is a script that runs by -m."""
         return self.is_watched and not self.script.endswith(".py")
+
+    @property
+    def name_of_script(self):
+        """What its script is called: "s05", or "train" for my/train.py and for -m my.train."""
+        if self.stage:
+            return self.stage.short
+        return self.script.split(".")[-1] if self.is_module else Path(self.script).stem
 
     @property
     def is_of_the_ladder(self):
@@ -136,7 +140,7 @@ def gains_cpu_memory(row, above):
 
 def starts_python(launcher):
     """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
-    return any(Path(word).name.startswith(STARTS_PYTHON) for word in launcher if "=" not in word)
+    return any(Path(word).name.startswith(LAUNCHERS) for word in launcher if "=" not in word)
 
 
 # From a command to a row
@@ -162,14 +166,17 @@ def row_of(command):
     if launcher and "=" in launcher[0]:
         launcher.insert(0, "env")  # as a shell reads A=b
     stage = ladder.stage_of(script)
-    if script == "-m":
+    is_watched = False
+    if stage:
+        script = stage.name
+        if len(words) == 1:
+            command = stage.short
+    elif script == "-m":
         script = flags.pop(0)
-        row = Row(command, script.split(".")[-1], script, is_watched=True)
-    elif stage:
-        row = Row(stage.short if len(words) == 1 else command, stage.short, stage.name)
+        is_watched = True
     else:
-        row = Row(command, Path(script).stem, script, is_watched=not logs_by_itself(script))
-    row = replace(row, launcher=tuple(launcher), flags=tuple(flags), added=tuple(added))
+        is_watched = not logs_by_itself(script)
+    row = Row(command, "", script, tuple(launcher), tuple(flags), tuple(added), is_watched)
     check(row)
     return row
 
@@ -178,19 +185,15 @@ def place_of_script(words):
     """Return where the script of a command stands: the first stage, .py file or -m of a module; None without one.
 
     A word with = is none, so that the value of a launcher's flag that looks like a script can be told: --flag=value.
+    Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it.
     """
-    for place, word in enumerate(words):
+    for place, (word, next_word) in enumerate(itertools.pairwise([*words, ""])):
         is_file = word.endswith(".py") and "=" not in word
-        if is_file or ladder.stage_of(word) or is_flag_of_module(words[place : place + 2]):
+        is_name = next_word.replace(".", "_").isidentifier()
+        is_module = word == "-m" and is_name and not next_word.startswith(LAUNCHERS)
+        if is_file or is_module or ladder.stage_of(word):
             return place
     return None
-
-
-def is_flag_of_module(words):
-    """Tell whether two words are the -m of a script and its module. That of a launcher is none, nor numactl's -m 0."""
-    if len(words) < 2 or words[0] != "-m" or words[1].startswith(LAUNCHES):
-        return False
-    return words[1].replace(".", "_").isidentifier()
 
 
 def check(row):
@@ -202,7 +205,7 @@ def check(row):
     if row.added and not row.is_watched:
         refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
     for word in (*row.launcher, *row.flags):
-        if word[0:1] == "+" and word[1:] in ladder.ADDED:
+        if word.startswith("+") and word[1:] in ladder.ADDED:
             refuse(f"{row.name!r}: put {word} in front of all other words")
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
@@ -268,61 +271,43 @@ def all_rows(rows):
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    rows = with_titles(rows)
-    for place in range(1, len(rows)):
-        rows[place] = replace(rows[place], above=names[place - 1])
-    return [Row(PROBE, PROBE, PROBE), *with_control(rows)]
+    above = None
+    in_order = []
+    for row, title in zip(rows, titles_of(rows), strict=True):
+        in_order.append(replace(row, title=title, above=above))
+        above = row.name
+    return [Row(PROBE, PROBE, PROBE), *with_control(in_order)]
 
 
-def with_titles(rows):
-    """Return the rows with titles that tell them apart; `plain` and the rows of a climb have titles of their own.
+def titles_of(rows):
+    """Return titles that tell rows apart; `plain` and the rows of a climb keep theirs.
 
-    A title is the script, with what not all of its rows share: launcher, techniques and flags. Where that is long, or
-    taken, the number of the row stands behind the script.
+    Where a title would be long, or the same twice, it is the script and the number of the row.
     """
-    untitled = [row for row in rows if row.title == parts_of_script(row)[-1]]
-    taken = {row.title for row in rows if row not in untitled}
-    titled = []
-    for number, row in enumerate(rows, start=1):
-        if row in untitled:
-            alike = [each for each in untitled if parts_of_script(each) == parts_of_script(row)]
-            script = short_name_of_script(row, untitled)
-            added = [f"+{name}" for name in row.added]
-            launcher = not_shared(row.launcher, [each.launcher for each in alike])
-            flags = not_shared(row.flags, [each.flags for each in alike])
-            title = " ".join([*launcher, script, *added, *flags])
-            if len(title) > LONGEST_TITLE or title in taken:
-                title = f"{script} #{number}"
-            taken.add(title)
-            row = replace(row, title=title)
-        titled.append(row)
-    return titled
+    titles = [row.title or title_of(row, rows) for row in rows]
+    for place, row in enumerate(rows):
+        is_fine = len(titles[place]) <= LONGEST_TITLE and titles.count(titles[place]) == 1
+        if not (row.title or is_fine):
+            titles[place] = f"{row.name_of_script} #{place + 1}"
+    return titles
 
 
-def parts_of_script(row):
-    """Return the folders and the name of a row's script, or the parts of a module's name; of a stage its short name."""
-    if row.stage:
-        return (row.stage.short,)
-    if row.is_module:
-        return tuple(row.script.split("."))
-    return row.path.with_suffix("").parts
-
-
-def short_name_of_script(row, rows):
-    """Return the shortest tail of a script's path that tells it from the scripts of other rows, as "my/train"."""
-    parts = parts_of_script(row)
-    others = {parts_of_script(each) for each in rows} - {parts}
-    length = 1
-    while length < len(parts) and any(other[-length:] == parts[-length:] for other in others):
-        length += 1
-    return "/".join(parts[-length:])
+def title_of(row, rows):
+    """Return a row's script, as typed where another one has its name, with what not all rows of the script share."""
+    script = row.name_of_script
+    if any(other.name_of_script == script and other.script != row.script for other in rows):
+        script = row.script.removesuffix(".py")
+    alike = [other for other in rows if other.script == row.script and not other.title]
+    launcher = not_shared(row.launcher, [other.launcher for other in alike])
+    added = [f"+{name}" for name in row.added]
+    flags = not_shared(row.flags, [other.flags for other in alike])
+    return " ".join([*launcher, script, *added, *flags])
 
 
 def not_shared(words, others):
-    """Return those words of a command, a flag with its values, that one of some other lists of words has not."""
-    parts = parts_of_command(words)
-    shared = set(parts).intersection(*(parts_of_command(each) for each in others))
-    return [part for part in parts if part not in shared]
+    """Return the parts of a command, each a flag with its values, that not all of some other lists of words have."""
+    parts_of_others = [parts_of_command(other) for other in others]
+    return [part for part in parts_of_command(words) if not all(part in parts for parts in parts_of_others)]
 
 
 def parts_of_command(words):

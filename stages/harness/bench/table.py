@@ -11,14 +11,13 @@ from enum import Enum
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
 from ..card import words_on_card
-from ..figures import figures_of, seconds_of_warmup, waiting_share, waits_for_data
+from ..figures import figures_of, seconds_of_warmup, waits_for_data
 from ..scripts import uses, work_of
 from . import ratios
 from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge
-from .rows import runs_the_same
+from .rows import Row, gains_cpu_memory, runs_the_same
 
-LONG_WARMUP = 10  # seconds that are worth a word
-VERY_LONG = 10  # times the median step: no noise of a machine, but what a script does in some steps, as a rollout
+LONG_STEPS = 2  # where the mean step is so many times the median, long ones such as rollouts take most of the time
 
 
 class Reason(Enum):
@@ -29,14 +28,37 @@ class Reason(Enum):
     TOO_FEW = "fewer than three steps or rounds"
 
 
+@dataclass(eq=False)  # two rows with the same figures are two
 class Outcome:
-    """What is shown of a row, computed from its runs. What is not known, or does not apply, is None.
+    """What is shown of a row. What is not known, or does not apply, is None."""
 
-    facts: the first header, with the keys "sdpa" and "techniques" that became known later; None where no run got that
-    far. times: {round: seconds of a token in each counted step, or in the median one where rows take no turns}. means:
-    {round: [seconds of a token in all steps together]}. by_all_steps: whether these tell the speed of a watched script,
-    which waits for data or has a few very long steps.
-    """
+    row: Row
+    base: "Outcome | None"  # the row above, or the one that a control repeats
+
+    # by itself: outcome_of() fills these in
+    error: dict | None = None  # the line of its first run that failed
+    rounds: int = 0  # that came to their end
+    curve: list = field(default_factory=list)  # (step, tokens up to it, loss) of its first run
+    facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
+    unit: str | None = None  # what it counts: "tok", "sample" or "step"
+    ranks: int = 1  # that torchrun started
+    ran_on: str | None = None  # "cpu" in a bench of a card
+    effect: ladder.Effect | None = None  # of its stage
+    techniques: dict | None = None  # of a watched script
+    added: list = field(default_factory=list)  # the Stages whose techniques it has, and its base has not
+    added_in_vain: list = field(default_factory=list)  # the names of those that took no effect, as "bf16"
+    gains_memory: bool = False  # whether it has the variables of memory, and its base goes without them
+    counted: list = field(default_factory=list)  # the steps of all runs, without their warm-up
+    times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in the median step alone}
+    means: dict = field(default_factory=dict)  # {round: [seconds of a token in all steps together]}
+    dt_ms: float | None = None  # of the median step
+    dt_mean_ms: float | None = None
+    tok_per_sec: float | None = None
+    memory: int | None = None  # bytes
+    warmup_s: float | None = None
+    by_all_steps: bool = False  # whether a script's speed is that of all its steps, since no step is typical
+    is_out_of_turn: bool = False  # whether it took its steps at once, in a bench that takes turns
+    words_on_card: list = field(default_factory=list)
 
     # beside other rows: table_of() fills these in
     loss: float | None = None  # at the Table's loss_step
@@ -49,116 +71,33 @@ class Outcome:
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
     reason: Reason | None = None  # why that can't be told
-    steps_to_pay: float | None = None  # after which a gain has made up for a long warm-up
-
-    def __init__(self, row, base, runs, bench):
-        """Compute what a row shows by itself.
-
-        base: the Outcome that it is compared with, of the row above, or of the row that a control repeats. runs: its
-        Runs. bench: the first line of the record.
-        """
-        self.row = row
-        self.base = base
-        self.error = first_known([run.error for run in runs])  # the line of the first run that failed
-        self.rounds = len([run for run in runs if run.summary])  # in which it came to its end
-        self.curve = curve_of(runs)
-        self.add_steps(runs, bench)
-        self.add_facts(runs, bench)
-        self.skipped = stages_crossed(self)  # below its base's, down to its own, that do something here
-        self.added, self.in_effect = techniques_added(self)
-
-    def add_steps(self, runs, bench):
-        """Set what the counted steps tell."""
-        self.counted, self.times, self.means = [], {}, {}
-        time_of_step = ratios.seconds_per_flop if self.row.is_probe else ratios.seconds_per_token
-        for run in runs:
-            self.counted += run.counted
-            times = [time_of_step(step) for step in run.counted]
-            known = [time for time in times if time is not None]
-            if bench["in_turn"]:
-                self.times[run.round] = times
-            elif known and run.summary:  # a round that was cut off says little
-                self.times[run.round] = [statistics.median(known)]
-            if run.summary and not self.row.is_probe:
-                self.means[run.round] = [ratios.mean_seconds_per_token(run.counted)]
-        self.steps = len(self.counted)
-        self.words_on_card = words_on_card([run.counted for run in runs])
-        self.waiting_share = waiting_share(self.counted)  # of its time, for a DataLoader
-        self.warmup_s = self.tok_per_sec = self.memory = self.dt_ms = self.dt_mean_ms = None
-        self.by_all_steps = False
-        if not self.counted or self.row.is_probe:
-            return
-        figures = figures_of(self.counted)
-        self.dt_ms, self.dt_mean_ms = figures["dt_ms"], figures["dt_mean_ms"]
-        self.tok_per_sec, self.memory = figures["tok_per_sec"] or None, figures["memory"] or None  # 0: not measured
-        self.warmup_s = seconds_of_warmup(first_known([run.steps for run in runs if run.counted]), bench["warmup"])
-        if self.row.is_watched:
-            self.by_all_steps = waits_for_data(self.counted) or is_mostly_long_steps(self.counted)
-        seconds = ratios.mean_seconds_per_token(self.counted)
-        if self.by_all_steps and seconds:
-            self.tok_per_sec = 1 / seconds
-
-    def add_facts(self, runs, bench):
-        """Set what the headers tell, and the techniques of a script."""
-        self.facts = facts_of(runs)
-        self.unit = self.parameters = self.techniques = self.effect = self.ran_on = None
-        self.ranks = 1  # which torchrun started
-        if self.facts:
-            self.unit = self.facts.get("unit")  # "tok", "sample" or "step"; a forecast's header has none
-            self.parameters = self.facts.get("parameters")
-            self.techniques = self.facts["techniques"]
-            self.ranks = self.facts["settings"]["world_size"]
-            if self.row.stage:
-                self.effect = ladder.effect_of(self.row.stage, self.facts)
-            if self.facts["environment"]["device"] != bench["environment"]["device"]:
-                self.ran_on = self.facts["environment"]["device"]  # "cpu" in a bench of a card
-        self.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
 
     @property
     def adds_nothing(self):
         """Whether it should add techniques to its base, and none of them took effect."""
-        return bool(self.added) and not self.in_effect
-
-    @property
-    def work(self):
-        """The Work of a micro-batch, or None where it is not known."""
-        if self.effect:
-            return self.effect.work
-        if self.techniques is None or self.facts["shape"] is None:
-            return None
-        settings = self.facts["settings"]
-        micro_batches = settings["accum"] // settings["world_size"]
-        on_cuda = self.facts["environment"]["device"] == "cuda"
-        return work_of(self.techniques, self.facts["shape"], settings["batch_size"], micro_batches, on_cuda)
+        return bool(self.added_in_vain) and not self.added
 
     @property
     def model(self):
         """What makes a model another one: a GPT's layers, heads and width; another one's number of parameters."""
-        shape = self.facts and self.facts["shape"]
-        return (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.parameters
+        shape = self.facts["shape"]
+        return (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.facts["parameters"]
 
 
 @dataclass
 class Table:
-    """What is shown of a bench.
+    """What is shown of a bench."""
 
-    bench: the first line of its record. facts: of the first row that has some. probe: the Outcome of the probe. rates:
-    the Rates that it measured. loss_step: the last step that all rows took. outcomes: {name: Outcome} of all rows, and
-    of the control. pairs: the Outcomes of rows that compute the same as their base, controls first. noise: the Noise of
-    these. last: the Outcome of the last row of one process that trains the first row's model. together: its Ratio to
-    the first.
-    """
-
-    bench: dict
-    facts: dict | None = None
-    rates: Rates | None = None
-    loss_step: int | None = None
-    outcomes: dict = field(default_factory=dict)
-    pairs: list = field(default_factory=list)
-    probe: Outcome | None = None
-    noise: Noise | None = None
-    last: Outcome | None = None
-    together: Ratio | None = None
+    bench: dict  # the first line of its record
+    outcomes: dict = field(default_factory=dict)  # {name: Outcome} of all rows, and of the control
+    facts: dict | None = None  # of the first row that has some
+    probe_times: dict = field(default_factory=dict)  # {round: seconds of a FLOP in each step, or in the median step}
+    rates: Rates | None = None  # that the probe measured
+    loss_step: int | None = None  # the last step that all rows took
+    pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base, controls first
+    noise: Noise | None = None  # of these
+    last: Outcome | None = None  # of the last row of one process that trains the first row's model
+    together: Ratio | None = None  # of that to the first row
 
     @property
     def rows(self):
@@ -180,14 +119,13 @@ def table_of(results):
     """Return the Table of the Results of a bench."""
     table = Table(results.bench)
     for row in results.rows.values():
-        base = table.outcomes.get(row.control_of or row.above)
-        outcome = Outcome(row, base, results.runs_of(row), results.bench)
+        runs = results.runs_of(row)
         if row.is_probe:
-            table.probe = outcome
+            add_rates(table, runs)
         else:
-            table.outcomes[row.name] = outcome
+            base = table.outcomes.get(row.control_of or row.above)
+            table.outcomes[row.name] = outcome_of(row, base, runs, results.bench)
     table.facts = first_known([outcome.facts for outcome in table.rows])
-    table.rates = rates_of(table.probe)
     table.loss_step = last_common_step(table.rows)
     for outcome in table.outcomes.values():
         compare_with_others(outcome, table)
@@ -204,79 +142,130 @@ def first_known(values):
     return known[0] if known else None
 
 
-# what is known of a row by itself
-
-
-def is_mostly_long_steps(counted):
-    """Tell whether very long steps took most of the time, of which the median step says nothing."""
-    dts = [step["dt"] for step in counted]
-    long_dts = [dt for dt in dts if dt > VERY_LONG * statistics.median(dts)]
-    return sum(long_dts) > sum(dts) / 2
-
-
-def facts_of(runs):
-    """Return what the header of a row says, with the kernel of its attention and the techniques of a script."""
-    header = first_known([run.header for run in runs])
-    if header is None:
-        return None
-    summary = first_known([run.summary for run in runs])
-    techniques = first_known([run.techniques for run in runs])
-    kernel = summary["sdpa"] if summary else None
-    return header | {"sdpa": kernel, "techniques": techniques}
-
-
-def rates_of(probe):
-    """Return the Rates that the probe measured, medians over its counted steps; None where it left none."""
-    if probe is None or not probe.counted:
-        return None
-    steps = probe.counted
-    peak = {}
-    for dtype in steps[0]["peak"]:
-        peak[dtype] = statistics.median(step["peak"][dtype] for step in steps)
-    return Rates(peak, statistics.median(step["copy"] for step in steps))
-
-
 def last_common_step(rows):
     """Return the number of the last step to which all rows with counted steps got; None without such rows."""
     return min([outcome.curve[-1][0] for outcome in rows if outcome.counted and outcome.curve], default=None)
 
 
-def curve_of(runs):
-    """Return (step, tokens, loss) of each step of a row's first run, where tokens are all up to that step."""
+def add_rates(table, runs):
+    """Fill in what the probe measured: its times, and its rates as medians over the counted steps."""
+    table.probe_times = times_of(runs, table.bench, lambda step: 1 / max(step["peak"].values()))
+    steps = [step for run in runs for step in run.counted]
+    if steps:
+        peak = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in steps[0]["peak"]}
+        table.rates = Rates(peak, statistics.median(step["copy"] for step in steps))
+
+
+def times_of(runs, bench, time_of):
+    """Return {round: the times of its counted steps} where rows take turns, else {round: [their median]}.
+
+    time_of: returns the seconds of a token or a FLOP in a step, or None.
+    """
+    times = {}
+    for run in runs:
+        in_each_step = [time_of(step) for step in run.counted]
+        known = [time for time in in_each_step if time is not None]
+        if bench["in_turn"]:
+            times[run.round] = in_each_step
+        elif known and run.summary:  # a round that was cut off says little
+            times[run.round] = [statistics.median(known)]
+    return times
+
+
+# what is known of a row by itself
+
+
+def outcome_of(row, base, runs, bench):
+    """Return the Outcome of a row by itself. base: the Outcome that it is compared with, or None. runs: its Runs."""
+    outcome = Outcome(row, base)
+    header = first_known([run.header for run in runs])
+    if header:
+        summary = first_known([run.summary for run in runs])
+        techniques = first_known([run.techniques for run in runs])
+        add_facts(outcome, header, summary and summary["sdpa"], techniques, bench)
+    outcome.error = first_known([run.error for run in runs])
+    outcome.rounds = len([run for run in runs if run.summary])
+    outcome.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
+    outcome.words_on_card = words_on_card([run.counted for run in runs])
+    if runs:
+        outcome.curve = curve_of(runs[0])
+    add_techniques(outcome)
+    add_figures(outcome, runs, bench)
+    return outcome
+
+
+def curve_of(run):
+    """Return (step, tokens, loss) of each step of a run, where tokens are all up to that step."""
     points = []
     tokens = 0
-    for step in runs[0].steps if runs else []:
-        tokens += step.get("tokens", 0)  # the probe has none
-        if step.get("loss") is not None:
+    for step in run.steps:
+        tokens += step["tokens"]
+        if step["loss"] is not None:
             points.append((step["step"], tokens, step["loss"]))
     return points
 
 
+def add_facts(outcome, header, kernel, techniques, bench):
+    """Fill in what a header tells, the kernel of attention, and the techniques of a script; None where not known."""
+    outcome.facts = header | {"sdpa": kernel}
+    outcome.unit = header["unit"]
+    outcome.ranks = header["settings"]["world_size"]
+    outcome.techniques = techniques
+    if outcome.row.stage:
+        outcome.effect = ladder.effect_of(outcome.row.stage, outcome.facts)
+    device = header["environment"]["device"]
+    if device != bench["environment"]["device"]:
+        outcome.ran_on = device
+
+
+def add_techniques(outcome):
+    """Fill in which techniques a row has, and its base has not: of a stage all that do something here.
+
+    What was added to a script from outside is in vain where the script had it before, or does not have it now.
+    """
+    row, base = outcome.row, outcome.base
+    if base is None:
+        return
+    outcome.gains_memory = gains_cpu_memory(row, base.row)
+    if row.stage and base.row.stage:
+        for stage in ladder.between(base.row.stage, row.stage):
+            if stage.for_the_loss or not outcome.facts or not ladder.effect_of(stage, outcome.facts).same_computation:
+                outcome.added.append(stage)
+    if not runs_the_same(row, base.row):
+        return
+    before, now = base.techniques, outcome.techniques
+    for name in row.added:
+        if name in base.row.added:
+            continue
+        if before and now and (uses(before, name) or not uses(now, name)):
+            outcome.added_in_vain.append(name)
+        else:
+            outcome.added.append(ladder.ADDED[name])
+
+
+def add_figures(outcome, runs, bench):
+    """Fill in what the counted steps of a row tell."""
+    outcome.times = times_of(runs, bench, ratios.seconds_per_token)
+    for run in runs:
+        outcome.counted += run.counted
+        if run.summary:
+            outcome.means[run.round] = [ratios.mean_seconds_per_token(run.counted)]
+    if not outcome.counted:
+        return
+    figures = figures_of(outcome.counted)
+    outcome.dt_ms = figures["dt_ms"]
+    outcome.dt_mean_ms = figures["dt_mean_ms"]
+    outcome.tok_per_sec = figures["tok_per_sec"] or None  # 0: no step has tokens
+    outcome.memory = figures["memory"] or None  # 0: without a meter
+    outcome.warmup_s = seconds_of_warmup(first_known([run.steps for run in runs if run.counted]), bench["warmup"])
+    if outcome.row.is_watched:
+        has_long_steps = outcome.dt_mean_ms > LONG_STEPS * outcome.dt_ms
+        outcome.by_all_steps = has_long_steps or waits_for_data(outcome.counted)
+    if outcome.by_all_steps and outcome.tok_per_sec:
+        outcome.tok_per_sec = 1 / ratios.mean_seconds_per_token(outcome.counted)
+
+
 # beside other rows
-
-
-def stages_crossed(outcome):
-    """Return the Stages below that of the base, down to the row's own, without those that do nothing here."""
-    stage, base = outcome.row.stage, outcome.base
-    if stage is None or base is None or base.row.stage is None:
-        return []
-    crossed = []
-    for each in ladder.between(base.row.stage, stage):
-        if not outcome.facts or each.for_the_loss or not ladder.effect_of(each, outcome.facts).same_computation:
-            crossed.append(each)
-    return crossed
-
-
-def techniques_added(outcome):
-    """Return (the names of the techniques that a row adds to its base, those that took effect), two lists."""
-    base = outcome.base
-    if base is None or not runs_the_same(outcome.row, base.row):
-        return [], []
-    added = [name for name in outcome.row.added if name not in base.row.added]
-    if outcome.techniques is None or base.techniques is None:
-        return added, added  # as far as is known
-    in_effect = [name for name in added if uses(outcome.techniques, name) and not uses(base.techniques, name)]
-    return added, in_effect
 
 
 def compare_with_others(outcome, table):
@@ -288,9 +277,8 @@ def compare_with_others(outcome, table):
     outcome.ratio_to_reference = compare(outcome, table.reference)
     outcome.is_another_model = outcome.ratio is not None and outcome.model != outcome.base.model
     outcome.is_same_computation = outcome.adds_nothing or is_same_computation(outcome)
-    if not outcome.ran_on:
-        outcome.predicted = predict(outcome, table.rates)
-        outcome.peak_share = peak_share(outcome, table.probe)
+    outcome.predicted = predict(outcome, table.rates)
+    outcome.peak_share = peak_share(outcome, table.probe_times)
 
 
 def compare(outcome, base):
@@ -300,9 +288,9 @@ def compare(outcome, base):
     """
     if base is None or base is outcome or base.unit != outcome.unit:
         return None
-    took_no_turns = outcome.is_out_of_turn or base.is_out_of_turn
-    if took_no_turns or outcome.by_all_steps or base.by_all_steps:
-        return ratios.ratio_of_rounds(outcome.means, base.means)
+    for each in (outcome, base):
+        if each.is_out_of_turn or each.by_all_steps:
+            return ratios.ratio_of_rounds(outcome.means, base.means)
     return ratios.ratio_of_rounds(outcome.times, base.times)
 
 
@@ -318,6 +306,18 @@ def is_same_computation(outcome):
     return is_next_stage and has_same_command and outcome.effect.same_computation
 
 
+def work_of_row(outcome):
+    """Return the Work of a row's micro-batch, or None where it is not known."""
+    if outcome.effect:
+        return outcome.effect.work
+    if outcome.techniques is None or outcome.facts["shape"] is None:
+        return None
+    settings = outcome.facts["settings"]
+    micro_batches = settings["accum"] // settings["world_size"]
+    on_cuda = outcome.facts["environment"]["device"] == "cuda"
+    return work_of(outcome.techniques, outcome.facts["shape"], settings["batch_size"], micro_batches, on_cuda)
+
+
 def predict(outcome, rates):
     """Return how many times as fast as its base a row should be, or None where nothing can be said.
 
@@ -325,9 +325,9 @@ def predict(outcome, rates):
     divided by the rates that the probe measured.
     """
     base = outcome.base
-    if base is None or rates is None or outcome.ranks != base.ranks:
+    if base is None or rates is None or outcome.ran_on or outcome.ranks != base.ranks:
         return None
-    work, work_of_base = outcome.work, base.work
+    work, work_of_base = work_of_row(outcome), work_of_row(base)
     if work is None or work_of_base is None:
         return None
     stage, stage_of_base = outcome.row.stage, base.row.stage
@@ -344,17 +344,17 @@ def predict(outcome, rates):
     return before / after if before and after else None
 
 
-def peak_share(outcome, probe):
+def peak_share(outcome, probe_times):
     """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-    None for a model that is no GPT, for a script whose speed is that of all its steps, and for several ranks, because
-    the probe measures what one process can do.
+    None for a model that is no GPT, for a script whose speed is that of all its steps, for one on another device, and
+    for several ranks, because the probe measures what one process can do.
     """
     shape = outcome.facts and outcome.facts["shape"]
-    if probe is None or not shape or outcome.ranks > 1 or outcome.by_all_steps:
+    if not shape or outcome.ran_on or outcome.ranks > 1 or outcome.by_all_steps:
         return None
     # seconds per FLOP over seconds per token
-    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe.times)
+    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe_times)
     return tokens_per_flop.value * flops_per_token(shape) if tokens_per_flop else None
 
 
@@ -382,7 +382,7 @@ def find_noise(table):
 
 
 def add_verdict(outcome, table):
-    """Fill in the verdict on a row, and what follows from that.
+    """Fill in the verdict on a row, and why it can't be told.
 
     There is none where the row and its base can't be compared, where one of them failed, where they train different
     models, where the row should add something and does not, and where the noise is not known.
@@ -403,10 +403,6 @@ def add_verdict(outcome, table):
         outcome.verdict = Verdict.SAME
     else:
         outcome.verdict = judge(outcome.ratio, table.noise)
-    longer = outcome.warmup_s - outcome.base.warmup_s
-    if outcome.verdict is Verdict.FASTER and longer > LONG_WARMUP:
-        seconds_saved = outcome.dt_ms / 1000 * (outcome.ratio.value - 1)  # in each step
-        outcome.steps_to_pay = longer / seconds_saved
 
 
 def add_together(table):

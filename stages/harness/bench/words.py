@@ -4,16 +4,15 @@ import re
 import textwrap
 
 from .. import ladder, scripts
-from ..figures import LONG_WAIT, UNEVEN
+from ..figures import LONG_WAIT, UNEVEN, waiting_share
 from .ratios import Verdict
-from .rows import gains_cpu_memory, goes_without_cpu_memory
-from .table import LONG_WARMUP
+from .rows import goes_without_cpu_memory
 
 NOTHING = "–"  # a cell without a figure
-BELOW = "its command, below"
-PATH_TO_STAGES = "../stages/"  # from a page in results/
+MEMORY_VARIABLES = "three variables, see stages/memory.md"
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
+LONG_WARMUP = 10  # seconds that are worth a word
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}
 
 
@@ -30,12 +29,12 @@ def speed_cell(outcome):
     if outcome.tok_per_sec is None:
         return NOTHING
     cell = f"{outcome.tok_per_sec:,.0f}"
-    return cell if outcome.unit == "tok" else f"{cell} {outcome.unit}s"
+    return cell if outcome.unit == "tok" else f"{cell} {UNITS[outcome.unit]}"
 
 
 def words_on_speed(outcome):
     """Return the speed of a row with its unit, as "1,000 tok/sec"."""
-    return f"{outcome.tok_per_sec:,.0f} {'tok' if outcome.unit == 'tok' else outcome.unit + 's'}/sec"
+    return f"{outcome.tok_per_sec:,.0f} {'tok' if outcome.unit == 'tok' else UNITS[outcome.unit]}/sec"
 
 
 def words_on_ratio(ratio):
@@ -72,58 +71,65 @@ def code(text):
     return f"`{text.replace('`', chr(39))}`"
 
 
-def title_cell(outcome):
-    """Return a row's title for a page, in backticks where markdown would read its signs."""
-    title = outcome.row.title
+def quoted(title):
+    """Return a title for a page, in backticks where markdown would read its signs."""
     return title if re.fullmatch(r"[\w+./ ]*", title) else code(title)
 
 
-def linked_cell(outcome, folder):
-    """Return a row's title, with a link to its stage."""
-    stage = outcome.row.stage
-    return f"[{title_cell(outcome)}]({folder}{stage.name}.py)" if stage else title_cell(outcome)
+def shortened(label, most):
+    """Return a label of at most `most` letters, without its middle: rows of one script differ at their ends."""
+    if len(label) <= most:
+        return label
+    half = (most - 1) // 2
+    return f"{label[:half]}…{label[-half:]}"
+
+
+def linked_title(row, path_to_stages):
+    """Return a row's title for a page, with a link to its stage."""
+    title = quoted(row.title)
+    return f"[{title}]({path_to_stages}{row.stage.name}.py)" if row.stage else title
+
+
+def name_of_change(outcome):
+    """Return a row's title, and what it adds to the row above where the title does not say that."""
+    row = outcome.row
+    if outcome.gains_memory:
+        return f"{row.title} memory variables"
+    skipped = skipped_stages(outcome)
+    if skipped:
+        return f"{row.title} with {ladder.words_on_stages(skipped)}"
+    if row.stage and row.stage.technique and row.title == row.stage.short:
+        return f"{row.title} {row.stage.technique}"
+    return row.title
+
+
+def skipped_stages(outcome):
+    """Return the Stages between the row above and a row of the ladder, as far as they do something here."""
+    return [stage for stage in outcome.added if outcome.row.stage and stage is not outcome.row.stage]
 
 
 def typed_cell(outcome):
-    """Return what the reader of a row types: the code of its technique, or the row's own command.
+    """Return what the reader of a row types: the code of its technique, or the row's own command, shortened.
 
     Where a row skips stages, these are named first, because the ratio includes their gains.
     """
-    row, skipped = outcome.row, outcome.skipped
-    text = code_of_row(outcome)
-    if text is None:
-        text = code(row.name) if len(row.name) <= MOST_OF_A_COMMAND else BELOW
-    elif row.stage:
-        skipped = [stage for stage in skipped if stage is not row.stage]  # its line is shown
+    row, skipped = outcome.row, skipped_stages(outcome)
+    if goes_without_cpu_memory(row):
+        return "without the memory variables"
+    if outcome.gains_memory:
+        return MEMORY_VARIABLES
+    if outcome.adds_nothing:
+        return NOTHING
+    if outcome.added and not row.stage:
+        return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
+    has_line = row.stage and not row.launcher and not row.flags
+    text = row.stage.line if has_line else code(shortened(row.name, MOST_OF_A_COMMAND))
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
 
 
-def has_command_below(outcome):
-    """Tell whether a row's command is too long for its cell."""
-    return len(outcome.row.name) > MOST_OF_A_COMMAND and code_of_row(outcome) is None
-
-
-def code_of_row(outcome):
-    """Return what a row adds to the one above, in markdown; None where that is told by its command."""
-    row = outcome.row
-    if outcome.adds_nothing:
-        return "; ".join(words_on_added(outcome))
-    if outcome.added:
-        return ", ".join(code_of_added(outcome, name) for name in outcome.added)
-    if goes_without_cpu_memory(row):
-        return "without the memory variables"
-    if row.is_watched and outcome.base and gains_cpu_memory(row, outcome.base.row):
-        return "with the memory variables"
-    if row.stage and not row.launcher and not row.flags:
-        return row.stage.line
-    return None
-
-
-def code_of_added(outcome, name):
-    """Return the code of a technique that is added from outside; a fused update has the script's own optimizer."""
-    if name == "fused" and outcome.techniques:
-        return code(f"{outcome.techniques['optimizer']}(..., fused=True)")
-    return ladder.ADDED[name].line
+def code_of_technique(stage, outcome):
+    """Return the code of a stage's technique in a row: in a script that of its own optimizer and framework."""
+    return scripts.what_to_type(outcome.techniques, stage) if outcome.techniques else stage.line
 
 
 # Notes
@@ -134,11 +140,8 @@ def note_cell(outcome, bench):
     parts = []
     if outcome.error:
         parts.append(failure(outcome.error))
-    elif outcome.rounds < bench["rounds"] and bench["in_turn"]:
-        planned = bench["rounds"] * (bench["steps"] - bench["warmup"])
-        parts.append(f"{outcome.steps} of {planned} steps")
     elif outcome.rounds < bench["rounds"]:
-        parts.append(f"{outcome.rounds} of {bench['rounds']} rounds")
+        parts.append(f"{outcome.rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     parts += words_on_base(outcome)
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
@@ -154,7 +157,8 @@ def words_on_base(outcome):
     """Return why a row can't be compared with the row above, or not by its speed alone, a list of words."""
     base = outcome.base
     if outcome.is_another_model:
-        return [f"another model: {outcome.parameters:,} parameters beside {base.parameters:,}"]
+        ours, above = outcome.facts["parameters"], base.facts["parameters"]
+        return [f"another model: {ours:,} parameters beside {above:,}"]
     if base and base.unit and outcome.unit and outcome.unit != base.unit:
         return [f"counts {UNITS[outcome.unit]}, and the row above {UNITS[base.unit]}, which have no ratio"]
     if outcome.ratio and outcome.ratio.halves:
@@ -166,40 +170,27 @@ def words_on_base(outcome):
 def words_on_script(outcome):
     """Return what is said of a watched script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    For a row that adds a technique to the row above, it is what became of that.
+    For a row that adds a technique to the row above, it is why that took no effect.
     """
     techniques = outcome.techniques
     if techniques is None:
         return []
     words = []
-    if outcome.added:
-        words += words_on_added(outcome)
-    elif not (outcome.base and gains_cpu_memory(outcome.row, outcome.base.row)):
+    for name in outcome.added_in_vain:
+        is_in_it = scripts.uses(techniques, name)
+        words.append(f"{name} is in it already" if is_in_it else scripts.words_on_missing(techniques, name))
+    if not (outcome.added or outcome.added_in_vain or outcome.gains_memory):
         has, lacks, remarks = scripts.words_on_techniques(techniques)
         words += [f"has {has}", f"lacks {lacks}", *remarks]
     if outcome.ran_on:
         words.append(f"ran on the {outcome.ran_on} in a bench of another device: pass --device {outcome.ran_on}")
     if outcome.is_out_of_turn:
         words.append("took its steps without turns, since what loads its data would get ahead")
-    if outcome.waiting_share > LONG_WAIT:
-        words.append(f"{100 * outcome.waiting_share:.0f} % of its time waits for a DataLoader")
+    waiting = waiting_share(outcome.counted)
+    if waiting > LONG_WAIT:
+        words.append(f"{100 * waiting:.0f} % of its time waits for a DataLoader")
     if outcome.dt_ms and outcome.dt_mean_ms > UNEVEN * outcome.dt_ms:
         words.append(f"uneven: the mean of a step is {outcome.dt_mean_ms:.0f} ms, its median {outcome.dt_ms:.0f}")
-    if outcome.by_all_steps:
-        words.append("its speed is that of all steps together")
-    return words
-
-
-def words_on_added(outcome):
-    """Return why techniques that a row should add to the row above made no difference, a list of words."""
-    words = []
-    for name in outcome.added:
-        if name in outcome.in_effect:
-            continue
-        if scripts.uses(outcome.techniques, name):
-            words.append(f"{name} is in it already")
-        else:
-            words.append(scripts.words_on_missing(outcome.techniques, name))
     return words
 
 
