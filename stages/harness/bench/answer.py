@@ -3,11 +3,11 @@
 from .ratios import Verdict, distance, judge
 from .rows import not_shared
 from .table import Reason
-from .words import MEMORY_VARIABLES, code, code_of_technique, name_of_change, quoted, words_on_ratio
+from .words import LONG_WARMUP, MEMORY_VARIABLES, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
 def answer(table):
-    """Return what a bench has shown, as a list of (heading, words). The largest gains and losses come first."""
+    """Return what a bench has shown, as a list of (heading, lines). The largest gains and losses come first."""
     lines = []
     for verdict in Verdict:
         rows = [outcome for outcome in table.rows if outcome.verdict is verdict]
@@ -23,10 +23,11 @@ def answer(table):
         if judge(table.together, table.noise) in (Verdict.SAME, Verdict.UNCLEAR):
             words = f"({words})"
         title, title_of_first = quoted(table.last.row.title), quoted(table.rows[0].row.title)
-        lines.append(("all together", f"{title} is {words} x {title_of_first}"))
-    typed = [line for outcome in table.rows for line in code_of_gain(outcome)]
+        lines.append(("all together", f"{title} is {words} times as fast as {title_of_first}"))
+    typed = dict.fromkeys(line for outcome in table.rows for line in code_of_gain(outcome))
     if typed:
-        lines.append(("what to type", " | ".join(dict.fromkeys(typed))))
+        numbered = [f"{number}. {line}" for number, line in enumerate(typed, 1)]
+        lines.append(("what to type", "\n".join(numbered)))
     return lines
 
 
@@ -37,6 +38,7 @@ def words_on_verdict(outcome):
     match outcome.verdict:
         case Verdict.FASTER:
             words += f" {outcome.ratio.value:.2f}"
+            reason = words_on_paying(outcome)
         case Verdict.SLOWER:
             words += f" {outcome.ratio.value:.2f}"
             reason = outcome.effect and outcome.effect.words
@@ -46,6 +48,15 @@ def words_on_verdict(outcome):
             words += f" {words_on_ratio(outcome.ratio)}"
             reason = outcome.reason and outcome.reason.value
     return f"{words} ({reason})" if reason else words
+
+
+def words_on_paying(outcome):
+    """Return after how many steps a gain has made up for a longer warm-up; None where that is hardly longer."""
+    longer = outcome.warmup_s - outcome.base.warmup_s
+    if longer < LONG_WARMUP:
+        return None
+    seconds_saved = outcome.dt_ms / 1000 * (outcome.ratio.value - 1)  # in each step
+    return f"pays after about {longer / seconds_saved:,.0f} steps, since its warm-up takes {longer:.0f} s longer"
 
 
 def words_on_cost(table):

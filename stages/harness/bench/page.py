@@ -99,8 +99,8 @@ def how_to_read(table):
     if with_ratios and table.noise is None:
         lines.append(NO_NOISE)
     elif any(words.is_in_brackets(outcome) for outcome in with_ratios):
-        apart = f"By chance alone, runs of one computation come out {100 * table.noise.size:.1f} % apart here."
-        lines.append(f"In brackets: not shown to differ. {apart}")
+        apart = f"By chance alone, runs of the same code differ by about {100 * table.noise.size:.1f} % here."
+        lines.append(f"A number in brackets is too close to 1 to call. {apart}")
     if with_ratios and table.bench["in_turn"]:
         lines.append(WHICH_TO_TRUST)
     for outcome in table.rows:
@@ -132,7 +132,9 @@ def terminal_at_the_end(table):
         lines.append("")
     width = max((len(heading) for heading, _ in answers), default=0) + 2
     for heading, text in answers:
-        lines.append(wrapped(heading.ljust(width) + text.replace("`", ""), width))
+        for line in text.replace("`", "").split("\n"):
+            lines.append(wrapped(heading.ljust(width) + line, width))
+            heading = ""
     return "\n".join(lines)
 
 
@@ -163,7 +165,7 @@ def page(table, name):
         f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
         markdown(short_table(table, PATH_TO_STAGES)),
         "\n\n".join(how_to_read(table)),
-        "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
+        "\n".join(f"- **{heading}**: {' '.join(text.splitlines())}" for heading, text in answer(table)),
         markdown(full_table(table)),
         "\n".join(f"- {line}" for line in conditions(table)),
         "[How to read this page](README.md)",

@@ -94,7 +94,7 @@ def name_of_change(outcome):
     """Return a row's title, and what it adds to the row above where the title does not say that."""
     row = outcome.row
     if outcome.gains_memory:
-        return f"{row.title} memory variables"
+        return f"{row.title} with memory variables"
     skipped = skipped_stages(outcome)
     if skipped:
         return f"{row.title} with {ladder.words_on_stages(skipped)}"
