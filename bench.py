@@ -22,11 +22,9 @@ steps at once, in three rounds. On an accelerator, and where memory does not hol
 stops in each round when it has counted 20 steps or more that took six seconds together, and at the latest after 160.
 """
 
-import os
 import shlex
 import signal
 import sys
-import tempfile
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -36,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 from harness import ROOT, ladder, machine
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
-from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure, predict, show
+from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure_alone, measure_in_turn, predict, show
 from harness.common import refuse, tell
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
@@ -44,17 +42,17 @@ from harness.flags import Parser, new_parser, parse, positive
 from data import TextError, TokenLoader, load_tokens
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
-LONGEST_FOLDER = 70  # letters, since the path of a Unix socket may have about 100
 
 
 # The command line
 
 
 def parse_command(argv):
-    """Return the bench's own flags as a namespace. Exits with one line and status 2 where the command line is wrong.
+    """Return the command line as a namespace. Exits with one line and status 2 where it is wrong.
 
-    Where something is to run, it has what plan_rows() fills in, too, and flags, a list of the flags that all stages
-    share.
+    Beside the bench's own flags it has `flags`, the list of those that all stages get. Without --render it also has
+    `shared`, these flags as a stage parses them; `rows`, all that is started; and `reference`, the name of the row that
+    all are compared with.
     """
     commands = []  # all words before the first flag
     for word in argv:
@@ -64,7 +62,16 @@ def parse_command(argv):
     args, args.flags = new_parser_of_bench().parse_known_args(argv[len(commands) :])
     check_own_flags(args, commands)
     if args.render is None:
-        plan_rows(args, commands)
+        rows = [row_of(command) for command in commands]
+        check_flags(args, rows)
+        args.shared = parse_flags(args.flags)
+        is_ladder = not rows and args.climb is None
+        rows = rows or default_rows(args)
+        args.reference = rows[0].name
+        if is_ladder:
+            args.reference = ladder.STAGES[0].short  # and not `plain`, which stands above it on a CPU
+        args.rows = all_rows(rows)
+        choose_batch(args)
     return args
 
 
@@ -91,51 +98,32 @@ def check_own_flags(args, commands):
     others = (commands, args.flags, args.rounds, args.steps, args.out, args.climb, args.predict)
     if args.render is not None and any(others):
         refuse("--render runs nothing: pass no rows and no other flags")
-    if args.climb == "":
-        refuse('make climb SCRIPT="train.py --batch_size=8" PY=python: pass a script of your own, and its Python')
-    if args.climb and commands:
+    if args.climb is not None and commands:
         refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
 
 
-def plan_rows(args, commands):
-    """Fill in what is to run. Exits with one line where that is not possible.
-
-    args.rows: all that is started. args.reference: the name of the row that all are compared with. args.shared: the
-    flags that all stages share, as a stage parses them. args.stage_args: {name of a row: all its flags, so parsed}.
-    """
-    rows = [row_of(command) for command in commands]
-    check_words(args, rows)
-    args.shared = parse_flags(args.flags)
-    device = args.shared.device
-    if args.climb:
-        rows = rows_of_climb(args.climb, device)
-        for name, reason in useless_here(device).items():
-            tell(f"+{name} is left out: {reason}")
-    elif not rows:
-        rows = rows_of_ladder(device)
-    args.reference = rows[0].name
-    if not (commands or args.climb):
-        args.reference = ladder.STAGES[0].short  # and not `plain` above it
-    args.rows = all_rows(rows)
-    args.stage_args = {}
-    for row in args.rows:
-        if row.is_of_the_ladder:
-            args.stage_args[row.name] = parse_flags([*args.flags, *row.flags]) if row.flags else args.shared
-
-
-def check_words(args, rows):
-    """Exit with one line where what is not the bench's own goes to nobody: it is for the stages, or in quotes."""
-    _, strays = new_parser(None).parse_known_args(args.flags)  # what no parser knows
-    if strays and not strays[0].startswith("-"):
-        refuse(f"rows come before flags: put {strays[0]!r} first")
-    if strays and (args.climb or any(row.is_watched for row in rows)):
-        refuse(f"{strays[0]} is no flag of a stage: put a script and its own flags into quotes")
-    has_stages = not args.climb and (not rows or any(row.is_of_the_ladder for row in rows))
+def check_flags(args, rows):
+    """Exit with one line where a word behind the rows goes to none of them."""
+    _, unknown = new_parser(None).parse_known_args(args.flags)
+    if unknown and not unknown[0].startswith("-"):
+        refuse(f"rows come before flags: put {unknown[0]!r} first")
+    has_stages = args.climb is None and (not rows or any(row.is_of_the_ladder for row in rows))
     for flag in args.flags:
         if not has_stages and flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
             refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
+
+
+def default_rows(args):
+    """Return the Rows of a bench that is started without any: of --climb, or those of the ladder."""
+    device = args.shared.device
+    if args.climb is None:
+        return rows_of_ladder(device)
+    rows = rows_of_climb(args.climb, device)
+    for name, reason in useless_here(device).items():
+        tell(f"+{name} is left out: {reason}")
+    return rows
 
 
 def parse_flags(flags):
@@ -147,14 +135,16 @@ def parse_flags(flags):
 
 
 def choose_batch(args):
-    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for."""
-    chosen = [parsed for parsed in args.stage_args.values() if parsed.why_this_batch]
+    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for.
+
+    Exits with one line where a stage's own flags are wrong.
+    """
+    parsed = [parse_flags([*args.flags, *row.flags]) for row in args.rows if row.is_of_the_ladder]
+    chosen = [flags for flags in parsed if flags.why_this_batch]
     if chosen:
-        smallest = min(chosen, key=lambda parsed: parsed.batch_size)
+        smallest = min(chosen, key=lambda flags: flags.batch_size)
         tell(smallest.why_this_batch)
         args.flags += ["--batch-size", str(smallest.batch_size)]
-        for parsed in chosen:
-            parsed.batch_size = smallest.batch_size
 
 
 def prepare_text(args):
@@ -162,11 +152,11 @@ def prepare_text(args):
 
     Exits with one line where the text is too short for a sequence, or can't be read.
     """
-    if not args.stage_args:
+    if not any(row.is_of_the_ladder for row in args.rows):
         return
     try:
         corpus = load_tokens(args.shared.data)
-        TokenLoader(corpus, args.shared.batch_size, args.shared.seq_len)
+        TokenLoader(corpus, 1, args.shared.seq_len)
     except TextError as error:
         refuse(error)
     if corpus.source != args.shared.data:
@@ -178,9 +168,12 @@ def prepare_text(args):
 
 def new_bench(args, argv, in_turn):
     """Return the first line of a record, a dict: see log.py."""
-    most_steps, rounds = (COUNTED_STEPS, 1) if in_turn else (MOST_COUNTED_STEPS, ROUNDS)
-    steps = args.steps or WARMUP + most_steps
-    plan = {
+    device, seed = args.shared.device, args.shared.seed
+    counted_steps, rounds = MOST_COUNTED_STEPS, ROUNDS
+    if in_turn:
+        counted_steps, rounds = COUNTED_STEPS, 1
+    steps = args.steps or WARMUP + counted_steps
+    return {
         "kind": "bench",
         "in_turn": in_turn,
         "reference": args.reference,
@@ -188,65 +181,43 @@ def new_bench(args, argv, in_turn):
         "steps": steps,
         "rounds": args.rounds or rounds,
         "rows": [asdict(row) for row in args.rows],
-    }
-    origin = {
-        "environment": machine.environment(args.shared.device),
+        "flags": ["--steps", str(steps), *args.flags],
+        "variables": CPU_MEMORY if device.type == "cpu" else {},
+        "flags_of_scripts": ["--steps", str(steps), "--seed", str(seed)],
+        "variables_of_scripts": machine.variables_of_scripts(device),
+        "environment": machine.environment(device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
-    return plan | given_to_rows(args, steps) | origin
-
-
-def given_to_rows(args, steps):
-    """Return the flags and variables of the environment that the rows are started with: see log.py."""
-    on_cpu = args.shared.device.type == "cpu"
-    return {
-        "flags": ["--steps", str(steps), *args.flags],
-        "variables": CPU_MEMORY if on_cpu else {},
-        "flags_of_scripts": ["--steps", str(steps), "--seed", str(args.shared.seed)],
-        "variables_of_scripts": machine.variables_of_scripts(args.shared.device),
-    }
-
-
-def tell_where_scripts_run(rows, in_turn):
-    """Print in which folders the scripts run, since several may write the same files there."""
-    folders = {str(row.folder): None for row in rows if row.is_watched}
-    at_once = ", several at once" if in_turn else ""
-    for folder in folders:
-        tell(f"scripts run in {folder}{at_once}; {{row}} in a flag is the row's number, for those that write files")
 
 
 def open_new(path):
-    """Return the file of a new record. Exits with one line where it is there already, or can't be written."""
+    """Return the file of a new record. Exits with one line where it or its page is there, or it can't be written."""
     try:
         path.parent.mkdir(exist_ok=True)
+        if path.with_suffix(".md").exists():
+            refuse(f"results/{path.stem}.md is there already: pass another --out")
         return open(path, "x", encoding="utf-8")
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
 
 
-def new_folder():
-    """Return a TemporaryDirectory for the sockets of the workers. Exits with one line where none can be written."""
-    try:
-        has_long_path = len(tempfile.gettempdir()) > LONGEST_FOLDER
-        return tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp" if has_long_path else None)
-    except OSError as error:
-        refuse(f"no temporary folder: {error.strerror}; set TMPDIR to one that can be written")
-
-
 def run(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
     in_turn = args.shared.device.type == "cpu"
-    tell_where_scripts_run(args.rows, in_turn)
-    with new_folder() as folder, open_new(path) as file:
+    with open_new(path) as file:
+        for folder in sorted({str(row.folder) for row in args.rows if row.is_watched}):
+            tell(f"scripts run in {folder}; {{row}} in a flag is the row's number, for those that write files")
         tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
         results = Results(new_bench(args, argv, in_turn), file)
         try:
-            if not measure(results, path, folder, args.stage_args):
+            if in_turn and not measure_in_turn(results, path):
+                in_turn = False
                 file.seek(0)
                 file.truncate()
-                results = Results(new_bench(args, argv, in_turn=False), file)
-                measure(results, path, folder, args.stage_args)
+                results = Results(new_bench(args, argv, in_turn), file)
+            if not in_turn:
+                measure_alone(list(results.rows.values()), range(results.bench["rounds"]), results, path)
         except KeyboardInterrupt:
             tell("interrupted; what was measured:")
             show(results, path)
@@ -286,22 +257,18 @@ def main(argv):
     if args.render is not None:
         render(args.render)
         return 0
-    path = ROOT / "results" / f"{args.out or datetime.now().strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    if os.path.exists(path) or os.path.exists(path.with_suffix(".md")):  # Path.exists() raises for a long name
-        refuse(f"results/{path.stem} is there already: pass another --out")
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(signal_number, interrupt)
     try:
-        choose_batch(args)
         prepare_text(args)
         for name in ("device", "environment"):  # no note of a row has them
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:
-            with new_folder() as folder:
-                return predict(Results(new_bench(args, argv, in_turn=True)), folder, args.stage_args)
-        return exit_status(run(args, argv, path))
+            return predict(Results(new_bench(args, argv, in_turn=True)))
+        name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        return exit_status(run(args, argv, ROOT / "results" / f"{name}.jsonl"))
     except KeyboardInterrupt as interrupted:
         return 128 + interrupted.args[0]
 

@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import os
 import sys
-import tempfile
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,8 +115,7 @@ def load_tokens(source=None, split="train"):
 
 def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    home = os.environ.get("HOME") or tempfile.gettempdir()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
     path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
     with contextlib.suppress(OSError, ValueError):  # it may not be read, or is empty or of an odd length
         ids = np.memmap(path, dtype=np.uint16, mode="r")
@@ -194,9 +192,9 @@ def corpus_of_file(source):
             ids = np.memmap(path, dtype=np.uint16, mode="r")
             if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
                 ids = ids[512:]
-            first_bytes = ids[:4096].view(np.uint8)
             if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
                 raise ValueError("every second id is 0, so they are no uint16")
+            first_bytes = ids[:4096].view(np.uint8)
             if first_bytes.max(initial=0) < 128 and len(np.unique(first_bytes[1::2])) > 9:
                 raise ValueError("no byte is above 127, so it is a text, or has ids of 8 bits")
         else:

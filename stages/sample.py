@@ -8,13 +8,12 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
-from harness.common import refuse, say
+from harness.common import refuse, say, tell
 from harness.flags import Parser, positive, seed
 from harness.weights import PUBLISHED, from_pretrained, held_out_ids, held_out_loss, load
 
 import math
 import os
-import sys
 
 import torch
 from torch.nn import functional as F
@@ -22,7 +21,6 @@ from torch.nn import functional as F
 from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
 
 PADDED_VOCAB = 50304  # as in s06
-LOWEST_TEMPERATURE = 0.001  # below it logits grow past the largest number
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -41,8 +39,8 @@ add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives th
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 add("--data", metavar="FILE", help="for --eval: the text that the weights were trained on (Tiny Shakespeare)")
 args = parser.parse_args()
-if args.temperature != 0 and not LOWEST_TEMPERATURE <= args.temperature < math.inf:
-    refuse(f"--temperature {args.temperature}: pass 0, or {LOWEST_TEMPERATURE} or more")
+if args.temperature < 0:
+    refuse(f"--temperature {args.temperature}: pass 0 or more")
 if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
@@ -64,7 +62,7 @@ if args.eval:
     except TextError as error:
         refuse(error)
     if corpus.in_bytes != in_bytes:
-        print("one of weights and text is in GPT-2's tokens, and the other in bytes", file=sys.stderr)
+        tell("one of weights and text is in GPT-2's tokens, and the other in bytes")
     say(f"{corpus.name}, held-out text")
     say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
 else:

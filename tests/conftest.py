@@ -9,7 +9,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -169,11 +168,11 @@ def led_by_the_bench(row, flags, steps):
     results = Results(bench)
     keep = results.add
     results.add = lambda line: lines.append(line) or keep(line)
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(workers.Worker(row, results, 0, folder)) as worker:
+    with contextlib.closing(workers.Worker(row, results, 0)) as worker:
         worker.take_steps(steps)
         worker.ask(END)
-    worker.reader.join()
-    return Ended(worker.process.returncode, worker.printed(), "", lines)
+        worker.end_of_process()
+        return Ended(worker.process.returncode, worker.printed(), "", lines)
 
 
 @pytest.fixture(scope="session")

@@ -61,16 +61,15 @@ def test_weights_of_gpt_2s_tokens_are_not_sampled_without_its_vocabulary(tmp_pat
     assert "these weights know GPT-2's tokens, and its vocabulary can't be had" in ended.err
 
 
-@pytest.mark.parametrize("flag", ["--prompt=x", "--eval"])
-@pytest.mark.parametrize("vocab_size", [211, 50432, 128256])  # of characters, GPT-NeoX and Llama 3
-def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path, vocab_size, flag):
+@pytest.mark.parametrize("vocab_size", [211, 50432])  # of characters, and GPT-NeoX
+def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path, vocab_size):
     save(GPT(GPTConfig(vocab_size, 8, 1, 1, 4), None), tmp_path / "w.pt")
-    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt", flag)
+    ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt")
     assert (ended.status, ended.out) == (2, "")
     assert f"has {vocab_size} ids, not GPT-2's vocabulary" in ended.err
 
 
-@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1"), ("--temperature", "1e-320")])
+@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1")])
 def test_a_flag_that_can_not_be_is_one_line(name, value):
     ended = run_script(SAMPLE, "--weights", "typo", f"{name}={value}")
     assert (ended.status, ended.out) == (2, "")

@@ -28,9 +28,8 @@ def hugging_faces(dtype, **shape):
     return reference.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tmp_path, dtype):
-    reference = hugging_faces(dtype)
+def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tmp_path):
+    reference = hugging_faces(torch.bfloat16)
     reference.save_pretrained(tmp_path)
     model = from_pretrained(str(tmp_path), SDPA)
     assert model.config == GPTConfig(**SMALL)
@@ -39,15 +38,7 @@ def test_a_folder_of_transformers_computes_in_float32_what_hugging_face_saved(tm
     torch.testing.assert_close(model(x), reference.float()(x).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("activation_function", "relu"),
-        ("scale_attn_weights", False),
-        ("layer_norm_epsilon", 1.0),
-        ("tie_word_embeddings", False),
-    ],
-)
+@pytest.mark.parametrize("field, value", [("activation_function", "relu"), ("tie_word_embeddings", False)])
 def test_a_gpt_2_that_computes_otherwise_is_refused(tmp_path, capfd, field, value):
     hugging_faces(torch.float32, **{field: value}).save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
@@ -87,16 +78,16 @@ def test_the_held_out_loss_is_that_of_the_first_million_tokens(monkeypatch):
     assert held_out_ids(Corpus("", ids, None), GPTConfig(**SMALL)).tolist() == ids[:30].tolist()
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_a_text_with_nothing_to_predict_is_refused(length):
-    with pytest.raises(TextError, match=f"the held-out text has {length} tokens, and needs 2"):
-        held_out_ids(Corpus("", np.zeros(length, np.uint16), None), GPTConfig(**SMALL))
-
-
-def test_an_id_past_the_vocabulary_is_refused():
-    ids = np.array([1] * 30 + [211], np.uint16)
-    with pytest.raises(TextError, match="ids from 1 to 211, and the model's are from 0 to 210"):
-        held_out_ids(Corpus("", ids, None), GPTConfig(**SMALL))
+@pytest.mark.parametrize(
+    "ids, problem",
+    [
+        ([5], "the held-out text has 1 tokens, and needs 2"),
+        ([1] * 30 + [211], "ids from 1 to 211, and the model's are from 0 to 210"),
+    ],
+)
+def test_a_held_out_text_that_cannot_be_predicted_is_refused(ids, problem):
+    with pytest.raises(TextError, match=problem):
+        held_out_ids(Corpus("", np.array(ids, np.uint16), None), GPTConfig(**SMALL))
 
 
 # On disk
@@ -192,15 +183,13 @@ class Trap:
 
 
 def test_any_file_that_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(saved, capsys, tmp_path):
-    whole = saved.read_bytes()
-    trap = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
-    for content in (b"", b"First Citizen:\n", b"\x80\x02}q\x00.", whole[: len(whole) // 2], trap):
-        saved.write_bytes(content)
-        assert f"{saved} holds no weights of a GPT-2 (" in error_of(capsys, load, saved, SDPA)
-    saved.write_bytes(whole)
     incomplete = torch.load(saved)
     del incomplete["weights"]["transformer.ln_f.bias"]
-    for checkpoint in (torch.ones(3), [1, 2], {"transformer.wte.weight": torch.ones(3)}, incomplete):
-        torch.save(checkpoint, saved)
+    trap = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
+    for content in (b"", b"First Citizen:\n", saved.read_bytes()[:9000], trap, torch.ones(3), incomplete):
+        if isinstance(content, bytes):
+            saved.write_bytes(content)
+        else:
+            torch.save(content, saved)
         assert f"{saved} holds no weights of a GPT-2 (" in error_of(capsys, load, saved, SDPA)
     assert not (tmp_path / "sprung").exists()

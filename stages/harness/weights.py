@@ -50,15 +50,15 @@ def load(path, attention):
         # and not nanoGPT's "config", the command line of its last run: a resumed model has the shape of its first one
         about = checkpoint["model_args" if is_nanogpts else "config"]
         unknown = sorted({name for name in about if about[name]} - SETTINGS)
-        if unknown:
+        if unknown:  # a fork of nanoGPT may compute otherwise with the same weights
             raise ValueError(f"GPT-2 has no setting {unknown[0]}")
         model = GPT(GPTConfig(**{field.name: about[field.name] for field in fields(GPTConfig)}), attention)
         weights = checkpoint["model" if is_nanogpts else "weights"]
-        weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
-        for name, p in model.named_parameters():
-            if name.endswith(".bias") and not about.get("bias", True):  # nanoGPT computes as if all were 0
-                weights[name] = torch.zeros_like(p)
-        model.load_state_dict({name: p for name, p in weights.items() if not name.endswith(".attn.bias")})
+        weights = {name.removeprefix("_orig_mod."): p for name, p in weights.items()}
+        weights = {name: p for name, p in weights.items() if not name.endswith(".attn.bias")}  # masks, and no weights
+        if is_nanogpts and not about["bias"]:  # it leaves out biases that would be 0
+            weights |= {name: torch.zeros_like(p) for name, p in model.named_parameters() if name.endswith(".bias")}
+        model.load_state_dict(weights)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or nanoGPT's ckpt.pt")

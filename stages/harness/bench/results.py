@@ -51,8 +51,8 @@ class Results:
         self.file = file
         self.rows = {}
         for fields in bench["rows"]:
-            words = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-            self.rows[fields["name"]] = Row(**fields | words)
+            tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}  # JSON has none
+            self.rows[fields["name"]] = Row(**fields | tuples)
         self.runs = {}
         self.write_line(bench)
 
@@ -85,16 +85,10 @@ class Results:
         match line["kind"]:
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
-            case "header":
-                self.runs[key].header = line
             case "step":
                 self.runs[key].steps.append(line)
-            case "techniques":
-                self.runs[key].techniques = line
-            case "summary":
-                self.runs[key].summary = line
-            case "error":
-                self.runs[key].error = line
+            case kind:  # a header, techniques, a summary or an error, which come once
+                setattr(self.runs[key], kind, line)
 
     @property
     def table_rows(self):

@@ -13,9 +13,11 @@ import time
 from .. import machine
 from ..common import refuse, say, tell, whole_file
 from ..figures import COUNTED_STEPS, WARMUP
+from ..flags import parse
 from ..leader import END, STEP
 from . import page, picture
 from .forecast import forecast_of
+from .rows import PROBE
 from .table import table_of
 from .words import words_on_speed
 from .workers import Worker
@@ -29,31 +31,96 @@ ROUNDS = 3  # of rows that run one after the other: a single round would give no
 TELL_EVERY = 5  # turns
 
 
-def measure(results, path, folder, stage_args):
-    """Measure all rounds, and show the table after each. Return False where not all rows can be alive at once.
+def measure_in_turn(results, path):
+    """Measure all rounds in turn, and show the table after each. Return False where not all rows can be alive at once.
 
-    Every second round runs the rows in reverse order, so that a drift of the machine's speed affects all alike. The
-    probe always comes first: it warms a card up. path: of the record. folder: for the sockets of the workers.
-    stage_args: {name of a row: the flags of its stage}.
+    A row that loads its data ahead takes no turns. It then goes on alone, until it has taken as many rounds as rows
+    need that run alone. path: of the record.
     """
-    probe, *rows = results.rows.values()
-    began = time.monotonic()
-    for round_number in range(results.bench["rounds"]):
-        order = [probe, *rows]
-        if results.bench["in_turn"]:
-            if not take_turns(order, results, round_number, folder, stage_args):
-                return False
-        else:
-            for row in order:
-                run_alone(row, results, round_number, folder, stage_args)
-                if row.is_probe:
-                    end_where_nothing_runs(results.error(row))
-                tell_end_of_run(results, row, time.monotonic() - began)
+    rows = list(results.rows.values())
+    rounds = results.bench["rounds"]
+    for round_number in range(rounds):
+        if not take_turns(in_order(rows, round_number), results, round_number):
+            return False
         show(results, path)
-        rows.reverse()
-    if results.bench["in_turn"]:
-        add_rounds(rows, results, path, folder, stage_args)
+    rows = [row for row in rows if results.runs[row.name, 0].may_wait_for_data and not results.error(row)]
+    if rows:
+        measure_alone(rows, range(rounds, ROUNDS), results, path)
     return True
+
+
+def measure_alone(rows, rounds, results, path):
+    """Measure rows one after the other, in fresh processes, and show the table after each round.
+
+    rounds: the numbers of the rounds, a range. path: of the record.
+    """
+    began = time.monotonic()
+    ended, all_runs = 0, len(rounds) * len(rows)
+    for round_number in rounds:
+        for row in in_order(rows, round_number):
+            run_alone(row, results, round_number)
+            ended += 1
+            seconds_left = (time.monotonic() - began) / ended * (all_runs - ended)
+            tell(f"{words_on_end(row, results)}; {ended} of {all_runs} runs, {about(seconds_left)} left")
+        show(results, path)
+
+
+def in_order(rows, round_number):
+    """Return rows in the order of a round: every second one goes back, so that a drift of speed affects all alike.
+
+    The probe always comes first: it warms a card up.
+    """
+    probes = [row for row in rows if row.is_probe]
+    others = [row for row in rows if not row.is_probe]
+    if round_number % 2:
+        others.reverse()
+    return probes + others
+
+
+def predict(results):
+    """Print what each row should bring, and nothing more. Return the exit status, 1 where nothing can be said."""
+    for row in rows_that_foretell(results):
+        with contextlib.closing(Worker(row, results, 0)) as worker:
+            worker.take_steps(WARMUP)
+            worker.ask(END)
+        if row.is_probe:
+            end_where_nothing_runs(results.error(row))
+    words = expectations(results)
+    say(words or "nothing can be predicted: no row is a stage, or a script whose model is a GPT-2")
+    return 0 if words else 1
+
+
+def rows_that_foretell(results):
+    """Return the rows whose warm-up shows what each row should bring: the probe and, for its techniques, a script."""
+    scripts = [row for row in results.table_rows if row.is_watched]
+    return [results.rows[PROBE], *scripts[:1]]
+
+
+def expectations(results):
+    """Return what each row should bring, in words, or None where nothing can be said."""
+    if results.error(results.rows[PROBE]):
+        return None
+    flags = {}
+    for row in results.table_rows:
+        if row.is_of_the_ladder:
+            flags[row.name] = parse(None, [*results.bench["flags"], *row.flags], machine.free_memory_by_a_child)
+    return page.expectations(forecast_of(results, flags))
+
+
+def warm_up(worker):
+    """Take a worker through its warm-up. In round 0 this may end the bench, or show what each row should bring."""
+    worker.take_steps(WARMUP)
+    if worker.round_number > 0:
+        return
+    row, results = worker.row, worker.results
+    if row.is_probe:
+        end_where_nothing_runs(worker.run.error)
+    if row == results.table_rows[0]:
+        end_where_no_row_starts(worker)
+    if row in rows_that_foretell(results):
+        words = expectations(results)
+        if words:
+            tell(words)
 
 
 def end_where_nothing_runs(error):
@@ -69,68 +136,23 @@ def end_where_nothing_runs(error):
     refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
 
 
-def add_rounds(rows, results, path, folder, stage_args):
-    """Take the rows that took no turns through as many rounds as they need, there and back. rows: in the next order."""
-    first_runs = {row: results.runs[row.name, 0] for row in rows}
-    rows = [row for row, run in first_runs.items() if run.may_wait_for_data and run.summary]
-    for round_number in range(results.bench["rounds"], ROUNDS if rows else 0):
-        tell(f"round {round_number + 1} of {ROUNDS} of the rows that take no turns")
-        for row in rows:
-            run_alone(row, results, round_number, folder, stage_args)
-        show(results, path)
-        rows.reverse()
-
-
-def predict(results, folder, stage_args):
-    """Print what each row should bring, and nothing more. Return the exit status, 1 where nothing can be said.
-
-    It takes the warm-up of the probe, and of the first script, whose techniques are to be seen.
-    """
-    probe, *rows = results.rows.values()
-    scripts = [row for row in rows if row.is_watched]
-    for row in [probe, *scripts[:1]]:
-        with contextlib.closing(Worker(row, results, 0, folder)) as worker:
-            worker.take_steps(WARMUP)
-            worker.ask(END)
-        if row.is_probe:
-            end_where_nothing_runs(results.error(row))
-    words = page.expectations(forecast_of(results, stage_args)) if results.error(probe) is None else None
-    say(words or "nothing can be predicted: no row is a stage, or a script whose model is a GPT-2")
-    return 0 if words else 1
-
-
-def warm_up(worker, stage_args):
-    """Take a worker through its warm-up. Print what each row should bring, once that is known.
-
-    Of stages it is known after the warm-up of the probe, and of scripts after that of the first script.
-    """
-    worker.take_steps(WARMUP)
-    rows = worker.results.table_rows
-    if worker.row is rows[0] and worker.round_number == 0:
-        check_first_row(worker)
-    scripts = [row for row in rows if row.is_watched]
-    is_known = worker.row.is_probe and len(scripts) < len(rows) or worker.row in scripts[:1]
-    if is_known and worker.round_number == 0 and worker.is_live:
-        words = page.expectations(forecast_of(worker.results, stage_args))
-        if words:
-            tell(words)
-
-
-def check_first_row(worker):
+def end_where_no_row_starts(worker):
     """Exit with one line where the first row failed before its first step, and all others run the same script."""
-    error, rows = worker.run.error, worker.results.table_rows
-    if not error or error["out_of_memory"] or worker.run.steps or len({row.script for row in rows}) > 1:
+    run, script = worker.run, worker.row.script
+    if run.steps or run.error is None or run.error["out_of_memory"]:
         return
-    reason = f"{worker.row.script} failed before its first step: {error['message']}"
-    if error["message"].startswith("ModuleNotFoundError"):
-        reason += f" in {sys.executable}; pass the Python that runs the script, as in make climb SCRIPT=... PY=python"
+    if any(row.script != script for row in worker.results.table_rows):
+        return
+    reason = f"{script} failed before its first step: {run.error['message']}"
+    if run.error["message"].startswith("ModuleNotFoundError"):
+        reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
     refuse(reason)
 
 
-def run_alone(row, results, round_number, folder, stage_args):
+def run_alone(row, results, round_number):
     """Take a fresh process of a row through its warm-up and its counted steps, and end it."""
-    with contextlib.closing(Worker(row, results, round_number, folder)) as worker:
-        warm_up(worker, stage_args)
+    with contextlib.closing(Worker(row, results, round_number)) as worker:
+        warm_up(worker)
         take_counted_steps(worker)
 
 
@@ -149,7 +171,7 @@ def has_enough(run):
     return len(run.counted) >= COUNTED_STEPS and sum(step["dt"] for step in run.counted) >= ENOUGH_SECONDS
 
 
-def take_turns(rows, results, round_number, folder, stage_args):
+def take_turns(rows, results, round_number):
     """Take processes of all rows through their warm-up, one after the other, and then through their steps in turn.
 
     A script that may load its data ahead takes all its steps at once, and ends. Return False where not all rows can be
@@ -159,17 +181,16 @@ def take_turns(rows, results, round_number, folder, stage_args):
     with contextlib.ExitStack() as stack:
         for row in rows:
             if round_number == 0 and not holds_another(workers):
-                live = [worker for worker in workers if worker.is_live]
-                tell(f"memory holds {len(live)} of {len(rows)} processes at once, so they run one after the other")
+                tell(f"memory does not hold all {len(rows)} processes at once, so they run one after the other")
                 return False
-            worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number, folder)))
+            worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number)))
             workers.append(worker)
-            warm_up(worker, stage_args)
+            warm_up(worker)
             if round_number == 0 and lacks_a_port(worker.run):
                 tell("two rows use one port, so they run one after the other")
                 return False
             if worker.run.may_wait_for_data:
-                tell(f"{row.title}: takes its steps at once, since it would load its data in the turns of others")
+                tell(f"{row.title}: loads its data ahead, so it takes its steps at once, in {ROUNDS} rounds")
                 take_counted_steps(worker)
                 worker.close()
         step_in_turn(workers, results)
@@ -216,27 +237,26 @@ def about(seconds):
     return f"about {seconds / 60:.0f} min" if seconds > 90 else f"about {seconds:.0f} s"
 
 
-def tell_end_of_run(results, row, elapsed):
-    """Print how fast a row was that ran alone, how many runs have ended, and what time the others will take."""
-    words = f"{row.title} has ended"
+def words_on_end(row, results):
+    """Return how fast a row was that ran alone, in words."""
     outcome = table_of(results).outcomes.get(row.name)  # the probe has none
-    if outcome and outcome.tok_per_sec:
-        words = f"{row.title}: {words_on_speed(outcome)}"
-        if outcome.ratio and not row.control_of:
-            words += f", {outcome.ratio.value:.2f} x {outcome.base.row.title}"
-    ended, total = len(results.runs), results.bench["rounds"] * len(results.rows)
-    tell(f"{words}; {ended} of {total} runs, {about(elapsed / ended * (total - ended))} left")
+    if outcome is None or not outcome.tok_per_sec:
+        return f"{row.title} has ended"
+    words = f"{row.title}: {words_on_speed(outcome)}"
+    if outcome.ratio and not row.control_of:
+        words += f", {outcome.ratio.value:.2f} x {outcome.base.row.title}"
+    return words
 
 
 def show(results, path):
     """Write the page and its picture, and print the short table and the verdict. path: of the record."""
     table = table_of(results)
     texts = {".svg": picture.draw(table, path.stem), ".md": page.page(table, path.stem)}
+    written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
     try:
         for suffix, text in texts.items():
             with whole_file(path.with_suffix(suffix)) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
-        written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
     except OSError as error:
         written = f"results/{path.stem}.md was not written: {error.strerror}"
     say(page.terminal_at_the_end(table))

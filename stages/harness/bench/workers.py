@@ -1,6 +1,7 @@
 """A worker is the process of a row, or what launched its ranks. Each rank takes a step when the bench asks for it."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -8,9 +9,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from multiprocessing import connection
+from pathlib import Path
 
 from .. import leader
 from ..common import tell
@@ -19,20 +20,23 @@ from ..common import tell
 # before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
-MOST_OUTPUT = 20_000  # bytes that are kept of what a row prints
+MOST_OUTPUT = 20_000  # bytes that are read of what a row printed
 LAST_LINES = 20  # of them, shown where a process left no error line
-TORCHRUNS_FILES = "torch/distributed/elastic/"  # its report of failed ranks begins with their names
+TORCHRUNS_FILES = "torch/distributed/elastic/"  # in the first line of its report of failed ranks
+# What this report says of each of them. The one that failed first is the last one in it.
+FAILED_RANK = re.compile(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", re.MULTILINE)
 
 
 class Worker:
     """A row at work.
 
     run: the results.Run that it fills. ranks: {connection: whether this rank waits for a request}. groups: the process
-    groups that are to end with it; torchrun starts each rank in one of its own. output: the end of what it printed.
+    groups that are to end with it; torchrun starts each rank in one of its own. folder: for its socket and what it
+    prints. to_close: what is to be closed when the process has ended.
     """
 
-    def __init__(self, row, results, round_number, folder):
-        """Start the process. results: the Results that keep each line of its record. folder: of the bench's sockets."""
+    def __init__(self, row, results, round_number):
+        """Start the process. results: the Results that keep each line of its record."""
         self.row = row
         self.results = results
         self.round_number = round_number
@@ -42,39 +46,31 @@ class Worker:
         self.ranks = {}
         self.number_of_ranks = 1  # until one says how many there are
         self.is_to_end = False
-        self.output = b""
         self.groups = set()
-        self.server = None
-        self.process = None
+        self.to_close = contextlib.ExitStack()
         try:
-            self.start(folder)
+            self.start()
         except (OSError, RuntimeError) as error:  # too many files or processes are open, or the launcher is gone
             self.fail(f"it can't be started: {error}", "")
 
-    def start(self, folder):
+    def start(self):
         """Start the process, and listen to it. Raises OSError or RuntimeError where the system has no room for it."""
-        path = tempfile.mktemp(dir=folder)
-        self.server = socket.socket(socket.AF_UNIX)
+        self.folder = self.to_close.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        path = os.path.join(self.folder, "socket")
+        self.server = self.to_close.enter_context(socket.socket(socket.AF_UNIX))
         self.server.bind(path)
         self.server.listen()
-        self.process = subprocess.Popen(
-            self.row.command(self.results.bench),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            env=os.environ | self.row.variables(self.results.bench) | {leader.PATH: path},
-            start_new_session=True,  # Ctrl-C reaches the bench alone
-        )
+        with open(os.path.join(self.folder, "output"), "wb") as output:
+            self.process = subprocess.Popen(
+                self.row.command(self.results.bench),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.row.variables(self.results.bench) | {leader.PATH: path},
+                start_new_session=True,  # Ctrl-C reaches the bench alone
+            )
+        self.to_close.callback(self.process.wait)
         self.groups.add(self.process.pid)
-        self.reader = threading.Thread(target=self.read_output, daemon=True)
-        self.reader.start()
-
-    def read_output(self):
-        """Take in what the row prints, so that it never waits for a reader. This is a thread."""
-        with self.process.stdout as pipe:
-            while printed := pipe.read(65_536):
-                self.output = (self.output + printed)[-MOST_OUTPUT:]
 
     def keep(self, line):
         """Keep a line of its record."""
@@ -122,6 +118,7 @@ class Worker:
         """Take in a line of a rank, see leader.py, or the end of its connection; or let a new rank in."""
         if speaker is self.server:
             rank = connection.Connection(self.server.accept()[0].detach())
+            self.to_close.enter_context(rank)
             self.ranks[rank] = False
             return
         try:
@@ -140,8 +137,8 @@ class Worker:
             case "notice":
                 tell(f"{self.row.title}: {line['message']}")
             case "error":
-                # A rank that raised exits with 1. Another status is that of a rank which this one only lost.
-                if self.number_of_ranks > 1 and self.exit_status() not in (None, 1):
+                rank, status = self.end_of_process()
+                if rank is not None and status != 1:  # one that raised exits with 1, so this rank only lost another
                     self.fail_as_it_ended()
                 else:
                     self.fail(reason_of(line["message"]), line["traceback"], line["out_of_memory"])
@@ -150,8 +147,8 @@ class Worker:
 
     def fail_as_it_ended(self):
         """Fail by how the process ended: by which signal, or with which exit status."""
-        status = self.exit_status()
-        said = self.last_lines()
+        rank, status = self.end_of_process()
+        printed = self.last_lines()
         if status is None:
             message = "the connection of a rank ended, and nothing tells why"
         elif status == -signal.SIGKILL:
@@ -160,53 +157,46 @@ class Worker:
             message = f"killed by {signal.Signals(-status).name}"
         elif status == 0:
             message = f"ended after {len(self.run.steps)} of {self.results.bench['steps']} steps"
-        elif said:
-            message = f"exit status {status}; last printed: {said.splitlines()[-1]}"
         else:
             message = f"exit status {status}"
-        first_failure = self.first_failure()
-        if first_failure:
-            message = f"rank {first_failure[0]}: {message}"
-        self.fail(message, said, out_of_memory=status == -signal.SIGKILL)
+            if printed:
+                message += f"; last printed: {printed.splitlines()[-1]}"
+        if rank is not None:
+            message = f"rank {rank}: {message}"
+        self.fail(message, printed, out_of_memory=status == -signal.SIGKILL)
 
-    def exit_status(self):
-        """Return the exit status of a process that ends, negative for a signal; None where it does not end.
+    def end_of_process(self):
+        """Wait for the process to end. Return (rank, exit status) of the rank that failed first, by torchrun's report.
 
-        Of several ranks it is that of the one that failed first.
+        Without a report rank is None, and the status that of the process, or None where it does not end. A signal is a
+        negative status.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE_AT_THE_END)
-        self.reader.join(PATIENCE_AT_THE_END / 10)  # it goes on where a child of the process can print
-        first_failure = self.first_failure()
-        return int(first_failure[1]) if first_failure else self.process.returncode
-
-    def first_failure(self):
-        """Return (rank, exit status) of the rank that failed first, two texts, or None where torchrun reports none."""
-        # the report tells how each rank ended, the one that failed first below the others
-        failures = re.findall(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", self.printed(), re.MULTILINE)
-        return failures[-1] if failures else None
+        failed_ranks = FAILED_RANK.findall(self.printed())
+        if not failed_ranks:
+            return None, self.process.returncode
+        rank, status = failed_ranks[-1]
+        return rank, int(status)
 
     def printed(self):
         """Return the end of what the row printed."""
-        return self.output.decode("utf-8", "replace")
+        return Path(self.folder, "output").read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
 
     def last_lines(self):
         """Return the last lines that the row printed, without torchrun's report of its ranks below them."""
-        printed, _, report = self.printed().partition(TORCHRUNS_FILES)
-        lines = printed.strip().splitlines()
-        if report:
-            lines = lines[:-1]  # it begins with the time
-        return "\n".join(lines[-LAST_LINES:])
+        lines = itertools.takewhile(lambda line: TORCHRUNS_FILES not in line, self.printed().strip().splitlines())
+        return "\n".join(list(lines)[-LAST_LINES:])
 
-    def fail(self, message, said, out_of_memory=False):
+    def fail(self, message, details, out_of_memory=False):
         """Keep and print why the row can't go on, and end it, since it would disturb the rows that go on.
 
-        said: the traceback, or what it last printed.
+        details: the traceback, or the last lines that it printed, or "".
         """
-        self.keep({"kind": "error", "message": message, "traceback": said, "out_of_memory": out_of_memory})
+        self.keep({"kind": "error", "message": message, "traceback": details, "out_of_memory": out_of_memory})
         tell(f"{self.row.title} failed: {message}")
-        if not out_of_memory and said not in ("", message):
-            tell(said)
+        if details and not out_of_memory:
+            tell(details)
         self.close()
 
     def close(self):
@@ -218,11 +208,7 @@ class Worker:
             with contextlib.suppress(OSError):  # it may be gone
                 os.killpg(group, signal.SIGKILL)
         self.groups = set()  # a later process may get the same number
-        if self.process:
-            self.process.wait()
-        for each in (self.server, *self.ranks):
-            if each:
-                each.close()
+        self.to_close.close()
 
 
 def reason_of(message):
