@@ -208,6 +208,7 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """A cache folder, not there yet, in place of the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache") / "cache"))
+def own_environment(tmp_path_factory):
+    """An environment that ends with the test. Its cache folder, not there yet, is in place of the user's."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache") / "cache")):
+        yield

@@ -37,11 +37,6 @@ def work_of(short, run):
     return ladder.effect_of(ladder.stage_of(short), run).work
 
 
-def changed(run, **settings):
-    """A run with other settings."""
-    return run | {"settings": run["settings"] | settings}
-
-
 # FLOPs and weights
 
 
@@ -80,11 +75,6 @@ HELD += [("gpt2", 1, 4096, 16.30, 20.31), ("gpt2-large", 1, 256, 15.46, 15.46)]
 def test_the_most_memory_is_what_the_larger_of_s01_and_s03_holds(size, batch_size, seq_len, s01, s03):
     shape = arithmetic.shape_of_size(size, seq_len)
     assert arithmetic.most_memory(shape, batch_size) / 1e9 == pytest.approx(max(s01, s03), rel=0.011)
-
-
-def test_the_most_memory_is_what_an_h100_had_to_hold():
-    """31.73 GB in s03, at B 16 and T 1024: results/h100.md."""
-    assert arithmetic.most_memory(GPT2, 16) == pytest.approx(31.73e9, rel=0.01)
 
 
 # Passes over memory of the eager stages
@@ -238,22 +228,19 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
     "stage, part, ms",
     [
         ("s01", "matmuls", 622.8),  # 16,384 tokens x 741.2 MFLOP / 19.5 TFLOP/s
-        ("s02", "matmuls", 77.8),  # / 156
         ("s03", "matmuls", 38.9),  # / 312
         ("s01", "attention", 95.1),  # 12 x 12 layers x 16 x 1024^2 x 768 FLOP / 19.5 TFLOP/s
         ("s03", "attention", 14.2),  # moving 6 x 4.83 GB takes longer than 1.86 TFLOP / 312 TFLOP/s
         ("s05", "attention", 3.47),  # 7/12 of 1.86 TFLOP / 312 TFLOP/s
         ("s01", "softmax and mask", 94.8),  # 20 passes over 2.416 G scores of 4 bytes
         ("s04", "softmax and mask", 11.8),  # 10 bytes
-        ("s05", "softmax and mask", 0.0),
         # 25 tensors of 12.58 M numbers x 44, 12 of 50.3 M x 20, 12 of 12.58 M x 116 bytes
         ("s01", "pointwise", 21.30),
         # 25 of 12.58 M x 32, 12 of 50.3 M x 10, 12 of 12.58 M x 30, 123.5 M weights x 12 bytes
         ("s04", "pointwise", 10.85),
         ("s01", "loss", 9.69),  # 6 passes over 823.4 M logits of 4 bytes
         ("s04", "loss", 2.42),  # 6 bytes for each of them
-        ("s01", "optimizer", 4.88),  # 20 numbers for each of 124.3 million parameters
-        ("s07", "optimizer", 5.61),  # 23
+        ("s07", "optimizer", 5.61),  # 23 numbers for each of 124.3 million parameters
         ("s10", "optimizer", 2.44),  # 10
         ("s11", "optimizer", 1.16),  # (10 + 3 x 3) / 4
         ("s12", "optimizer", 1.40),  # (14 + 3 x 3) / 4
@@ -272,10 +259,8 @@ def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown()
 
 
 def test_float16_has_two_bytes_and_unscales_its_gradients():
-    run = changed(RUN_ON_A100, amp_dtype="float16")
+    run = RUN_ON_A100 | {"settings": RUN_ON_A100["settings"] | {"amp_dtype": "float16"}}
     bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
     assert float16 == replace(bfloat16, amp_dtype="float16", matmul_dtype="float16", update=20 + 2)
     for tensor in arithmetic.BYTES:
         assert arithmetic.bytes_moved(tensor, float16) == arithmetic.bytes_moved(tensor, bfloat16)
-    rates = Rates({"float16": 312e12, "bfloat16": 312e12}, copy=2.039e12)
-    assert arithmetic.attention_seconds(float16, rates) == arithmetic.attention_seconds(bfloat16, rates)

@@ -24,7 +24,7 @@ def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
     assert f"forward in {dtype if stage >= 's03' else 'float32'}" in watch.steps[0]
     assert run.summary["sdpa"] in ("flash", "cudnn", "efficient")
     assert run.figures("meter") == 3 * ["peak allocated"]
-    assert run.summary["reserved"] >= max(run.figures("memory")) > 4 * 4 * 3_320_640  # weights, gradients, two moments
+    assert max(run.figures("memory")) > 4 * 4 * 3_320_640  # weights, gradients, two moments
     on_cpu = run_stage(stage, *ON_CPU, folder=tmp_path)
     assert run.figures("loss") == pytest.approx(on_cpu.figures("loss"), abs=0.05)
 

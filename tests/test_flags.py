@@ -64,7 +64,6 @@ def parse(monkeypatch, tmp_path):
         ("mine.py", "--save mine.py is there already, and --save did not write it"),
         ("link", "--save link is there already, and --save did not write it"),  # to mine.py
         ("mine.py/w.pt", "Not a directory"),
-        ("gone/w.pt", "No such file or directory"),
         (255 * "w", "File name too long"),  # since it is written beside its place at first
         ("same", "--save and --record are both same"),
         ("", "need the name of a file"),
@@ -97,26 +96,23 @@ def test_a_flag_that_no_stage_has_and_a_number_below_1_are_refused(parse, capsys
         assert f"{flag}: '0' is not a whole number of 1 or more" in error_of(capsys, parse, flag, "0")
 
 
-@pytest.mark.parametrize("seed", ["-1", "4294967296", "99999999999999999999999", "1.5", "\u0663x"])
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
 def test_a_seed_is_a_number_that_numpy_takes_too(parse, capsys, seed):
     assert "is not a whole number from 0 to 4294967295" in error_of(capsys, parse, f"--seed={seed}")
     assert parse("--seed", "4294967295").seed == 2**32 - 1
 
 
 @pytest.mark.parametrize(
-    "stage, words, ranks, remedy",
+    "stage, accum, device, ranks, remedy",
     [
-        ("s12", "--accum 3", 2, "pass a multiple of 2"),
-        ("s11", "", 2, "s11_accum is for one process, and torchrun started 2: run s12_ddp"),
+        ("s12", "3", CPU, 2, "pass a multiple of 2"),
+        ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: run s12_ddp"),
+        ("s12", "4", MPS, 1, "pass --device cpu"),
     ],
 )
-def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, monkeypatch, stage, words, ranks, remedy):
+def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, monkeypatch, stage, accum, device, ranks, remedy):
     start_ranks(monkeypatch, ranks)
-    assert remedy in error_of(capsys, lambda: parse(*words.split(), stage=stage))
-
-
-def test_mps_can_not_run_s12(parse, capsys):
-    assert error_of(capsys, lambda: parse(stage="s12", device=MPS)).endswith("pass --device cpu")
+    assert remedy in error_of(capsys, lambda: parse("--accum", accum, stage=stage, device=device))
 
 
 def test_the_defaults_of_a_cpu(parse, capsys):
@@ -127,9 +123,8 @@ def test_the_defaults_of_a_cpu(parse, capsys):
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
 
 
-# what is free of a card of 24 GB, of 16, and so on: README has these in a table
-CARDS = [(CUDA, 80e9, 16), (CUDA, 41e9, 16), (CUDA, 31e9, 8), (CUDA, 24e9, 8), (CUDA, 15e9, 4), (CUDA, 11.5e9, 4)]
-CARDS += [(CUDA, 7.5e9, 2), (CUDA, 5.38e9, 1), (MPS, 12e9, 4), (MPS, 4e9, 1)]
+# free bytes of cards of 80, 24, 16, 8 and 6 GB, and of Macs: README has these in a table
+CARDS = [(CUDA, 80e9, 16), (CUDA, 24e9, 8), (CUDA, 15e9, 4), (CUDA, 7.5e9, 2), (CUDA, 5.38e9, 1), (MPS, 12e9, 4)]
 
 
 @pytest.mark.parametrize("device, memory, batch_size", CARDS)
@@ -143,8 +138,6 @@ def test_the_defaults_of_an_accelerator(parse, capsys, device, memory, batch_siz
 @pytest.mark.parametrize(
     "words, memory, batch_size",
     [
-        ("--seq-len 2048", 80e9, 8),
-        ("--seq-len 2048", 25e9, 2),  # 4 in s03 hold 24.0
         ("--seq-len 4096", 80e9, 2),  # 4 in s03 hold 75.4
         ("--size gpt2-large", 80e9, 8),
         ("--size gpt2-xl --seq-len 256", 36e9, 4),  # the update alone holds 31.1
@@ -154,13 +147,9 @@ def test_a_longer_sequence_and_a_larger_model_leave_room_for_fewer(parse, words,
     assert parse(*words.split(), device=CUDA, memory=memory).batch_size == batch_size
 
 
-@pytest.mark.parametrize(
-    "words, memory, taken",
-    [("2048", 7.7e9, "8.5 of 7.7"), ("4096", 20.8e9, "22.6 of 20.8"), ("4096", 15e9, "22.6 of 15.0")],
-)
-def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse, capsys, words, memory, taken):
-    assert parse("--seq-len", words, device=CUDA, memory=memory).batch_size == 1
-    does_not_fit = f"B 1: the largest stage takes {taken} GB, and does not fit: from s05 on it may\n"
+def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse, capsys):
+    assert parse("--seq-len", "2048", device=CUDA, memory=7.7e9).batch_size == 1
+    does_not_fit = "B 1: the largest stage takes 8.5 of 7.7 GB, and does not fit: from s05 on it may\n"
     assert capsys.readouterr().err == does_not_fit
 
 
@@ -186,21 +175,10 @@ def test_what_is_given_wins(parse, capsys):
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
 
 
-@pytest.mark.parametrize("device, ranks, accum", [(CPU, 2, 2), (CPU, 3, 3), (CUDA, 2, 4), (CUDA, 3, 3)])
+@pytest.mark.parametrize("device, ranks, accum", [(CPU, 3, 3), (CUDA, 2, 4)])
 def test_every_rank_has_a_micro_batch_by_default(parse, monkeypatch, device, ranks, accum):
     start_ranks(monkeypatch, ranks)
     assert parse(stage="s12", device=device).accum == accum
-
-
-TURN_COMPILE_OFF = ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS"]
-TURN_COMPILE_OFF += ["TORCH_COMPILE_OVERRIDE_BACKENDS"]
-
-
-@pytest.mark.parametrize("words, left_out", [("", False), ("--amp-dtype bfloat16", True)])
-def test_compile_is_left_out_in_a_dtype_that_pytorch_does_not_compile_for_a_card(parse, words, left_out):
-    args = parse(*words.split(), device=CUDA, dtype=torch.float16)  # as on a T4
-    told = "left out, PyTorch compiles no bfloat16 for this card: pass --amp-dtype float16"
-    assert (args.compile, args.fallbacks) == ((False, {"compile": told}) if left_out else (True, {}))
 
 
 REASONS = {
@@ -220,17 +198,16 @@ def test_a_fallback_is_one_line_of_the_first_rank(parse, monkeypatch, capsys, ra
 
 
 def test_what_turns_compile_off_is_dropped_where_compile_was_asked_for(parse, monkeypatch):
-    for name in TURN_COMPILE_OFF:
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHDYNAMO_SUPPRESS_ERRORS", "1")
     assert parse("--compile").compile
-    assert not set(TURN_COMPILE_OFF) & os.environ.keys()
+    assert "TORCHDYNAMO_SUPPRESS_ERRORS" not in os.environ
 
 
-@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "ONEDNN_MAX_CPU_ISA"])
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "ONEDNN_MAX_CPU_ISA"])
 def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch, capsys, name):
     monkeypatch.setenv(name, "1")
-    assert parse().fallbacks == {"environment": f"slower, by {name}=1"}
-    assert capsys.readouterr().err == f"environment: slower, by {name}=1\n"
+    assert parse().fallbacks == {"environment": f"slower, by {name}"}
+    assert capsys.readouterr().err == f"environment: slower, by {name}\n"
 
 
 def test_tf32_stays_off_where_nvidias_containers_allow_it():

@@ -73,18 +73,11 @@ def test_a_device_that_is_not_here_or_not_for_all_ranks_is_refused(cuda, monkeyp
     assert reason in error_of(capsys, machine.find_device, name)
 
 
-OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver."
-NO_CUDA = "Torch not compiled with CUDA enabled"
-
-
-@pytest.mark.parametrize("error", [RuntimeError(OLD_DRIVER), AssertionError(NO_CUDA)])
-def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_own_words(
-    system, monkeypatch, capsys, error
-):
+def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_own_words(system, monkeypatch, capsys):
     def init():
-        raise error
+        raise RuntimeError("The NVIDIA driver is too old (found version 12020). Please update your GPU driver.")
 
-    reason = {OLD_DRIVER: OLD_DRIVER.split(". ")[0], NO_CUDA: NO_CUDA}[str(error)]
+    reason = "The NVIDIA driver is too old (found version 12020)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda: {reason}"
@@ -98,33 +91,29 @@ def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_
 @pytest.mark.parametrize(
     "device, visible, variables",
     [
-        (CPU, None, {"CUDA_VISIBLE_DEVICES": ""}),
+        (CPU, "6,7", {"CUDA_VISIBLE_DEVICES": ""}),
         (CUDA_0, "6,7", {}),
-        (CUDA_1, None, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (CUDA_1, "", {"CUDA_VISIBLE_DEVICES": "1"}),
         (CUDA_1, "6,7", {"CUDA_VISIBLE_DEVICES": "7"}),
-        (MPS, None, {}),
     ],
 )
 def test_a_script_is_led_to_the_device_of_the_bench(monkeypatch, device, visible, variables):
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.variables_of_scripts(device) == variables
 
 
 TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_one_of_several_processes_needs_all_variables_of_torchrun(monkeypatch, capsys, missing):
-    for name, value in TORCHRUNS.items():
-        monkeypatch.setenv(name, "" if name == missing else value)
+def test_one_of_several_processes_needs_all_variables_of_torchrun(monkeypatch, capsys):
+    for name, value in (TORCHRUNS | {"MASTER_PORT": ""}).items():
+        monkeypatch.setenv(name, value)
     line = error_of(capsys, machine.check_ranks)
-    assert line == f"error: WORLD_SIZE is 2 in the environment, without {missing}: unset it, or use torchrun"
+    assert line == "error: WORLD_SIZE is 2 in the environment, without MASTER_PORT: unset it, or use torchrun"
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_do_not_know_of_one_another_are_refused(monkeypatch, capsys, name):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)  # a stage that ran in this process has set it
     monkeypatch.setenv(name, "4")
     assert "each task would train alone: let one task start torchrun" in error_of(capsys, machine.check_ranks)
     for variable, value in TORCHRUNS.items():
@@ -132,7 +121,7 @@ def test_tasks_that_do_not_know_of_one_another_are_refused(monkeypatch, capsys, 
     machine.check_ranks()
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": ""}])
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}])
 def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(monkeypatch, variables):
     for name, value in (variables | {"LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}).items():
         monkeypatch.setenv(name, value)
@@ -142,20 +131,15 @@ def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(monkey
     assert machine.is_rank_0()
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("TORCH_COMPILE_DISABLE", "1"),
-        ("TORCHDYNAMO_DISABLE", "1"),
-        ("TORCHDYNAMO_SUPPRESS_ERRORS", "true"),
-        ("TORCH_COMPILE_OVERRIDE_BACKENDS", ">=0:eager"),
-    ],
-)
-def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name, value):
+OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS")
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name):
     monkeypatch.setenv(name, "0")
     before = machine.compile_problem(CPU)
-    monkeypatch.setenv(name, value)
-    assert machine.compile_problem(CPU) == f"{name}={value} is in the environment: unset it" != before
+    monkeypatch.setenv(name, "true")
+    assert machine.compile_problem(CPU) == f"{name} in the environment turns it off: unset that" != before
 
 
 def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_on_a_cpu(monkeypatch):
@@ -172,54 +156,41 @@ def test_the_first_process_of_another_node_is_not_rank_0(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, dtype, tf32",
-    [((8, 0), torch.bfloat16, True), ((7, 5), torch.float16, False), ((6, 1), torch.float32, False)],
+    "capability, dtype, tf32, emulates",
+    [
+        ((8, 0), torch.bfloat16, True, False),
+        ((7, 5), torch.float16, False, True),
+        ((6, 1), torch.float32, False, True),
+    ],
 )
-def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, dtype, tf32):
+def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, dtype, tf32, emulates):
     cuda.capability = capability
     assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, tf32)
+    assert machine.emulates(CUDA_0, torch.bfloat16) == emulates
 
 
 @pytest.mark.parametrize(
-    "architecture, dtype, tf32",
+    "architecture, dtype",
     [
-        ("gfx942:sramecc+:xnack-", torch.bfloat16, True),
-        ("gfx90a:sramecc+:xnack-", torch.bfloat16, False),
-        ("gfx1100", torch.bfloat16, False),
-        ("gfx1030", torch.float16, False),
-        ("gfx906:sramecc-:xnack-", torch.float16, False),
+        ("gfx942:sramecc+:xnack-", torch.bfloat16),
+        ("gfx1100", torch.bfloat16),
+        ("gfx1030", torch.float16),
+        ("gfx906:sramecc-:xnack-", torch.float16),
     ],
 )
-def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(
-    cuda, monkeypatch, architecture, dtype, tf32
-):
+def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(cuda, monkeypatch, architecture, dtype):
     cuda.capability = (10, 3)  # the number of gfx1030, which is none of NVIDIA's
     monkeypatch.setattr(torch.version, "hip", "7.0")
     properties = SimpleNamespace(gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, tf32)
-    assert machine.emulates(CUDA_0, torch.bfloat16) == (dtype == torch.float16)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
+    assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, False)
 
 
-@pytest.mark.parametrize(
-    "name, is_new, dtype",
-    [
-        ("Apple M1 Pro", True, torch.float16),
-        ("Apple M2", True, torch.float16),
-        ("Apple M3", True, torch.bfloat16),
-        ("Apple M4 Max", False, torch.float16),
-    ],
-)
-def test_apples_first_two_generations_would_emulate_bfloat16(system, monkeypatch, name, is_new, dtype):
+@pytest.mark.parametrize("name, dtype", [("Apple M1 Pro", torch.float16), ("Apple M3", torch.bfloat16)])
+def test_apples_first_two_generations_would_emulate_bfloat16(system, name, dtype):
     system["sysctl"] = name
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: is_new)
     assert machine.native_amp_dtype(MPS) == dtype
-
-
-def test_a_card_emulates_what_its_generation_does_not_have(cuda):
-    assert not machine.emulates(CUDA_0, torch.bfloat16)
-    cuda.capability = (7, 5)
-    assert machine.emulates(CUDA_0, torch.bfloat16) and not machine.emulates(CUDA_0, torch.float16)
 
 
 @pytest.mark.parametrize("units", [True, False])
@@ -236,10 +207,8 @@ def test_a_cpu_has_tf32_where_it_has_units_for_float16_matrices(monkeypatch, uni
     [
         ("x86_64", True, "", "", torch.bfloat16),
         ("x86_64", False, "flags: avx512f bf16", "1", torch.float32),
-        ("AMD64", True, "", "", torch.bfloat16),
         ("aarch64", True, "Features: asimd bf16 i8mm", "", torch.bfloat16),
-        ("aarch64", True, "Features: asimd i8mm", "", torch.float32),
-        ("arm64", True, "", "1", torch.bfloat16),
+        ("arm64", False, "", "1", torch.bfloat16),
     ],
 )
 def test_a_cpu_without_units_for_bfloat16_computes_in_float32(
@@ -268,12 +237,18 @@ def programs(cuda, monkeypatch, tmp_path):
     return tmp_path
 
 
+def test_triton_needs_libcuda_where_it_looks_for_it(programs, monkeypatch):
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    assert "set TRITON_LIBCUDA_PATH to the folder that has it" in machine.compile_problem(CUDA_0)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/usr/lib/wsl/lib")
+    assert machine.compile_problem(CUDA_0) is None
+
+
 def test_torch_compile_needs_a_compiler_which_may_be_named(programs, monkeypatch):
     assert machine.compile_problem(CPU) is None
     assert machine.compile_problem(CUDA_0) is None
     (programs / "g++").rename(programs / "icpx")
     (programs / "gcc").unlink()
-    (programs / "clang++").touch(mode=0o755)  # torch.compile does not try it under Linux
     assert "install g++" in machine.compile_problem(CPU)
     assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
     assert machine.compile_problem(MPS) is None  # Metal's own is used
@@ -290,13 +265,6 @@ def test_torch_compile_needs_triton_on_a_card_and_triton_needs_capability_7(prog
     assert "compute capability 7.0 or more" in machine.compile_problem(CUDA_0)
 
 
-def test_triton_needs_libcuda_where_it_looks_for_it(programs, monkeypatch):
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    assert "set TRITON_LIBCUDA_PATH to the folder that has it" in machine.compile_problem(CUDA_0)
-    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/usr/lib/wsl/lib")
-    assert machine.compile_problem(CUDA_0) is None
-
-
 @pytest.mark.parametrize("backend, kernel", [("FLASH_ATTENTION", "flash"), ("MATH", "math")])
 def test_the_kernel_of_attention_is_the_one_that_runs(backend, kernel):
     shape, dtype = (1, 2, 16, 8), torch.float32
@@ -309,14 +277,6 @@ def test_the_kernel_of_attention_is_the_one_that_runs(backend, kernel):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
-def test_a_cpu_is_named_and_its_threads_and_cores_are_counted(monkeypatch):
-    monkeypatch.setattr(machine, "read_text", lambda path: {"/proc/cpuinfo": "cpu: 1\nmodel name\t: A CPU \n"}[path])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4}, raising=False)
-    facts = machine.environment(torch.device("cpu"))
-    assert (facts["device_name"], facts["threads"], facts["cores"]) == ("A CPU", 3, 2)
-
-
 def test_a_reset_starts_the_peak_of_a_cpu_again():
     machine.reset_peak_memory(CPU)
     before, meter = machine.peak_memory(CPU)
@@ -330,25 +290,12 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
     assert after < during - 90e6
 
 
-@pytest.mark.parametrize(
-    "limit, files, free",
-    [("max", 0, 8_192_000), ("900000000", 0, 8_192_000), ("1000000", 0, 600_000), ("1000000", 300_000, 900_000)],
-)
-def test_free_memory_heeds_a_containers_limit_but_not_the_files_it_can_forget(system, limit, files, free):
+@pytest.mark.parametrize("limit, free", [("max", 8_192_000), ("900000000", 8_192_000), ("1000000", 600_000)])
+def test_free_memory_heeds_a_containers_limit(system, limit, free):
     system["/proc/meminfo"] = "MemTotal:       16000 kB\nMemFree:  100 kB\nMemAvailable:    8000 kB\n"
     system["/sys/fs/cgroup/memory.max"] = f"{limit}\n"
-    system["/sys/fs/cgroup/memory.current"] = "400000\n"
-    system["/sys/fs/cgroup/memory.stat"] = f"active_file 7000\ninactive_file {files}\n"
+    system["/sys/fs/cgroup/memory.stat"] = "anon 400000\nfile 70000000\ninactive_anon 9\n"  # files can be forgotten
     assert machine.free_memory() == free
-
-
-def test_the_free_memory_of_a_card_is_what_nobody_holds(monkeypatch):
-    """The two numbers of a laptop's RTX 3060: what is free, and all."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", {CUDA_1: (5_379_194_880, 6_441_926_656)}.get)
-    assert machine.free_memory_of_card(CUDA_1) == 5_379_194_880
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12e9)
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2e9)
-    assert machine.free_memory_of_card(MPS) == 10e9
 
 
 def test_a_process_that_ends_asks_a_card_for_its_free_memory(monkeypatch, tmp_path):
@@ -366,9 +313,7 @@ def test_the_commit_says_whether_tracked_files_differ(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)  # a hook that runs these tests sets them
     git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
     (tmp_path / "model.py").write_text("one\n")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert machine.commit(tmp_path) == ""
-    for words in ("init", "add model.py", "commit --no-verify --message first", "tag -a -m first v1"):
+    for words in ("init", "add model.py", "commit --no-verify --message first"):
         subprocess.run([*git, *words.split()], check=True, capture_output=True)
     name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:12]
     (tmp_path / "notes.txt").write_text("git does not track it\n")

@@ -37,7 +37,7 @@ def test_a_bar_is_as_long_as_the_speed_its_color_is_the_verdict_and_its_factor_s
     assert [color for color, _ in bars(table)] == [COLORS[meaning] for meaning in meanings]
     lengths = [length for _, length in bars(table)]
     assert [length / lengths[0] for length in lengths[:3]] == pytest.approx([1, 4, 4], rel=0.01)
-    assert {"s05 with s03 to s04", "s06 a vocabulary in 64s"} <= set(texts(table))
+    assert {"s05 with s03 to s04", "s06 a padded vocabulary"} <= set(texts(table))
     assert {"4,000\u00a0\u00a0 x 4.00", "4,000\u00a0\u00a0 (x 1.00)"} <= set(texts(table))
     assert {"no verdict", "worth it", "no difference", "can't be told"} <= set(texts(table))
 

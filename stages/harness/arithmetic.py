@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from data import VOCAB
 from model import SIZES
 
-PADDED_VOCAB = 50304  # the rows of s06's logits, of which those past VOCAB are padding
-
+PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 
 # The bytes that all operations but matmuls read and write for each number of a tensor: in float32 one operation after
 # the other and fused, under autocast one after the other and fused. stages/arithmetic.md adds them up.
@@ -44,8 +43,7 @@ BUCKETS = 4  # reads and writes each gradient on its way into a bucket, and on i
 EXPLICIT_ATTENTION_FLOPS = 12
 FLASH_ATTENTION_FLOPS = 7
 
-
-# the names of a shape in the config of a GPT-2, and those in the config of a Llama
+# The names of a shape in the config of a GPT-2, and those in the config of a Llama.
 NAMES_IN_CONFIGS = {
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",

@@ -14,8 +14,9 @@ QUESTIONS = {
     "reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # bits: why the clock is not higher
 }
 HEAT = 0x20 | 0x40  # of these bits: the driver slows the card down because of heat, or the card itself does
-CLOCKS_DIFFER = 1.03  # the ratio of the clocks of two rounds that is told
-LAUNCH_BOUND = 0.9  # the share of a step until all was queued that is told
+CLOCKS_DIFFER = 1.03  # rounds are told apart where the clock of one is more than so many times that of another
+LAUNCH_BOUND = 0.9  # the card is said to wait where a step is queued only after a larger share of its time
+WAITS = "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
 
 
 @functools.cache
@@ -34,14 +35,14 @@ def nvml_of(device):
 
 def card_state(device):
     """Return what the driver tells of a card at this moment, a dict with the keys of QUESTIONS; {} without NVML."""
-    if device.type != "cuda" or nvml_of(device) is None:
-        return {}
-    nvml, handle = nvml_of(device)
     state = {}
-    for name, (function, *which) in QUESTIONS.items():
-        answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
-        if getattr(nvml, function)(handle, *which, ctypes.byref(answer)) == 0:
-            state[name] = answer.value
+    if device.type == "cuda" and nvml_of(device):
+        nvml, handle = nvml_of(device)
+        for name, (function, *which) in QUESTIONS.items():
+            answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
+            ask = getattr(nvml, function)
+            if ask(handle, *which, ctypes.byref(answer)) == 0:
+                state[name] = answer.value
     return state
 
 
@@ -52,16 +53,19 @@ def words_on_card(rounds):
     "queued" is the seconds until all of a step was queued.
     """
     words = []
-    states = [[step["card"] for step in steps if "card" in step] for steps in rounds]
-    clocks = [statistics.median(state["mhz"] for state in each) for each in states if each and "mhz" in each[0]]
+    steps = sum(rounds, [])
+    clocks = [statistics.median(mhz) for mhz in map(clocks_of, rounds) if mhz]
     if clocks and max(clocks) > CLOCKS_DIFFER * min(clocks):
         words.append(f"the card's clock differs between rounds: {min(clocks):.0f} to {max(clocks):.0f} MHz")
-    hot = [state for each in states for state in each if state.get("reasons", 0) & HEAT]
+    hot = [step["card"] for step in steps if step.get("card", {}).get("reasons", 0) & HEAT]
     if hot:
         words.append(f"slowed by heat: {hot[-1].get('mhz')} MHz at {hot[-1].get('celsius')} °C")
-    shares = [step["queued"] / step["dt"] for steps in rounds for step in steps if "queued" in step]
+    shares = [step["queued"] / step["dt"] for step in steps if "queued" in step]
     if shares and statistics.median(shares) > LAUNCH_BOUND:
-        words.append(
-            "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
-        )
+        words.append(WAITS)
     return words
+
+
+def clocks_of(steps):
+    """Return the clocks of a card at some steps, in MHz."""
+    return [step["card"]["mhz"] for step in steps if "mhz" in step.get("card", {})]

@@ -39,7 +39,7 @@ def replace_missing_signs():
 
 
 def unfinished_file(path):
-    """Return the path beside a file at which a process writes what is to replace that file."""
+    """Return where a process writes the new version of a file: a path beside it."""
     path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
     return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
 

@@ -3,8 +3,8 @@
 import statistics
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
-UNEVEN = 1.2  # where the mean of dt is more than so many times its median, both are told
-LONG_WAIT = 0.1  # of the time: what waits longer for a DataLoader is told so
+UNEVEN = 1.2  # the mean of dt is told beside the median where it is more than so many times as long
+LONG_WAIT = 0.1  # a script that waits for a DataLoader in a larger share of its time is told so
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 
 
@@ -29,7 +29,7 @@ def figures_of(counted):
 
 
 def tokens_per_second(counted):
-    """Return the tokens per second of some steps: one over the median of the seconds that a token took in each.
+    """Return the tokens per second of some steps, by the median time that a token took in them.
 
     Where they wait for their data, it is all tokens over all seconds: a loader brings some batches together and none
     for a while, so that no step is typical. Steps without tokens are left out of the median. It is 0 where no step has

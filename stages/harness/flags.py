@@ -17,8 +17,9 @@ from .log import Log
 from .weights import is_saved
 
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
-RESERVED = 1.1  # times what its tensors hold: an H100's stages reserved 3 to 7 % more than that
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
+HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
+(np.array(ids, np.uint16).tofile(FILE)); a folder of these; or "docs", Python's documentation (Tiny Shakespeare)"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,16 +35,16 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text):
     """Return the number in a text. Raises argparse.ArgumentTypeError where it is not a whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
 
 
 def seed(text):
     """Return the number in a text. Raises argparse.ArgumentTypeError where it is not from 0 to the last of numpy's."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
-    return int(text)
+    if text.isdecimal() and int(text) < 2**32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
 
 
 def parse_args(doc):
@@ -82,13 +83,15 @@ def parse(doc, argv, free_memory=None):
     """
     args = new_parser(doc).parse_args(argv)
     args.fallbacks = {}
+    args.why_this_batch = None
     name = args.device
     args.device = machine.find_device(name)
     if name is None and args.device.type == "cpu":
         reason = machine.why_no_card()
         if reason:
             args.fallbacks["device"] = f"this trains on the CPU, since the card can't be used: {reason}"
-    fill_in_defaults(args, free_memory or machine.free_memory_of_card)
+    fill_in_sizes(args, free_memory or machine.free_memory_of_card)
+    fill_in_techniques(args)
     return args
 
 
@@ -105,67 +108,60 @@ def new_parser(doc):
     """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
     parser = Parser(doc)
     add = parser.add_argument
-    steps_help = f"optimizer steps, the first {WARMUP} of them warm-up (50; {WARMUP + COUNTED_STEPS} on a CPU)"
-    add("--steps", type=positive, metavar="N", help=steps_help)
+    add("--steps", type=positive, metavar="N", help=f"optimizer steps, {WARMUP} of them warm-up (50; 24 on a CPU)")
     add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
-    rate_help = "learning rate, the highest one where it decays (%(default)s)"
-    add("--lr", type=float, default=6e-4, metavar="RATE", help=rate_help)
-    data_help = (
-        "a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16 (np.array(ids, np.uint16).tofile(FILE)); "
-    )
-    data_help += 'a folder of these; or "docs", Python\'s documentation (Tiny Shakespeare)'
-    add("--data", metavar="FILE", help=data_help)
-    add("--amp-dtype", choices=DTYPES, help="of autocast, from s03 on (what the device does natively)")
+    add("--lr", type=float, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
+    add("--data", metavar="FILE", help=HELP_ON_DATA)
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--amp-dtype", choices=dtypes, help="of autocast, from s03 on (what the device does natively)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
-    accum_help = "micro-batches per step of all ranks, from s11 on (4; 2 on a CPU; at least one for each rank)"
-    add("--accum", type=positive, metavar="N", help=accum_help)
+    add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
     add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
-    profile_help = "at the end, show where the last step's time went, and where it should have gone"
-    add("--profile", action="store_true", help=profile_help)
+    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--save", metavar="FILE", help="write the weights there at the end")
     return parser
 
 
-def fill_in_defaults(args, free_memory):
-    """Fill in the flags that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
+def fill_in_sizes(args, free_memory):
+    """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
     on_cpu = args.device.type == "cpu"
-    args.why_this_batch = None
+    ranks = machine.world_size()
     if args.size is None:
         args.size = "micro" if on_cpu else "gpt2"
-    if args.batch_size is None:
-        args.batch_size = 1
-        if not on_cpu and machine.world_size() > 1:
-            fit_batch(args, machine.memory_of_smallest_card())
-        elif not on_cpu:
-            fit_batch(args, free_memory(args.device))
     if args.steps is None:
         args.steps = WARMUP + COUNTED_STEPS if on_cpu else 50
     if args.accum is None:
-        ranks = machine.world_size()
         micro_batches = 2 if on_cpu else 4
         args.accum = ranks * max(1, micro_batches // ranks)  # all ranks as many, and at least one
+    if args.batch_size is None and on_cpu:
+        args.batch_size = 1
+    elif args.batch_size is None and ranks > 1:
+        fit_batch(args, machine.memory_of_smallest_card())
+    elif args.batch_size is None:
+        fit_batch(args, free_memory(args.device))
+
+
+def fill_in_techniques(args):
+    """Turn on what the device can do, as far as no flag says otherwise, and note why the others stay off."""
     if args.amp_dtype is not None:
-        args.amp_dtype = DTYPES[args.amp_dtype]
+        args.amp_dtype = getattr(torch, args.amp_dtype)
     else:
         args.amp_dtype = machine.native_amp_dtype(args.device)
         if args.amp_dtype == torch.float32:
             args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
     if args.compile is None:
         problem = machine.compile_problem(args.device)
-        is_bfloat16 = args.amp_dtype == torch.bfloat16
-        if args.device.type == "cuda" and is_bfloat16 and machine.emulates(args.device, torch.bfloat16):
-            problem = problem or "PyTorch compiles no bfloat16 for this card: pass --amp-dtype float16"
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
     elif args.compile:  # what was asked for comes before what is in the environment
-        for variable in machine.variables_set(machine.TURN_COMPILE_OFF):
-            del os.environ[variable.split("=")[0]]
+        for name in machine.variables_set(machine.TURN_COMPILE_OFF):
+            del os.environ[name]
     slow = machine.variables_set(machine.SLOW)
     if slow:
         args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"

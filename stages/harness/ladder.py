@@ -47,7 +47,7 @@ STAGES = (
     Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", added_as="bf16"),
     Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
-    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a vocabulary in 64s", unpredictable=True),
+    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a padded vocabulary", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True, technique="clipping"),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True, technique="learning-rate schedule"),
     Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True, technique="weight decay"),

@@ -21,15 +21,14 @@ header, a line for each step, and a summary. An example of each, the header wrap
      "memory": 1870000000, "meter": "peak RSS"}
     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
 
-On an accelerator a step also has "queued", the seconds until all of it was queued, and on CUDA each fifth one has
-"card", which card.py explains: {"mhz": 1935, "milliwatts": 651000, "celsius": 62, "reasons": 4}.
+dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. On an
+accelerator a step also has "queued", the seconds until all of it was queued, and on CUDA each fifth one has "card",
+which card.py explains: {"mhz": 1935, "milliwatts": 651000, "celsius": 62, "reasons": 4}.
 
-dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null.
-"shape" is null for a model that is no GPT. Its vocabulary is without the padding of s06, and its seq_len is that of the
-flag. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens. "commit" has a + behind
-it where files differ from it. "sdpa" is the kernel that F.scaled_dot_product_attention chooses for this shape and dtype
-on this device. Other keys of a summary: "eval", the held-out loss, with --eval; "reserved", bytes, on CUDA; "rates" and
-"parts" with --profile.
+"commit" has a + behind it where files differ from it. "shape" is null for a model that is no GPT. Its vocabulary is
+without the padding of s06. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens.
+"sdpa" is the kernel that F.scaled_dot_product_attention chooses. A summary may also have "eval", the held-out loss, and
+"rates" and "parts" with --profile.
 
 results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 
@@ -45,13 +44,12 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
 "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
 "in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load its
 data ahead took its steps at once, in three rounds, whatever "rounds" is. Without it a ratio compares two medians of one
-round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the
-environment those of all rows. The two lists "of_scripts" are for scripts that watch.py watches.
+round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
+rows. The two lists "of_scripts" are for scripts that watch.py watches.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
-"start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. In a bench every
-failure leaves an "error".
-A stage that was started by hand leaves one for an exception.
+"start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. A failure leaves
+an "error".
 
     {"kind": "start", "round": 0, "name": "probe"}
     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
@@ -59,25 +57,14 @@ A stage that was started by hand leaves one for an exception.
     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
      "out_of_memory": false}
 
-A script that watch.py watches leaves a line more, before its first step. techniques.find_techniques() explains it:
+A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has "spent",
+the seconds of each of timeline.KINDS, and the summary has "shares", the same as shares of the time. On a card these are
+true of steps 2 to 4, in which each kind waits for it. There what follows the loss, up to backward(), is "rest".
 
-    {"kind": "techniques", "profiled": true, "unseen": null, "tf32": true, "weights": "float32", "compile": false,
-     "sdpa": "flash", "attention": true, "drops": false, "vocabulary": 50304, "fused": false, "optimizer": "AdamW",
-     "autocast": null, "enters_autocast": false, "emulated": false, "clips": true, "schedules": true, "groups": true,
-     "accum": 1, "loss_share": 0.98, "kernels": null, "busy_ms": null, "reads": null, "failed": {}, "framework": null,
-     "parameters": 7242880, "loaders": 0, "machine": {"tf32": false, "amp_dtype": "bfloat16", "compile": true}}
-
-On a card, and with --profile, operations are seen in one step more, behind all others, which leaves no line of its own.
-Until then "profiled" is false. A second line with all keys follows it, and replaces the first. "loaders" are the
-processes and threads that it has started, most likely to load its data.
-
-Its settings are those that can be seen, its first step is number 1, and each step has "spent", the seconds of each of
-timeline.KINDS. On a card these are true of steps 2 to 4, in which each kind waits for it. "shares" of its summary are
-the same as shares of the time. There what follows the loss, up to backward(), is no loss but "rest".
-
-    {"kind": "step", "spent": {"data": 0.03, "forward": 0.2, "loss": 0.01, "backward": 0.4, "update": 0.05,
-     "evaluation": 0.0, "rest": 0.02}, "step": 1, "loss": 10.9, "dt": 0.71, "tokens": 1024, "memory": 1870000000,
-     "meter": "peak RSS"}
+Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
+many processes and threads the script has started, most likely to load its data. On a card, and with --profile,
+operations are seen in one step more, behind all others, which leaves no line of its own. Until then "profiled" is
+false. A second line "techniques" with all keys follows that step, and replaces the first.
 """
 
 import datetime
@@ -104,7 +91,7 @@ OUT_OF_MEMORY = (
     r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
     r"|could not create a primitive(?! descriptor)"
 )
-STEPS_PER_CARD_STATE = 5
+STEPS_PER_CARD_STATE = 5  # asking the driver at each step would take time from small ones
 
 
 def header_of(name, device, settings, shape, parameters, fallbacks, unit="tok"):
@@ -158,11 +145,6 @@ class Log:
     def is_led(self):
         """Whether the bench leads this process. It then takes a step for each request, and prints nothing."""
         return self.leader is not None
-
-    @property
-    def is_kept(self):
-        """Whether anybody gets its lines of JSON."""
-        return self.is_led or self.file is not None
 
     def wait_for_request(self):
         """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
@@ -249,11 +231,21 @@ class Log:
         summary: a dict for the record. profile_lines: where the time of a step went, with --profile.
         """
         self.write("summary", **summary)
+        self.say_figures()
+        if "eval" in summary:
+            loss = math.nan if summary["eval"] is None else summary["eval"]
+            self.say(f"held-out loss {loss:.4f}")
+        for line in profile_lines:
+            self.say(line)
+
+    def say_figures(self):
+        """Print the figures of the counted steps, or else of the last one, and what their card was like."""
         counted = self.counted_steps()
         which = f"over {len(counted)} steps after {WARMUP} of warm-up"
         if not counted:
-            last = ([step for step in self.steps if step["step"] != self.profiled_step] or self.steps)[-1]
-            counted, which = [last], f"of step {last['step']} alone, since no other was counted"
+            unprofiled = [step for step in self.steps if step["step"] != self.profiled_step]
+            counted = unprofiled[-1:] or self.steps
+            which = f"of step {counted[0]['step']} alone, since no other was counted"
         figures = figures_of(counted)
         self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] {which}")
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
@@ -267,11 +259,6 @@ class Log:
         self.say(" | ".join(words))
         for line in words_on_card([counted]):
             self.say(line)
-        if "eval" in summary:
-            loss = math.nan if summary["eval"] is None else summary["eval"]
-            self.say(f"held-out loss {loss:.4f}")
-        for line in profile_lines:
-            self.say(line)
 
     def counted_steps(self):
         """Return the steps after the warm-up, without the profiled one."""
@@ -282,10 +269,10 @@ class Log:
     def write(self, kind, /, **entry):
         """Write a line of the record, on rank 0 only."""
         if machine.is_rank_0():
-            self.send({**entry, "kind": kind})  # ours wins, where a script logs a figure "kind"
+            self.send({**entry, "kind": kind})  # last, since a script may log a figure of that name
 
     def send(self, line):
-        """Write a line, on whatever rank: an exception may come on one alone."""
+        """Write a line from any rank, since an exception may come on one alone."""
         if self.leader:
             self.leader.tell(line)
         if self.file:
@@ -298,18 +285,17 @@ class Log:
     def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. text: the traceback."""
         memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
-        line = {"kind": "error", "message": message, "traceback": text, "out_of_memory": memory_is_short}
-        self.send(line)
+        self.send({"kind": "error", "message": message, "traceback": text, "out_of_memory": memory_is_short})
 
     def notice(self, message):
-        """Tell, on rank 0, what is no line of a record: to the bench where that leads, and otherwise on stderr."""
+        """Tell a remark that belongs in no record, on rank 0: to the bench where that leads, or else on stderr."""
         if machine.is_rank_0() and self.leader:
             self.leader.tell({"kind": "notice", "message": message})
         elif machine.is_rank_0():
             tell(message)
 
     def tell_failure(self, error_type, error, trace):
-        """Report an exception as Python does, and keep it in the record. Where memory was short, print what to try.
+        """Report an exception as Python does, with what to try where that is known, and keep both in the record.
 
         This is sys.excepthook once parse_args() has returned. Where the bench leads, every rank keeps its exception.
         A text that can't be trained on is the user's mistake, and one line. After Ctrl-C the figures so far are told.
@@ -318,20 +304,21 @@ class Log:
             if self.steps:
                 self.finish({"sdpa": None})
             return
-        message, text = f"{error_type.__name__}: {error}", ""
-        if error_type is not TextError:
-            text = "".join(traceback.format_exception(error_type, error, trace))
-            sys.__excepthook__(error_type, error, trace)
+        message = f"{error_type.__name__}: {error}"
+        if error_type is TextError:
+            self.write_error(message)
+            refuse(error)
+        sys.__excepthook__(error_type, error, trace)
+        remedy = None
         if re.search(OUT_OF_MEMORY, message):
             smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
             remedy = f"memory is short at batch size {self.batch_size}: try {smaller}"
+        elif error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
+            remedy = "torch.compile failed: --no-compile goes without it"
+        if remedy:
             tell(remedy)
             message = f"{remedy} ({message})"
-        self.write_error(message, text)
-        if error_type is TextError:
-            refuse(error)
-        if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
-            tell("torch.compile failed: --no-compile goes without it")
+        self.write_error(message, "".join(traceback.format_exception(error_type, error, trace)))
 
 
 def finite_or_none(value):

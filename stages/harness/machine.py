@@ -30,7 +30,7 @@ AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all four
 NUMBERS_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and of mpirun
-# how PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention
+# How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
 
@@ -69,12 +69,8 @@ def become_a_world_of_one():
 
 
 def variables_set(pattern):
-    """Return the variables of the environment whose names a pattern matches, as "CUDA_LAUNCH_BLOCKING=1", in a list.
-
-    Those that are empty or 0 are left out.
-    """
-    values = {name: value for name, value in os.environ.items() if re.fullmatch(pattern, name)}
-    return [f"{name}={value}" for name, value in values.items() if value not in ("", "0")]
+    """Return the names of the variables of the environment that a pattern matches, and that are not empty or 0."""
+    return [name for name, value in os.environ.items() if re.fullmatch(pattern, name) and value not in ("", "0")]
 
 
 def dtype_name(dtype):
@@ -94,8 +90,6 @@ def find_device(name=None):
     if not re.fullmatch(r"cpu|mps|cuda(:\d|:[1-9]\d)?", name):
         refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
     device = torch.device(name)
-    if device.type == "cpu":
-        return device
     if device.index is not None and world_size() > 1:
         refuse(f"--device {name} gives all ranks one device: pass --device {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -109,16 +103,15 @@ def find_device(name=None):
 
 
 def why_cuda_does_not_start():
-    """Return the first sentence of what PyTorch says about it."""
+    """Return the first sentence of PyTorch's own reason, or None where CUDA starts."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # a build without CUDA, an old driver, no card
         return str(error).split(". ")[0]
-    return "torch finds no card"
 
 
 def why_no_card():
-    """Return why a process that was told no device does not use this machine's card; None where none is to be used."""
+    """Return why PyTorch can't use the card of this machine, or None where there is none or the user has hidden it."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
         return None
@@ -157,9 +150,7 @@ def native_amp_dtype(device):
             return torch.bfloat16
         return torch.float16 if capability >= (7, 0) else torch.float32
     if device.type == "mps":
-        if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16):
-            return torch.float16
-        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
+        return torch.float16 if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16) else torch.bfloat16
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
@@ -189,38 +180,49 @@ def has_tf32(device):
     """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
     if device.type == "cpu":
         return cpu_has_float16()  # the units by which PyTorch multiplies in TF32, too
-    if device.type == "cuda" and torch.version.hip:
+    if torch.version.hip:
         return torch.cuda.is_tf32_supported()  # of the current card, since PyTorch asks no other one
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def compile_problem(device):
     """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
-    for variable in variables_set(TURN_COMPILE_OFF):
-        return f"{variable} is in the environment: unset it"
+    turned_off_by = variables_set(TURN_COMPILE_OFF)
+    if turned_off_by:
+        return f"{' and '.join(turned_off_by)} in the environment turns it off: unset that"
     if device.type == "mps":  # Metal has a compiler of its own
         return None
-    if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < (7, 0):
-            return "Triton needs a GPU of compute capability 7.0 or more"
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed: pip install triton"
-        has_libcuda = torch.version.hip or os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
-        if not has_libcuda:
-            return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
-        compilers = [os.environ.get("CC"), "gcc", "clang"]
-        remedy = "Triton finds no C compiler: install gcc"
-    else:  # on a CPU torch.compile tries a single one
-        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-        compilers = [os.environ.get("CXX", default)]
-        if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
-            return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
-        remedy = f"no C++ compiler {compilers[0]} found: install g++ (Linux) or Xcode's command line tools (macOS)"
-    if not any(name and shutil.which(name) for name in compilers):
-        return remedy
+    problem = triton_problem(device) if device.type == "cuda" else cpp_problem()
+    if problem:
+        return problem
     headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme has no Python.h
     if sys.platform == "linux" and not Path(headers, "Python.h").exists():
         return "Python.h is missing: install python3-dev"
+    return None
+
+
+def triton_problem(device):
+    """Return what Triton, which compiles for a card, lacks, or None."""
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton needs a GPU of compute capability 7.0 or more"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    has_libcuda = os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
+    if not (torch.version.hip or has_libcuda):
+        return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang")):
+        return "Triton finds no C compiler: install gcc"
+    return None
+
+
+def cpp_problem():
+    """Return what torch.compile, which writes C++ for a CPU, lacks, or None."""
+    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", default)  # it tries no other one
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
+    if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
+        return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
     return None
 
 
@@ -264,9 +266,9 @@ def free_memory_of_card(device):
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     try:
-        return torch.get_device_module(device).mem_get_info(device)[0]
-    except (RuntimeError, AssertionError):  # not every driver tells
-        return torch.get_device_module(device).get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0]
+    except RuntimeError:  # not every driver tells
+        return torch.cuda.get_device_properties(device).total_memory
 
 
 @functools.cache
@@ -276,11 +278,9 @@ def free_memory_by_a_child(device):
     Who asks a card opens a context on it. That takes half a GB as long as the process lives, and a card in exclusive
     mode then refuses all others.
     """
-    program = "import sys, torch; from harness import machine\n"
-    program += "print(machine.free_memory_of_card(torch.device(sys.argv[1])))"
-    command = [sys.executable, "-c", program, str(device)]
-    child = subprocess.run(command, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE, text=True)
-    return int(child.stdout)
+    program = f"import torch; from harness import machine; print(machine.free_memory_of_card(torch.device('{device}')))"
+    child = [sys.executable, "-c", program]
+    return int(subprocess.run(child, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE).stdout)
 
 
 def memory_of_smallest_card():
@@ -296,12 +296,9 @@ def free_memory():
     """
     free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     limit = read_text("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdecimal():  # "max" where there is no limit
-        used = int(read_text("/sys/fs/cgroup/memory.current"))
-        cached = re.search(r"^inactive_file (\d+)", read_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
-        if cached:
-            used -= int(cached[1])  # files that the system forgets when memory is short
-        free = min(free, int(limit) - used)
+    held = re.match(r"anon (\d+)", read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without cached files
+    if held and limit.isdecimal():  # "max" where there is no limit
+        free = min(free, int(limit) - int(held[1]))
     return free
 
 

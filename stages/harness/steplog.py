@@ -2,14 +2,12 @@
 
 import math
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.parallel import DistributedDataParallel
 
 from data import load_tokens
@@ -40,8 +38,7 @@ class StepLog:
         self.device = args.device
         self.log = args.log
         self.model = unwrapped(model)
-        compiled = [part for part in model.modules() if isinstance(part, torch._dynamo.OptimizedModule)]
-        self.compiled_modules = [part._orig_mod for part in compiled]
+        self.is_compiled = any(isinstance(part, torch._dynamo.OptimizedModule) for part in model.modules())
         self.corpus = loader.corpus
         self.tokens_per_step = tokens_per_step
         self.t0 = None  # when the step began, where one has
@@ -54,32 +51,21 @@ class StepLog:
         parameters = sum(p.numel() for p in self.model.parameters())
         settings = settings_of(args) | {"corpus": self.corpus.name}
         header = header_of(args.script.stem, self.device, settings, shape, parameters, args.fallbacks)
-        if machine.world_size() == 1:  # a rank that waits for others would be deaf
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
         self.log.begin(args.title, header, self.device, tokens_per_step)
-
-    @property
-    def steps(self):
-        """The step lines of the record so far."""
-        return self.log.steps
 
     def start(self):
         """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""
         if not self.log.wait_for_request():
-            self.end_process()
-        if self.args.profile and len(self.steps) + 1 == self.args.steps:
+            self.write_summary()
+            settle()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.exit()
+        if self.args.profile and len(self.log.steps) + 1 == self.args.steps:
             self.profiler = torch.profiler.profile(acc_events=True)  # without acc_events torch 2.11 warns
             self.profiler.start()
         machine.synchronize(self.device)
         self.t0 = time.perf_counter()
-
-    def end_process(self):
-        """End the process before its last step, since the bench wants no more."""
-        self.write_summary()
-        settle()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.exit()
 
     def step(self, loss, **figures):
         """End a step. Exits with one line where its loss is not finite.
@@ -93,13 +79,13 @@ class StepLog:
         machine.synchronize(self.device)
         dt = time.perf_counter() - self.t0
         self.t0 = None
-        step = len(self.steps)
+        step = len(self.log.steps)
         if self.profiler:
             self.profiler.stop()
             self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
             self.profiler = None
             self.log.profiled_step = step
-        if step == 0 and self.compiled_modules and not any(map(ran_compiled, self.compiled_modules)):
+        if step == 0 and self.is_compiled and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             refuse("torch.compile has compiled nothing, so this would be measured as it is without: pass --no-compile")
         loss = number(loss)
         figures = {name: number(value) for name, value in figures.items()}
@@ -111,38 +97,34 @@ class StepLog:
     def finish(self):
         """End the run: save the weights with --save, then write and print the summary.
 
-        The summary has the held-out loss with --eval, and the parts of the last step with --profile. Exits with one
-        line where the weights could not be saved.
+        The summary has the held-out loss with --eval, and the parts of the last step with --profile.
         """
         self.log.wait_for_request()  # a process that exits would slow down a step of another row
-        problem = self.save_weights() if self.args.save and machine.is_rank_0() else None
-        self.write_summary()
-        settle()
-        if problem:
-            refuse(problem)
+        try:
+            if self.args.save and machine.is_rank_0():
+                self.save_weights()
+        finally:
+            self.write_summary()
+            settle()
 
     def save_weights(self):
-        """Save the weights. Return None, or where the disk is full, what to say about it."""
+        """Save the weights. Exits with one line where that fails, for example where the disk is full."""
         path = Path(self.args.save)
         try:
             save(self.model, path, self.corpus.in_bytes)
         except (OSError, RuntimeError) as error:
             free = shutil.disk_usage(path.resolve().parent).free / 1e9
             reason = " ".join(str(error).split())[:200]
-            return f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}"
+            refuse(f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}")
         self.log.say(f"saved to {path}")
-        return None
 
     def write_summary(self):
         """Write the summary of the record and print the summary of the run, where a step was taken."""
-        if not self.steps:
+        if not self.log.steps:
             return
-        header = self.log.header
         summary, lines = {"sdpa": None}, []
-        if self.device.type == "cuda":
-            summary["reserved"] = torch.cuda.max_memory_reserved(self.device)
-        shape = header["shape"]
-        if shape and (self.log.is_kept or self.profile):
+        shape = self.log.header["shape"]
+        if shape:
             shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, shape["n_embd"] // shape["n_head"])
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.held_out is not None:
@@ -150,36 +132,25 @@ class StepLog:
         if self.profile:
             summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
             summary["parts"] = self.profile.parts
-            work = ladder.effect_of(self.args.stage, header | summary).work if self.args.stage else None
+            work = None  # nothing is predicted of a script that is no stage
+            if self.args.stage:
+                work = ladder.effect_of(self.args.stage, self.log.header | summary).work
             lines = self.profile.lines(work, summary["rates"])
         self.log.finish(summary, lines)
 
 
 def unwrapped(model):
     """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):  # where torch.compile keeps it
-            model = model._orig_mod
-        else:
-            return model
-
-
-def ran_compiled(module):
-    """Tell whether torch.compile has compiled the forward of a module. It may have left it as it is, with a warning.
-
-    Of PyTorch's own modules nothing tells, so that they count as compiled.
-    """
-    forward = type(module).forward
-    return forward.__module__.startswith("torch.") or len(_debug_get_cache_entry_list(forward.__code__)) > 0
+    for part in model.modules():  # the outermost first
+        if not isinstance(part, DistributedDataParallel) and not hasattr(part, "_orig_mod"):
+            return part
 
 
 def settle():
-    """Give the threads of torch.distributed time to release their last tensors, before the process group is destroyed.
+    """Give the threads of torch.distributed half a second to release their last tensors.
 
-    To release one, a thread needs the interpreter. If that is ending by then, gloo's thread aborts the whole process
-    (PyTorch's pull request 179291 describes it). Nothing tells when the threads are done.
+    A thread of gloo that does so while the interpreter ends aborts the whole process (PyTorch's pull request 179291
+    describes it). Nothing tells when the threads are done.
     """
     if dist.is_initialized():
         time.sleep(0.5)
