@@ -216,9 +216,10 @@ def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
     for number in range(40):
         np.full(10, 1000 + number, np.uint16).tofile(tmp_path / f"{number:02}.bin")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    next_descriptor = os.dup(0)
-    os.close(next_descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor + 20, hard))
+    free_descriptors = [os.dup(0) for _ in range(20)]
+    for descriptor in free_descriptors:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free_descriptors) + 1, hard))
     try:
         ids = load_tokens(tmp_path).ids[:]
     finally:
