@@ -113,7 +113,7 @@ MACHINES = {
         ("H100", "s02", False, "active"),
         ("H100", "s03", False, "active: bfloat16"),
         ("H100", "s05", False, "active: the cudnn kernel"),
-        ("H100", "s08", True, "for the loss"),
+        ("H100", "s08", True, "for the loss, not for speed"),
         ("H100", "s11", False, "4 micro-batches per step"),
         ("H100", "s12", False, "one process: what DDP itself costs"),
         ("T4", "s02", True, "this device has no TF32 units"),

@@ -187,7 +187,10 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
             "worth it",
             "s03 autocast 2.40, s04 compile 1.50 (pays after about 480 steps, since its warm-up takes 40 s longer)",
         ),
-        ("slower", "s12 with s08 to s11 0.80 (one process: what DDP itself costs), s07 clipping 0.87 (for the loss)"),
+        (
+            "slower",
+            "s12 with s08 to s11 0.80 (one process: what DDP itself costs), s07 clipping 0.87 (for the loss, not for speed)",
+        ),
         ("no difference", "s02 TF32 (computes the same), s06 a padded vocabulary"),
         ("can't be told", "s05 flash attention 0.96 ± 0.04"),
         ("to tell more", 'four times the steps halve each ±: --steps 84 (with make ARGS="--steps 84"), about 5 min'),

@@ -116,9 +116,9 @@ def add_technique(stage, work, facts):
             words = f"active: the {facts['sdpa']} kernel" if facts["sdpa"] else ""
             return Effect(replace(work, flash=True), words)
         case "s07_clip":
-            return Effect(replace(work, update=work.update + CLIPPING), "for the loss")
+            return Effect(replace(work, update=work.update + CLIPPING), "for the loss, not for speed")
         case "s08_cosine" | "s09_decay":  # s08 changes the learning rate, s09 puts the same tensors into two groups
-            return Effect(work, "for the loss", same_computation=True)
+            return Effect(work, "for the loss, not for speed", same_computation=True)
         case "s10_fused":
             return Effect(replace(work, update=work.update - ADAMW + FUSED_ADAMW))
         case "s11_accum":

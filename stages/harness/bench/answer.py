@@ -1,9 +1,9 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
 from .ratios import Verdict, distance, judge
-from .rows import not_shared
+from .rows import CPU_MEMORY, not_shared
 from .table import Reason
-from .words import LONG_WARMUP, MEMORY_VARIABLES, code, code_of_technique, name_of_change, quoted, words_on_ratio
+from .words import LONG_WARMUP, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
 def answer(table):
@@ -23,7 +23,7 @@ def answer(table):
         if judge(table.together, table.noise) in (Verdict.SAME, Verdict.UNCLEAR):
             words = f"({words})"
         title, title_of_first = quoted(table.last.row.title), quoted(table.rows[0].row.title)
-        lines.append(("all together", f"{title} is {words} times as fast as {title_of_first}"))
+        lines.append(("all together", f"the last row, {title}, is {words} times as fast as {title_of_first}"))
     typed = dict.fromkeys(line for outcome in table.rows for line in code_of_gain(outcome))
     if typed:
         numbered = [f"{number}. {line}" for number, line in enumerate(typed, 1)]
@@ -43,7 +43,7 @@ def words_on_verdict(outcome):
             words += f" {outcome.ratio.value:.2f}"
             reason = outcome.effect and outcome.effect.words
         case Verdict.SAME if outcome.is_same_computation:
-            reason = "computes the same"
+            reason = outcome.effect.words if outcome.effect else "computes the same"
         case Verdict.UNCLEAR:
             words += f" {words_on_ratio(outcome.ratio)}"
             reason = outcome.reason and outcome.reason.value
@@ -85,7 +85,8 @@ def code_of_gain(outcome):
     if outcome.verdict is not Verdict.FASTER:
         return []
     if outcome.gains_memory:
-        return [MEMORY_VARIABLES]
+        variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
+        return [f"{code(variables)} in front of `python`"]
     row, above = outcome.row, outcome.base.row
     lines = [code_of_technique(stage, outcome) for stage in outcome.added if not stage.for_the_loss]
     if row.script == above.script:

@@ -78,7 +78,8 @@ def bars(table):
         parts.append(text(end + 6, y, words_beside(outcome)))
         y += LINE
     x = 8
-    for verdict in dict.fromkeys(outcome.verdict for outcome in with_bars):
+    verdicts = dict.fromkeys(outcome.verdict for outcome in with_bars)
+    for verdict in verdicts if any(verdicts) else ():  # after one round on a card there are none
         words = verdict.value if verdict else "no verdict"
         parts += [rectangle(x, y + 6, BAR, COLORS[verdict]), text(x + BAR + 5, y + 6, words)]
         x += 34 + LETTER * len(words)

@@ -9,7 +9,7 @@ from .ratios import Verdict
 from .rows import goes_without_cpu_memory
 
 NOTHING = "–"  # a cell without a figure
-MEMORY_VARIABLES = "three variables, see stages/memory.md"
+MEMORY_VARIABLES = "three variables of the environment"
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
@@ -163,7 +163,7 @@ def words_on_base(outcome):
         return [f"counts {UNITS[outcome.unit]}, and the row above {UNITS[base.unit]}, which have no ratio"]
     if outcome.ratio and outcome.ratio.halves:
         first, second = outcome.ratio.halves
-        return [f"x above drifts: {first:.2f} in the first half of its turns, {second:.2f} in the second"]
+        return [f"its gain went from {first:.2f} in the first half of its turns to {second:.2f} in the second"]
     return []
 
 
