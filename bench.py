@@ -10,7 +10,7 @@
 A row is a command: a stage or a script, the flags behind it, and what launches it in front. The script is the first
 word that is a stage, ends in .py, or is the -m of a module, so write --log-dir=s05 and not --log-dir s05 in front of
 it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are
-in, and in its own where it lies elsewhere. Where it writes files, {row} in a flag is the number of the row.
+in, and in its own where it lies elsewhere. Where it writes files, put {row} into a flag: each row has another number.
 
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts, --device cpu hides the cards from these, and --device cuda:1 all others. Each row is compared with the one
@@ -110,8 +110,10 @@ def check_flags(args, rows):
     if unknown and not unknown[0].startswith("-"):
         refuse(f"rows come before flags: put {unknown[0]!r} first")
     has_stages = args.climb is None and (not rows or any(row.is_of_the_ladder for row in rows))
+    if has_stages:
+        return
     for flag in args.flags:
-        if not has_stages and flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
+        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
             refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
 
 
@@ -207,7 +209,7 @@ def run(args, argv, path):
     in_turn = args.shared.device.type == "cpu"
     with open_new(path) as file:
         for folder in sorted({str(row.folder) for row in args.rows if row.is_watched}):
-            tell(f"scripts run in {folder}; {{row}} in a flag is the row's number, for those that write files")
+            tell(f"scripts run in {folder}; for those that write files, {{row}} in a flag is another number in each")
         tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
         results = Results(new_bench(args, argv, in_turn), file)
         try:

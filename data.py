@@ -219,9 +219,9 @@ def corpus_of_folder(source, split):
     held_out = [path for path in paths if "val" in path.name] or paths[-1:]
     training = [path for path in paths if path not in held_out]
     if not training:
-        raise TextError(f"--data {source}: it has no two files .bin or .npy, one to train on and one to hold out")
+        raise TextError(f"--data {source}: it has no file .bin or .npy to train on beside those that are held out")
     ids = Shards(held_out if split == "val" else training)
-    name = f"{Path(source).resolve().name}, {len(training)} files, and {held_out[0].name} held out"
+    name = f"{Path(source).resolve().name}, {len(training)} files, and {len(held_out)} held out"
     return Corpus(name, ids, source)
 
 

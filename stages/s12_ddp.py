@@ -4,11 +4,10 @@
 
 Every rank has its own device, holds the whole model and reads its own slices of the data. DistributedDataParallel
 averages the gradients over the ranks, bucket by bucket while the backward still runs, so that all ranks take the step
-that one process would take with every micro-batch. Only the last micro-batch of a step needs that. The flag that turns
-it on must be set before the forward; the documented model.no_sync() sets it, too. Under plain python the world is one
-process, which takes the steps of the stage before and copies its gradients into the buckets all the same. DDP also
-splits the compiled graph where a bucket ends. On an H100 one process was 4 to 11 % slower in the course of a run. On a
-CPU the ranks share its cores and gain only what one process had left idle: little.
+that one process would take with every micro-batch. Only a step's last micro-batch needs the average, so
+the others turn it off by the flag that model.no_sync() also sets; the forward reads it. Under plain python the world is
+one process, which takes the steps of the stage before and copies its gradients into the buckets all the same: on an
+H100 it was 4 to 11 % slower than s11. On a CPU the ranks share its cores, and gain little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here

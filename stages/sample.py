@@ -8,6 +8,7 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
+from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, say, tell
 from harness.flags import Parser, positive, seed
 from harness.weights import PUBLISHED, from_pretrained, held_out_ids, held_out_loss, load
@@ -19,8 +20,6 @@ import torch
 from torch.nn import functional as F
 
 from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
-
-PADDED_VOCAB = 50304  # as in s06
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -50,7 +49,6 @@ if args.weights in PUBLISHED or os.path.isdir(args.weights):
 else:
     model, in_bytes = load(args.weights, attention)
 model.to(device)
-encoding = single_bytes() if in_bytes else gpt2_encoding()
 if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
@@ -66,6 +64,7 @@ if args.eval:
     say(f"{corpus.name}, held-out text")
     say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
 else:
+    encoding = single_bytes() if in_bytes else gpt2_encoding()
     if encoding.n_vocab < VOCAB and not in_bytes:
         refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
     prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)

@@ -198,7 +198,7 @@ def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path)
     for name in ("README.txt", "._edufineweb_train_000001.npy"):
         (tmp_path / name).touch()
     corpus = load_tokens(tmp_path)
-    assert corpus.name.endswith(", 2 files, and edufineweb_val_000000.npy held out")
+    assert corpus.name.endswith(", 2 files, and 1 held out")
     assert load_tokens(tmp_path, "val").ids[:].tolist() == IDS[:100].tolist()
     x, y = TokenLoader(corpus, 3, 150).next_batch(CPU)  # once around, and over both borders
     ring = [*IDS[100:], *IDS[100:]]
@@ -229,7 +229,7 @@ def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
 
 def test_a_folder_with_one_file_has_none_to_hold_out(tmp_path):
     np.save(tmp_path / "1.npy", IDS[:50])
-    assert "it has no two files" in complaint(load_tokens, tmp_path)
+    assert "it has no file .bin or .npy to train on" in complaint(load_tokens, tmp_path)
 
 
 # Without the vocabulary

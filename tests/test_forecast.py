@@ -69,7 +69,7 @@ def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_pa
     words = page.expectations(foretold_of(results_of(rates, rows=rows, environment=A100)))
     lines = {line.split()[0]: line.split()[1] for line in words.splitlines()[2:]}
     assert (lines["s09"], lines["s10"], lines["s12"]) == ("–", "1.07", "–")
-    assert words.endswith("All together 1.1 x s09; what has a dash can't be predicted.")
+    assert words.endswith("What has a dash can't be predicted.")
 
 
 def test_nothing_is_foretold_of_scripts_alone(a_card, tmp_path):

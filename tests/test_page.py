@@ -189,9 +189,10 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         ),
         (
             "slower",
-            "s12 with s08 to s11 0.80 (one process: what DDP itself costs), s07 clipping 0.87 (for the loss, not for speed)",
+            "s12 with s08 to s11 0.80 (one process: what DDP itself costs), "
+            "s07 clipping 0.87 (for the loss, not for speed)",
         ),
-        ("no difference", "s02 TF32 (computes the same), s06 a padded vocabulary"),
+        ("no difference", "s02 TF32 (this device has no TF32 units), s06 a padded vocabulary"),
         ("can't be told", "s05 flash attention 0.96 ± 0.04"),
         ("to tell more", 'four times the steps halve each ±: --steps 84 (with make ARGS="--steps 84"), about 5 min'),
         ("all together", "s12 is 2.40 ± 0.00 times as fast as s01"),

@@ -14,7 +14,7 @@ QUESTIONS = {
     "reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # bits: why the clock is not higher
 }
 HEAT = 0x20 | 0x40  # of these bits: the driver slows the card down because of heat, or the card itself does
-CLOCKS_DIFFER = 1.03  # rounds are told apart where the clock of one is more than so many times that of another
+CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is told
 LAUNCH_BOUND = 0.9  # the card is said to wait where a step is queued only after a larger share of its time
 WAITS = "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
 

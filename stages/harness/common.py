@@ -1,4 +1,7 @@
-"""What all rooms share: the root, refusals, lines of progress, whole files. It imports nothing of ours."""
+"""What all modules of the harness share: the root, refusals, lines of progress, whole files.
+
+It imports nothing of ours.
+"""
 
 import contextlib
 import os

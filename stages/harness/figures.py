@@ -3,7 +3,7 @@
 import statistics
 
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
-UNEVEN = 1.2  # the mean of dt is told beside the median where it is more than so many times as long
+UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
 LONG_WAIT = 0.1  # a script that waits for a DataLoader in a larger share of its time is told so
 COUNTED_STEPS = 20  # steps that a row of the bench needs in a round, and that a stage takes on a CPU
 

@@ -41,7 +41,7 @@ def positive(text):
 
 
 def seed(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not from 0 to the last of numpy's."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is none that numpy takes for a seed."""
     if text.isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
@@ -140,7 +140,7 @@ def fill_in_sizes(args, free_memory):
         args.accum = ranks * max(1, micro_batches // ranks)  # all ranks as many, and at least one
     if args.batch_size is None and on_cpu:
         args.batch_size = 1
-    elif args.batch_size is None and ranks > 1:
+    elif args.batch_size is None and ranks > 1 and args.device.type == "cuda":
         fit_batch(args, machine.memory_of_smallest_card())
     elif args.batch_size is None:
         fit_batch(args, free_memory(args.device))
@@ -168,7 +168,7 @@ def fill_in_techniques(args):
 
 
 def fit_batch(args, free):
-    """Set args.batch_size to a power of two, at most 16, with which all stages fit into so many bytes of a card.
+    """Set args.batch_size to a power of two, at most 16, with which all stages fit into `free` bytes of a card.
 
     It is 1 where none fits. args.why_this_batch then says what was counted.
     """

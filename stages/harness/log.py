@@ -11,7 +11,7 @@ header, a line for each step, and a summary. An example of each, the header wrap
                   "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
                   "corpus": "Tiny Shakespeare"},
      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
-     "parameters": 16224000, "unit": "tok",
+     "parameters": 16287488, "unit": "tok",
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "system": "Linux x86_64", "python": "3.11.7",
                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
@@ -43,7 +43,7 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
 
 "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
 "in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load its
-data ahead took its steps at once, in three rounds, whatever "rounds" is. Without it a ratio compares two medians of one
+data ahead took its steps at once, in three rounds or more. Without it a ratio compares two medians of one
 round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
 rows. The two lists "of_scripts" are for scripts that watch.py watches.
 

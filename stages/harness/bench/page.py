@@ -5,7 +5,6 @@ others figures. The short table stands in the terminal, first on the page, and i
 every page, such as what a ratio and its ± are, stands in results/README.md.
 """
 
-import math
 import re
 import textwrap
 
@@ -88,7 +87,7 @@ def aligned(lines):
 
 
 def wrapped(text, indent, width=TERMINAL_WIDTH):
-    """Return a text in lines of a terminal, from the second one on so many columns to the right."""
+    """Wrap a text at `width` columns, and indent all lines but the first by `indent`."""
     return textwrap.fill(text, width, subsequent_indent=indent * " ", break_on_hyphens=False)
 
 
@@ -143,16 +142,13 @@ def expectations(forecast):
 
     forecast: the Table that forecast_of() returned.
     """
-    foretold = [outcome for outcome in forecast.rows if outcome.predicted]
-    if not foretold:
+    if not any(outcome.predicted for outcome in forecast.rows):
         return None
     lines = [["row", "should be x above", "what you type"]]
     for outcome in forecast.rows:
         lines.append([outcome.row.title, number_cell(outcome.predicted, "{:.2f}"), words.typed_cell(outcome)])
-    together = math.prod(outcome.predicted for outcome in foretold)
-    base = foretold[0].base.row.title
     before = "What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"
-    return f"{before}\n{aligned(lines)}\nAll together {together:.1f} x {base}; what has a dash can't be predicted."
+    return f"{before}\n{aligned(lines)}\nWhat has a dash can't be predicted."
 
 
 # The page

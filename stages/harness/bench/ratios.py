@@ -5,11 +5,11 @@ import statistics
 from enum import Enum
 from typing import NamedTuple
 
-ALIKE = 0.05  # rows that differ by less make no difference
+ALIKE = 0.05  # a ratio that is surely nearer to 1 than this makes no difference
 FEWEST_SAMPLES = 3  # below it nothing is known of how far a ratio may be off
 FEWEST_PAIRS = 3  # of one computation, for their rms to say how far such rows come out apart
-# The 97.5 % quantiles of Student's t, by the number of samples: all that an interval of a few samples is made from.
-STUDENTS_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
+# The 97.5 % quantiles of Student's t by the number of samples, where these are too few for an exact interval.
+STUDENTS_T = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
 class Ratio(NamedTuple):
@@ -115,7 +115,8 @@ def order_statistic(n):
 def median_and_spread(samples):
     """Return the median of samples and its spread, the distance to the farther end of its 95 % interval.
 
-    Below ten samples that is the interval of Student's t. Below three there is no spread: it is None.
+    Below six samples that is the interval of Student's t, which covers 93 to 95 % around a median. Below three there is
+    no spread: it is None.
     """
     ordered = sorted(samples)
     median = statistics.median(ordered)

@@ -87,7 +87,7 @@ class Results:
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "step":
                 self.runs[key].steps.append(line)
-            case kind:  # a header, techniques, a summary or an error, which come once
+            case kind:  # a header, techniques, a summary or an error; a later one replaces the first
                 setattr(self.runs[key], kind, line)
 
     @property

@@ -90,7 +90,7 @@ class Row:
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
-        becomes the number of the row, since several rows may not write one file.
+        becomes a number that no other row has, since several rows may not write one file.
         """
         words = []
         for word in self.launcher:

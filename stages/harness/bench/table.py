@@ -17,7 +17,7 @@ from . import ratios
 from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge
 from .rows import Row, gains_cpu_memory, runs_the_same
 
-LONG_STEPS = 2  # where the mean step is so many times the median, long ones such as rollouts take most of the time
+LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
 
 
 class Reason(Enum):

@@ -66,7 +66,7 @@ def measure_alone(rows, rounds, results, path):
 
 
 def in_order(rows, round_number):
-    """Return rows in the order of a round: every second one goes back, so that a drift of speed affects all alike.
+    """Return rows in the order of a round: odd rounds are in reverse, so that a drift of speed affects all alike.
 
     The probe always comes first: it warms a card up.
     """
@@ -190,7 +190,8 @@ def take_turns(rows, results, round_number):
                 tell("two rows use one port, so they run one after the other")
                 return False
             if worker.run.may_wait_for_data:
-                tell(f"{row.title}: loads its data ahead, so it takes its steps at once, in {ROUNDS} rounds")
+                rounds = max(ROUNDS, results.bench["rounds"])
+                tell(f"{row.title}: loads its data ahead, so it takes its steps at once, in {rounds} rounds")
                 take_counted_steps(worker)
                 worker.close()
         step_in_turn(workers, results)

@@ -60,7 +60,7 @@ def is_in_brackets(outcome):
 def ratio_to_reference_cell(outcome):
     """Return the cell that compares a row with the reference, without a ±."""
     ratio = outcome.ratio_to_reference
-    return NOTHING if ratio is None else f"{ratio.value:.2f}"
+    return NOTHING if ratio is None or outcome.error else f"{ratio.value:.2f}"
 
 
 # What a row is
