@@ -164,12 +164,6 @@ def test_an_error_in_a_process_of_a_dataloader_is_told_by_its_reason():
     assert workers.reason_of("CUDA error: no kernel\nCompile with ...") == "CUDA error: no kernel\nCompile with ..."
 
 
-def test_rows_that_use_one_port_are_not_led_in_turn():
-    words = "OSError: [Errno 98] Address already in use"
-    rows = [fake_row("a"), fake_row("b", do="print megabytes and fail", at="start", words=words), fake_row("c")]
-    assert not turns.take_turns(rows, results_to_fill(*rows), 0)
-
-
 def test_what_a_row_prints_is_no_line_of_its_record_and_only_its_end_is_kept():
     run = in_turn(fake_row("a", do="print", at=1, words='{"kind": "summary"}'))["a"]
     assert run.summary["sdpa"] == "flash"

@@ -186,9 +186,6 @@ def take_turns(rows, results, round_number):
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number)))
             workers.append(worker)
             warm_up(worker)
-            if round_number == 0 and lacks_a_port(worker.run):
-                tell("two rows use one port, so they run one after the other")
-                return False
             if worker.run.may_wait_for_data:
                 rounds = max(ROUNDS, results.bench["rounds"])
                 tell(f"{row.title}: loads its data ahead, so it takes its steps at once, in {rounds} rounds")
@@ -198,11 +195,6 @@ def take_turns(rows, results, round_number):
         for worker in workers:
             worker.ask(END)
     return True
-
-
-def lacks_a_port(run):
-    """Tell whether a process failed because another one has the port that it asks for."""
-    return run.error is not None and "address already in use" in run.error["traceback"].lower()
 
 
 def step_in_turn(workers, results):
