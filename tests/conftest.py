@@ -162,7 +162,7 @@ def watch(folder, text, *words, own_flags=(), launcher=(), **env):
 
 def led_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
-    bench = {"rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "in_turn": True, "variables": {}}
+    bench = {"rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "in_turn": True, "rounds": 1, "variables": {}}
     bench |= {"flags": ["--steps", "24", *flags], "flags_of_scripts": ["--steps", "24"], "variables_of_scripts": {}}
     lines = []
     results = Results(bench)

@@ -65,7 +65,7 @@ def fake_row(name, launcher=(), **plan):
 def results_to_fill(*rows, steps=WARMUP + 2):
     """The Results of a bench of these rows, with no line so far."""
     all_rows = [Row(PROBE, PROBE, PROBE), *rows]
-    bench = {"rows": [asdict(row) for row in all_rows], "warmup": WARMUP, "steps": steps, "in_turn": True}
+    bench = {"rows": [asdict(row) for row in all_rows], "warmup": WARMUP, "steps": steps, "rounds": 1, "in_turn": True}
     bench |= {"flags": ["--batch-size", "4", "--steps", "200"], "variables": CPU_MEMORY, "reference": rows[0].name}
     bench |= {"flags_of_scripts": [], "variables_of_scripts": {}}
     return Results(bench)
