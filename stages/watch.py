@@ -21,9 +21,9 @@ from harness.watch import hooks
 from harness.watch.watcher import STEPS_ON_A_CARD, Watcher, end_process
 
 import builtins
-import importlib.util
 import os
 import random
+import runpy
 import sys
 import traceback
 import types
@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+DEFAULT_STEPS = f"{WARMUP + COUNTED_STEPS}, on a GPU {STEPS_ON_A_CARD}"
 ENDED = "ended"
 
 
@@ -44,30 +45,29 @@ def parse_command(argv):
     own, script, is_module, script_argv = split_command(argv)
     if script is None:
         refuse_what_is_no_script(own)
-    added = [word[1:] for word in own if word.startswith("+")]
-    own = [word for word in own if not word.startswith("+")]
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     add = parser.add_argument
     steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
-    default = f"{WARMUP + COUNTED_STEPS}, on a GPU {STEPS_ON_A_CARD}"
-    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} ({default})")
+    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} ({DEFAULT_STEPS})")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    args = parser.parse_args(own)
+    args = parser.parse_args([word for word in own if not word.startswith("+")])
     if args.steps == "all" and args.profile:
         refuse("--profile shows the step behind the last one, and --steps all has none: pass a number")
-    for name in added:
+    args.added = [word[1:] for word in own if word.startswith("+")]
+    for name in args.added:
         if name not in ladder.ADDED:
             refuse(f"+{name} is no technique that can be added from outside: --help lists them")
-    args.folder = Path.cwd()
+    args.script, args.is_module, args.script_argv = script, is_module, script_argv
     args.title = f"-m {script}" if is_module else script
-    if not is_module:
-        check_script(script)
-        args.folder = folder_of(script)
-        if args.folder != Path.cwd():
-            script = str(Path(script).resolve())
-    args.script, args.is_module, args.script_argv, args.added = script, is_module, script_argv, added
+    args.folder = Path.cwd() if is_module else folder_of(script)
+    if not is_module and not Path(script).is_file():
+        refuse(f"there is no script {script}")
+    if not is_module and logs_by_itself(script):
+        refuse(f"{script} logs its steps by itself: start it by python {script}")
+    if args.folder != Path.cwd():
+        args.script = str(Path(script).resolve())
     return args
 
 
@@ -98,14 +98,6 @@ def steps_or_all(text):
     return text if text == "all" else positive(text)
 
 
-def check_script(script):
-    """Exit with one line where a script is not there, or logs its steps by itself, as a stage and its copies do."""
-    if not Path(script).is_file():
-        refuse(f"there is no script {script}")
-    if logs_by_itself(script):
-        refuse(f"{script} logs its steps by itself: start it by python {script}")
-
-
 def leave_home_to(args):
     """Make this process the script's own: its folders, its flags, an empty stdin, none of our modules."""
     os.chdir(args.folder)
@@ -130,12 +122,16 @@ def run(args):
     runpy would do the same, but a loader that starts processes also finds the script's classes in __mp_main__, which
     multiprocessing set to watch.py.
     """
+    path, spec, package = args.script, None, None
     if args.is_module:
-        spec = find_module(args.script)
-        code, path, package = spec.loader.get_code(spec.name), spec.origin, spec.parent
+        try:
+            _, spec, code = runpy._get_module_details(args.script)  # as python -m and pdb do
+        except ImportError as error:
+            print(f"error: -m {args.script}: {error}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
+            end_process(2)
+        path, package = spec.origin, spec.parent
         sys.argv[0] = path
     else:
-        path, spec, package = args.script, None, None
         code = compile(Path(path).read_bytes(), path, "exec")
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__file__=path, __spec__=spec, __package__=package, __builtins__=builtins)
@@ -143,93 +139,63 @@ def run(args):
     exec(code, main_module.__dict__)
 
 
-def find_module(name):
-    """Return the spec of a module, or of the __main__ of a package. Exits with one line where there is none."""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec and spec.submodule_search_locations:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None:
-        print(f"error: there is no module {name}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
-        end_process(2)
-    return spec
-
-
-def say_end(watcher, reason, said=""):
-    """Tell how the script ended before its steps were taken, below the summary of those that it took.
-
-    said: its own last words.
-    """
-    if os.getpid() != watcher.pid:  # a child that the script forked
-        return
-    args = watcher.args
-    taken = len(args.log.steps)
-    of_asked = "" if args.steps == "all" else f" of {args.steps}"
-    if watcher.optimizer is None:
-        line = f"{reason}, and no step of a torch optimizer was seen in this process"
-        if reason == ENDED and not args.log.is_led:
-            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
-    else:
-        line = f"{reason} after {taken}{of_asked} timed steps"
-    if args.log.is_led:
-        args.log.write_error(line, said)
-    else:
-        watcher.finish()
-        print(f"{args.title} {line}", file=sys.stderr)
-
-
 def watch(args, watcher):
-    """Run the script under the watcher. Return the exit status."""
+    """Run the script under the watcher, and tell how it ended. Return the exit status, 2 without a timed step."""
 
-    def leave_by_exit(status):
+    def exit_at_once(status):
         """What os._exit is for the script: in this process it first tells what was timed."""
         if os.getpid() == watcher.pid:
-            say_end(watcher, f"called os._exit({status})")
+            tell_end(watcher, f"called os._exit({status})")
             watcher.leave(status)
         end_process(status)
 
-    os._exit = leave_by_exit
+    os._exit = exit_at_once
+    status, reason, last_words = 0, ENDED, ""
     try:
         run(args)
     except SystemExit as end:
-        return status_of(end, watcher)
+        status = end.code or 0
+        if not isinstance(status, int):  # Python prints anything else, and exits with 1
+            status, last_words = 1, str(end.code)
+            print(last_words, file=sys.stderr)
+        if status:
+            reason = f"ended with exit status {status}"
     except KeyboardInterrupt:
-        say_end(watcher, "was interrupted")
-        return 130
+        status, reason = 130, "was interrupted"
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next.tb_next  # without watch() and run()
         text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
         args.log.write_error(f"{type(error).__name__}: {error}", text)
-        if not args.log.is_led:
-            say_end(watcher, f"failed by {type(error).__name__}")
-        return 1
-    return end_well(watcher)
-
-
-def end_well(watcher):
-    """Print the summary of a script that ended without an error. Return the exit status, 2 without a timed step."""
-    has_steps = len(watcher.log.steps) > 0
-    if has_steps and watcher.args.steps == "all":
-        watcher.finish()
-    else:
-        say_end(watcher, ENDED)
-    return 0 if has_steps else 2
-
-
-def status_of(end, watcher):
-    """Print how a script left by sys.exit(). Return the exit status."""
-    if end.code is None or end.code == 0:
-        return end_well(watcher)
-    if isinstance(end.code, int):
-        status, said = end.code, ""
-    else:
-        status, said = 1, str(end.code)  # as Python does
-        print(said, file=sys.stderr)
-    say_end(watcher, f"ended with exit status {status}", said)
+        if args.log.is_led:
+            return 1
+        status, reason = 1, f"failed by {type(error).__name__}"
+    tell_end(watcher, reason, last_words)
+    if status == 0 and not watcher.log.steps:
+        return 2
     return status
+
+
+def tell_end(watcher, reason, last_words=""):
+    """Print the summary of the steps that a script took, and how it ended where more steps were asked for."""
+    args, steps = watcher.args, len(watcher.log.steps)
+    if os.getpid() != watcher.pid:  # a child that the script forked
+        return
+    if reason == ENDED and args.steps == "all" and steps:
+        watcher.finish()
+        return
+    if watcher.optimizer is None:
+        line = f"{reason}, and no step of a torch optimizer was seen in this process"
+        if reason == ENDED and not args.log.is_led:
+            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
+    else:
+        asked = "" if args.steps == "all" else f" of {args.steps}"
+        line = f"{reason} after {steps}{asked} timed steps"
+    if args.log.is_led:
+        args.log.write_error(line, last_words)
+    else:
+        watcher.finish()
+        print(f"{args.title} {line}", file=sys.stderr)
 
 
 def main(argv):
@@ -239,8 +205,7 @@ def main(argv):
     args.log = Log(args.record_path, out=out)
     watcher = Watcher(args)
     if machine.is_rank_0() and not args.log.is_led:
-        steps = args.steps or f"{WARMUP + COUNTED_STEPS} (on a GPU {STEPS_ON_A_CARD})"
-        say(f"watching {args.title} in {args.folder} for {steps} steps")
+        say(f"watching {args.title} in {args.folder} for {args.steps or DEFAULT_STEPS} steps")
         say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)
     leave_home_to(args)

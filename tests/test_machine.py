@@ -143,6 +143,7 @@ def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(mon
 
 
 def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(torch, "__file__", "/home/me/a clone/.venv/lib/torch/__init__.py")
     assert "the path of PyTorch has a blank (/home/me/a clone/.venv/lib/torch)" in machine.compile_problem(CPU)
 

@@ -30,6 +30,8 @@ IN_FRAMEWORK = {
         "s04_compile": '`Accelerator(dynamo_backend="inductor")`',
     },
 }
+# Techniques that a step is not slower without, and their keys in the dict of techniques
+FOR_THE_LOSS = {"s07_clip": "clips", "s08_cosine": "schedules", "s09_decay": "groups"}
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -103,12 +105,8 @@ def has_and_lacks(techniques):
                 rows = techniques["vocabulary"] or 0
                 useful = rows >= SMALL_VOCABULARY
                 used = useful and rows % 64 == 0
-            case "s07_clip":  # it and the next two are for the loss, and a step that lacks them is not slower for it
-                used, useful = techniques["clips"], False
-            case "s08_cosine":
-                used, useful = techniques["schedules"], False
-            case "s09_decay":
-                used, useful = techniques["groups"], False
+            case "s07_clip" | "s08_cosine" | "s09_decay":
+                used, useful = techniques[FOR_THE_LOSS[stage.name]], False
             case "s10_fused":
                 used, useful = techniques["fused"], techniques["fused"] is not None
             case "s11_accum":
@@ -164,7 +162,7 @@ def with_added(techniques, names):
 
 def words_on_missing(techniques, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
-    failed = (techniques)["failed"].get(name)
+    failed = techniques["failed"].get(name)
     match name:
         case _ if failed:
             reason = failed

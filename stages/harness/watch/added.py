@@ -22,8 +22,6 @@ class Added:
             for optimizer in vars(torch.optim).values():
                 if inspect.isclass(optimizer) and "fused" in inspect.signature(optimizer.__init__).parameters:
                     optimizer.__init__ = with_fused_kernel(optimizer.__init__)
-                    if "step" in vars(optimizer):  # AdamW has that of Adam
-                        optimizer.step = self.with_a_second_try(optimizer.step)
 
     def before_forward(self, module):
         """Compile the outermost module, and enter autocast. What follows up to backward() is in it, the loss, too.
@@ -45,27 +43,15 @@ class Added:
             self.autocast.__exit__(None, None, None)
             self.autocast = None
 
-    def with_a_second_try(self, step):
-        """Return the step() of an optimizer, which goes on without a fused kernel where the first step fails with it.
-
-        As with gradients that are sparse.
-        """
-
-        @functools.wraps(step)
-        def step_again(optimizer, closure=None):
-            if not getattr(optimizer, "is_fused_by_watch", False):
-                return step(optimizer, closure)
-            optimizer.is_fused_by_watch = False
-            closure = functools.cache(closure) if closure else None  # which runs once for both
-            try:
-                return step(optimizer, closure)
-            except RuntimeError as error:
-                self.failed["fused"] = str(error).splitlines()[0]
-                for group in optimizer.param_groups:
-                    group["fused"] = None
-                return step(optimizer, closure)
-
-        return step_again
+    def before_update(self, optimizer):
+        """Go on without a fused kernel where gradients are sparse, since it fails with these."""
+        if not getattr(optimizer, "is_fused_by_watch", False):
+            return
+        optimizer.is_fused_by_watch = False  # the first step tells
+        for group in optimizer.param_groups:
+            if any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
+                group["fused"] = None
+                self.failed["fused"] = "PyTorch has no fused kernel for sparse gradients"
 
 
 def with_fused_kernel(make):

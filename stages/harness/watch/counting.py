@@ -18,23 +18,17 @@ PADDING = 128  # a last layer may have so many rows more than there are tokens, 
 class Call:
     """A call of a module with gradients.
 
-    is_training: whether the module is in training mode. tokens: 0 where it reads no text. samples: the rows of its
-    first tensor. batch_size, seq_len: of its text; seq_len is None without. inputs: its first tensor. version: of its
-    first weight, which changes with each change of that.
+    is_training: whether the module is in training mode. tokens: 0 where it reads no text. batch_size, seq_len: of its
+    text; without one they are the rows of its first tensor, and None. inputs: its first tensor. version: of its first
+    weight, which changes with each change of that.
     """
 
     is_training: bool
     tokens: int
-    samples: int
     batch_size: int
     seq_len: int | None
     inputs: torch.Tensor
     version: int
-
-    @property
-    def size(self):
-        """What decides which of several calls tells the batch."""
-        return self.tokens, self.samples
 
 
 class MicroBatches:
@@ -56,14 +50,16 @@ class MicroBatches:
     def add_call(self, call):
         """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
         largest = self.largest.get(call.is_training)
-        if largest is None or call.size > largest.size:
+        if largest is None or (call.tokens, call.batch_size) > (largest.tokens, largest.batch_size):
             self.largest[call.is_training] = call
 
     def add_backward(self, loss, in_update):
-        """Close a micro-batch. loss: what backward() is called on. in_update: whether an optimizer's closure does so.
+        """Close a micro-batch. loss: what backward() gets. in_update: whether an optimizer's closure calls it.
 
         The first backward of a closure counts, since LBFGS evaluates one batch again and again.
         """
+        if isinstance(loss, (list, tuple)) and len(loss) == 1:
+            loss = loss[0]
         self.backwards += 1
         self.backwards_of_closure += in_update
         is_new = self.close()
@@ -109,7 +105,7 @@ class MicroBatches:
         """Return how many tokens, samples or steps these are. unit: as above, of the first step that was reported."""
         if unit == "step":
             return 1
-        counts = [call.tokens if unit == "tok" else call.samples for call in self.batches]
+        counts = [call.tokens if unit == "tok" else call.batch_size for call in self.batches]
         return max(counts, default=0) if self.in_turn else sum(counts)
 
 
@@ -128,8 +124,8 @@ def call_of(module, args, kwargs):
         if is_text and is_whole(tensor) and not NO_TEXT.search(name):
             texts.append(tensor)
     first = tensors[0][1]
-    samples = first.shape[0] if first.dim() else 1
-    call = Call(module.training, 0, samples, samples, None, first, next(module.parameters())._version)
+    rows = first.shape[0] if first.dim() else 1
+    call = Call(module.training, 0, rows, None, first, next(module.parameters())._version)
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.tokens = text.numel()

@@ -6,7 +6,6 @@ of optimizers are kept from it, and the others are skipped where it works.
 
 import functools
 import importlib
-import multiprocessing.util
 import os
 import threading
 import time
@@ -20,9 +19,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .added import is_compiled
-from .timeline import frame_of_script, is_at_compiling, place_of
+from .timeline import frame_of_script, is_compiling, place_of
 
-LOOK_EVERY = 0.005  # seconds between two looks at the line that runs
+LOOK_EVERY = 0.01  # seconds between two looks at the line that runs
 SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
 
 
@@ -117,26 +116,24 @@ def watch_backward(watcher):
 
 def watch_loaders(watcher):
     """Tell of the time in which the script waits for a DataLoader, and for the start of its processes."""
+    DataLoader.__iter__ = timed_as_data(DataLoader.__iter__, watcher.habits.saw_loader_begin, watcher.clock)
+    next_batch = _BaseDataLoaderIter.__next__
+    _BaseDataLoaderIter.__next__ = timed_as_data(next_batch, watcher.habits.saw_loader, watcher.clock)
 
-    def is_data(function, note):
-        @functools.wraps(function)
-        def timed_function(loader):
-            before = watcher.clock.switch("data")
-            note(loader)
-            try:
-                return function(loader)
-            finally:
-                watcher.clock.switch(before)
 
-        return timed_function
+def timed_as_data(function, note, clock):
+    """Return a method of a DataLoader that calls `note` first, and whose time is a wait for data."""
 
-    def begins(loader):
-        if loader.num_workers > 0:
-            multiprocessing.util.get_temp_dir()  # which its processes share, so that leave() can remove it
-            watcher.habits.starts_of_loaders[id(loader)] += not (loader.persistent_workers and loader._iterator)
+    @functools.wraps(function)
+    def timed_function(loader):
+        before = clock.switch("data")
+        note(loader)
+        try:
+            return function(loader)
+        finally:
+            clock.switch(before)
 
-    DataLoader.__iter__ = is_data(DataLoader.__iter__, begins)
-    _BaseDataLoaderIter.__next__ = is_data(_BaseDataLoaderIter.__next__, watcher.habits.saw_loader)
+    return timed_function
 
 
 def use_free_ports(watcher):
@@ -173,6 +170,7 @@ def tell_of_silence(watcher):
             continue
         seconds = time.perf_counter() - (t0 or watcher.began)
         frame = frame_of_script()
-        work = "compiling" if is_at_compiling(frame) else "at"
+        work = "compiling" if is_compiling(frame) else "at"
+        place, _ = place_of(frame)
         counts = f"{watcher.habits.forwards} forwards and {watcher.habits.backwards} backwards"
-        watcher.log.notice(f"no step in {seconds:.0f} s: it is {work} {place_of(frame)[0]}, after {counts}")
+        watcher.log.notice(f"no step in {seconds:.0f} s: it is {work} {place}, after {counts}")

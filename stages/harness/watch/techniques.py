@@ -1,16 +1,22 @@
 """Which techniques of the ladder a watched step used, by PyTorch's flags and operations, never by a script's text."""
 
+import math
 import multiprocessing
 import re
 import sys
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..stepprofile import names_with_callers
 from .added import is_compiled
+from .counting import named_tensors
 from .probe import kernels_and_busy_ms, share_of_loss
 from .timeline import RANGE_OF_LOSS, count_threads_of_script
 
@@ -18,6 +24,77 @@ MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convoluti
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")  # the outer one first
 HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Habits:
+    """What the script was seen to do, beside its steps.
+
+    autocast: the dtype of the last autocast that was entered with gradients on, as "bfloat16", or None.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+    autocast: str | None = None
+    first_lr: float = 0.0  # of the optimizer
+    output_dtype: torch.dtype | None = None
+    clips: bool = False
+    repeats_forward: bool = False
+    detects_anomalies: bool = False
+    sums_of_gradients: int = 0  # over ranks, in the first two steps
+    loader_processes: set = field(default_factory=set)  # how many each DataLoader has
+    starts_of_loaders: Counter = field(default_factory=Counter)  # by id, of those with processes
+    texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
+    graphs: int = 0  # compiled up to the end of the warm-up
+
+    def saw_autocast(self, context):
+        """Note an autocast that is entered, also one of ours."""
+        if context._enabled and torch.is_grad_enabled():
+            self.autocast = machine.dtype_name(context.fast_dtype)
+
+    def saw_autocast_of_compiler(self, device_type, dtype, enabled, *others):
+        """Note an autocast that torch.compile meets. It is entered while that traces, and never again."""
+        if enabled and dtype:
+            self.autocast = machine.dtype_name(dtype)
+
+    def saw_output(self, output):
+        """Note the dtype of what a module returns."""
+        dtypes = [tensor.dtype for _, tensor in named_tensors([("", output)]) if tensor.is_floating_point()]
+        if dtypes:
+            self.output_dtype = dtypes[0]
+
+    def saw_arguments(self, arguments):
+        """Note how much of a batch is padding."""
+        mask = arguments.get("attention_mask")
+        if torch.is_tensor(mask) and mask.dim() == 2:
+            self.texts.append((mask != 0).float().mean())
+
+    def saw_backward(self, models):
+        """Note what a backward() does besides."""
+        self.detects_anomalies = self.detects_anomalies or torch.is_anomaly_enabled()
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                self.sums_of_gradients += model.require_backward_grad_sync
+
+    def saw_clipping(self, parameters, max_norm, *others, **options):
+        """Note that gradients are clipped, and not only measured."""
+        self.clips = self.clips or max_norm < math.inf
+
+    def saw_loader_begin(self, loader):
+        """Note that a DataLoader starts its processes."""
+        is_running = loader.persistent_workers and loader._iterator
+        if loader.num_workers > 0 and not is_running:
+            self.starts_of_loaders[id(loader)] += 1
+
+    def saw_loader(self, iterator):
+        """Note how many processes a DataLoader has."""
+        self.loader_processes.add(iterator._num_workers)
+
+
+def compiled_graphs():
+    """Return how many graphs torch.compile has made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def find_techniques(watcher):
@@ -64,7 +141,7 @@ def find_techniques(watcher):
         "enters_autocast": is_entered,
         "emulated": autocast is not None and machine.emulates(device, getattr(torch, autocast)),
         "clips": habits.clips,
-        "schedules": float(groups[0]["lr"]) != watcher.first_lr or "initial_lr" in groups[0],
+        "schedules": float(groups[0]["lr"]) != habits.first_lr or "initial_lr" in groups[0],
         "groups": len({group.get("weight_decay") for group in groups}) > 1,
         "accum": watcher.seen.accum,
         "loss_share": 1.0,
@@ -88,19 +165,20 @@ def parameters_of(models, optimizer):
 
     Those of the optimizer are all that is known where a compiled function calls the model.
     """
-    parameters = {}
+    parameters = []
     for model in models:
-        parameters |= {id(p): p for p in model.parameters()}
+        parameters += model.parameters()
     for group in optimizer.param_groups:
-        parameters |= {id(p): p for p in group["params"]}
-    return list(parameters.values())
+        parameters += group["params"]
+    return list(dict.fromkeys(parameters))
 
 
 def seen_in(events, flags, device):
     """Return what the operations of a step tell. events: of torch.profiler. flags: what the flags told, a dict."""
     operations = [names_with_callers(event) for event in events]
     names = {names[0] for names in operations}
-    kernels = {match[1] for name in names if (match := re.search(machine.SDPA_KERNEL, name))}
+    matches = [re.search(machine.SDPA_KERNEL, name) for name in names]
+    kernels = {match[1] for match in matches if match}
     has_matmul = any(is_matmul(each) for each in operations)
     attends, logits = False, None
     for event in events:
@@ -144,10 +222,8 @@ def is_in_compiled_code(names):
 
 def framework_of(frame):
     """Return which package of FRAMEWORKS called the optimizer that this frame is in, or None."""
-    packages = set()
-    while frame:
-        packages.add(frame.f_globals.get("__name__", "").split(".")[0])
-        frame = frame.f_back
+    modules = [caller.f_globals.get("__name__", "") for caller, _ in traceback.walk_stack(frame)]
+    packages = {module.split(".")[0] for module in modules}
     for name in FRAMEWORKS:
         if name in packages:
             return name.removeprefix("pytorch_")
@@ -174,9 +250,9 @@ def allows_tf32():
 
 def dtype_of_most(parameters):
     """Return the dtype that most weights have."""
-    counts = {}
+    counts = Counter()
     for p in parameters:
-        counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+        counts[p.dtype] += p.numel()
     return max(counts, key=counts.get, default=torch.float32)
 
 
@@ -196,11 +272,6 @@ def gpt_shape(models, seq_len):
 
 def matrix_weights(model):
     """Return how many weights the matrices of a model have. An embedding counts where it is also the last matrix."""
-    matrices = {}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for p in module.parameters(recurse=False):
-            if p.dim() == 2:
-                matrices[id(p)] = p.numel()
-    return sum(matrices.values())
+    others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    matrices = {p for module in others for p in module.parameters(recurse=False) if p.dim() == 2}
+    return sum(p.numel() for p in matrices)

@@ -20,7 +20,6 @@ HARNESS = os.path.dirname(os.path.dirname(__file__))
 TORCH = os.path.dirname(torch.__file__)
 LIBRARIES = (sysconfig.get_path("stdlib"), TORCH, HARNESS, "<")
 PACKAGES = ("site-packages", "dist-packages")
-COMPILERS = ("convert_frame.py", "compile_fx.py")  # of torch.compile, while it works
 
 
 class StepClock:
@@ -111,6 +110,15 @@ def frame_of_script():
     return sys._current_frames()[threading.main_thread().ident]
 
 
+def is_compiling(frame):
+    """Tell whether a frame was called by torch.compile at work."""
+    while frame:
+        if "_inductor" in frame.f_code.co_filename or frame.f_code.co_name == "convert_frame":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def place_of(frame):
     """Return the place in the script's own code that a frame belongs to, and the function of a library that it is in.
 
@@ -130,15 +138,6 @@ def is_of_a_library(frame):
     """Tell whether a frame is not in the reader's own code."""
     path = frame.f_code.co_filename
     return path.startswith(LIBRARIES) or any(name in path for name in PACKAGES)
-
-
-def is_at_compiling(frame):
-    """Tell whether a frame is at work for torch.compile."""
-    while frame:
-        if os.path.basename(frame.f_code.co_filename) in COMPILERS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def count_threads_of_script():

@@ -7,7 +7,6 @@ loop does are on the clock. The script is not changed, and what it uses is not g
 import contextlib
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 
@@ -21,9 +20,9 @@ from ..stepprofile import StepProfile
 from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import Probe
-from .techniques import find_techniques, gpt_shape, parameters_of, seen_in
+from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
 from .timeline import OwnCode, StepClock, is_captured
-from .words import Habits, answer, compiled_graphs, end_bars, shares_of
+from .words import answer, end_bars, shares_of
 
 end_process = os._exit  # watch.py replaces os._exit for the script
 STEPS_ON_A_CARD = 50
@@ -55,10 +54,8 @@ class Watcher:
         self.devices = []
         self.in_update = self.in_backward = False
         self.is_between_steps = False  # while it reports, or waits for the bench
-        self.profiles_last = False  # whether one step more than was asked for is taken, and profiled
-        self.is_last_step = False
+        self.is_last_step = False  # one more than was asked for, which is profiled
         self.techniques = None
-        self.parts = None  # a StepProfile, with --profile
 
     # what PyTorch tells
 
@@ -98,11 +95,8 @@ class Watcher:
         """Note what backward() is called on."""
         self.habits.backwards += 1
         self.added.before_backward()
-        loss = tensors
-        if not torch.is_tensor(tensors) and len(tensors) == 1:
-            loss = tensors[0]
         if not is_captured():
-            self.seen.add_backward(loss, self.in_update)
+            self.seen.add_backward(tensors, self.in_update)
         self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
@@ -112,6 +106,7 @@ class Watcher:
 
     def saw_optimizer_begin(self, optimizer):
         """Note that an optimizer begins its step."""
+        self.added.before_update(optimizer)
         self.clock.switch("update")
         self.in_update = True
         self.seen.backwards_of_closure = 0
@@ -174,8 +169,7 @@ class Watcher:
         if self.t0 is None:
             self.begin_steps()
         elif self.is_last_step:
-            self.keep_profile()
-            self.finish()
+            self.finish(self.keep_profile())
             self.leave(0)
         else:
             self.report_step(self.clock.since - self.t0, now_queued - self.t0)
@@ -184,12 +178,10 @@ class Watcher:
     def begin_steps(self):
         """Decide how many steps are taken, and on what. Exits where the script started ranks of its own."""
         on_cpu = self.device.type == "cpu"
-        self.profiles_last = self.args.profile or not on_cpu  # what profiles a card slows all that follows
         if self.args.steps is None:
             self.args.steps = WARMUP + COUNTED_STEPS if on_cpu else STEPS_ON_A_CARD
-        self.seconds_of_start = time.perf_counter() - self.began
         self.clock.own_seconds = 0.0
-        self.first_lr = float(self.optimizer.param_groups[0]["lr"])
+        self.habits.first_lr = float(self.optimizer.param_groups[0]["lr"])
         if self.ranks > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.ranks} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.ranks} ranks by itself: start them by {remedy}")
@@ -198,14 +190,15 @@ class Watcher:
         """Start the clock of the next step, where another one is wanted."""
         is_asked_for_more = self.log.wait_for_request()
         steps = len(self.log.steps)
+        profiles_last = self.args.profile or self.device.type != "cpu"  # what profiles a card slows all that follows
         if not is_asked_for_more or steps == self.args.steps:
-            if self.profiles_last:
+            if profiles_last:
                 self.probe.start(self.device, self.in_backward)
             if not self.probe.profiler:
                 self.finish()
                 self.leave(0)
             self.is_last_step = True
-        elif steps < WARMUP and not self.profiles_last and not (steps and self.techniques["profiled"]):
+        elif steps < WARMUP and not profiles_last and not (steps and self.techniques["profiled"]):
             self.probe.start(self.device, self.in_backward)
         if self.device.type != "cpu":  # some steps of the warm-up tell what kernels belong to
             self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
@@ -264,31 +257,36 @@ class Watcher:
             self.log.say("optimizers train in turn: a step ends with the first one's, and its largest batch is counted")
         if len(seen.batches) > 1:
             self.log.say(f"the loss is the sum of what backward() gets in a step, {len(seen.batches)} times")
-        self.log.say(f"step    0 ended {self.seconds_of_start:.1f} s after the start, and the clock starts here")
+        self.log.say("step    0 started the clock")
 
     def keep_profile(self):
-        """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""
+        """Add to the techniques what the profiled step has shown, where there was one, and write them to the record.
+
+        Return a StepProfile with --profile, and otherwise None.
+        """
         self.probe.stop()
+        profile = None
         if self.probe.events is not None:
             self.techniques |= seen_in(self.probe.events, self.techniques, self.device)
             if self.args.profile and self.is_last_step:
-                self.parts = StepProfile(self.probe.events, self.device, 1e3 * (self.clock.since - self.t0))
+                profile = StepProfile(self.probe.events, self.device, 1e3 * (self.clock.since - self.t0))
             self.probe.forget()
         self.techniques["unseen"] = None if self.techniques["profiled"] else self.probe.unseen
         self.log.write("techniques", **self.techniques)
+        return profile
 
     # the end
 
-    def finish(self):
+    def finish(self, profile=None):
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
         if not self.log.steps:
             return
         shares = shares_of(self)
         summary = {"sdpa": self.techniques["sdpa"], "shares": shares}
         lines = []
-        if self.parts:
-            summary["parts"] = self.parts.parts
-            lines = self.parts.lines(None, {"peak": {}, "copy": 1.0})
+        if profile:
+            summary["parts"] = profile.parts
+            lines = profile.lines(None, {"peak": {}, "copy": 1.0})
         self.log.finish(summary, lines)
         for line in answer(self, shares):
             self.log.say(line)
@@ -312,9 +310,6 @@ class Watcher:
         flush(sys.stderr)
         for child in multiprocessing.active_children():
             child.terminate()
-        folder = multiprocessing.current_process()._config.get("tempdir")  # see watch_loaders()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
         end_process(status)
 
 
