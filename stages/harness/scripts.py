@@ -156,29 +156,34 @@ def uses(techniques, name):
 
 def with_added(techniques, names):
     """Return the techniques of a script to which "+NAME" was added for each of some names."""
-    added = {"tf32": True, "bf16": "bfloat16", "compile": True, "fused": True}
-    return techniques | {"autocast" if name == "bf16" else name: added[name] for name in names}
+    added = {}
+    for name in names:
+        if name == "bf16":
+            added["autocast"] = "bfloat16"
+        else:
+            added[name] = True
+    return techniques | added
 
 
 def words_on_missing(techniques, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
-    failed = techniques["failed"].get(name)
-    match name:
-        case _ if failed:
-            reason = failed
-        case "tf32":
-            reason = "the script turns it off"
-        case "bf16" if techniques["weights"] != "float32":
-            reason = f"its weights are {techniques['weights']}, which autocast leaves as they are"
-        case "bf16":
-            reason = "no forward of a module was seen in training"
-        case "compile":
-            reason = "no module ran compiled"
-        case "fused" if techniques["fused"] is None:
-            reason = f"its optimizer {techniques['optimizer']} has none"
-        case "fused":
-            reason = "the script asks for another update"
+    reason = techniques["failed"].get(name) or why_not_seen(techniques, name)
     return f"+{name} could not be added: {reason}"
+
+
+def why_not_seen(techniques, name):
+    """Return why a technique that did not fail is not seen in a script to which it was added."""
+    if name == "tf32":
+        return "the script turns it off"
+    if name == "bf16" and techniques["weights"] != "float32":
+        return f"its weights are {techniques['weights']}, which autocast leaves as they are"
+    if name == "bf16":
+        return "no forward of a module was seen in training"
+    if name == "compile":
+        return "no module ran compiled"
+    if techniques["fused"] is None:
+        return f"its optimizer {techniques['optimizer']} has none"
+    return "the script asks for another update"
 
 
 def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
