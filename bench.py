@@ -141,7 +141,10 @@ def choose_batch(args):
 
     Exits with one line where a stage's own flags are wrong.
     """
-    parsed = [parse_flags([*args.flags, *row.flags]) for row in args.rows if row.is_of_the_ladder]
+    parsed = []
+    for row in args.rows:
+        if row.is_of_the_ladder:
+            parsed.append(parse_flags([*args.flags, *row.flags]) if row.flags else args.shared)
     chosen = [flags for flags in parsed if flags.why_this_batch]
     if chosen:
         smallest = min(chosen, key=lambda flags: flags.batch_size)

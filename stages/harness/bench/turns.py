@@ -100,9 +100,11 @@ def expectations(results):
     """Return what each row should bring, in words, or None where nothing can be said."""
     if results.error(results.rows[PROBE]):
         return None
+    shared = parse(None, results.bench["flags"], machine.free_memory_by_a_child)
     flags = {}
     for row in results.table_rows:
-        if row.is_of_the_ladder:
+        flags[row.name] = shared
+        if row.is_of_the_ladder and row.flags:
             flags[row.name] = parse(None, [*results.bench["flags"], *row.flags], machine.free_memory_by_a_child)
     return page.expectations(forecast_of(results, flags))
 
