@@ -109,7 +109,7 @@ def skipped_stages(outcome):
 
 
 def typed_cell(outcome):
-    """Return what the reader of a row types: the code of its technique, or the row's own command, shortened.
+    """Return what the reader of a row types: the code of its technique, or the row's own command.
 
     Where a row skips stages, these are named first, because the ratio includes their gains.
     """
@@ -122,8 +122,12 @@ def typed_cell(outcome):
         return NOTHING
     if outcome.added and not row.stage:
         return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
-    has_line = row.stage and not row.launcher and not row.flags
-    text = row.stage.line if has_line else code(shortened(row.name, MOST_OF_A_COMMAND))
+    if row.stage and not row.launcher and not row.flags:
+        text = row.stage.line
+    elif len(row.name) <= MOST_OF_A_COMMAND:
+        text = code(row.name)
+    else:
+        text = "its command, below"
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
 
 
