@@ -105,7 +105,6 @@ def test_the_bench_opens_no_context_on_the_card_and_leads_scripts_to_it(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     monkeypatch.setattr(machine, "free_memory_by_a_child", {CUDA: 80e9}.get)
     args = bench.parse_command(["s01", "s05", "--device", "cuda:1"])
-    bench.choose_batch(args)
     assert args.flags == ["--device", "cuda:1", "--batch-size", "16"]
     assert bench.new_bench(args, [], in_turn=False)["variables_of_scripts"] == {"CUDA_VISIBLE_DEVICES": "1"}
 
