@@ -36,9 +36,14 @@ def tokens_per_second(counted):
     any.
     """
     if waits_for_data(counted):
-        return sum(step["tokens"] for step in counted) / sum(step["dt"] for step in counted)
+        return speed_of_all(counted)
     seconds_of_a_token = [step["dt"] / step["tokens"] for step in counted if step["tokens"]]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
+
+
+def speed_of_all(steps):
+    """Return the tokens per second of some steps together: all tokens over all seconds."""
+    return sum(step["tokens"] for step in steps) / sum(step["dt"] for step in steps)
 
 
 def waiting_share(steps):

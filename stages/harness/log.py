@@ -82,7 +82,7 @@ from . import machine
 from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
-from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup
+from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all
 from .leader import find_leader
 
 # How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
@@ -249,8 +249,7 @@ class Log:
         figures = figures_of(counted)
         self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] {which}")
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
-            seconds = sum(step["dt"] for step in counted)
-            speed = self.words_on_speed(sum(step["tokens"] for step in counted) / seconds)[0]
+            speed = self.words_on_speed(speed_of_all(counted))[0]
             self.say(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
         meter = self.steps[-1]["meter"]
         words = self.words_on_speed(figures["tok_per_sec"])

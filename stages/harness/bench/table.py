@@ -11,7 +11,7 @@ from enum import Enum
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
 from ..card import words_on_card
-from ..figures import figures_of, seconds_of_warmup, waits_for_data
+from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from ..scripts import uses, work_of
 from . import ratios
 from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge
@@ -262,7 +262,7 @@ def add_figures(outcome, runs, bench):
         has_long_steps = outcome.dt_mean_ms > LONG_STEPS * outcome.dt_ms
         outcome.by_all_steps = has_long_steps or waits_for_data(outcome.counted)
     if outcome.by_all_steps and outcome.tok_per_sec:
-        outcome.tok_per_sec = 1 / ratios.mean_seconds_per_token(outcome.counted)
+        outcome.tok_per_sec = speed_of_all(outcome.counted)
 
 
 # beside other rows
