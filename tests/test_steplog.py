@@ -350,6 +350,17 @@ def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeyp
     assert printed.out.count("\nstep ") + printed.out.startswith("step ") == 2
 
 
+def test_of_many_short_steps_the_record_has_each_and_the_terminal_some(new_log, card, capsys, tmp_path):
+    log = new_log("--record", tmp_path / "r.jsonl")
+    for _ in range(300):
+        log.start()
+        card.now += 1
+        log.step(5.0)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert 100 <= len(printed) < 300
+    assert len(lines_of(tmp_path / "r.jsonl")) == 1 + 300
+
+
 # A run that the bench leads
 
 

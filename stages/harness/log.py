@@ -72,6 +72,7 @@ import json
 import math
 import re
 import sys
+import time
 import traceback
 
 import torch
@@ -92,6 +93,10 @@ OUT_OF_MEMORY = (
     r"|could not create a primitive(?! descriptor)"
 )
 STEPS_PER_CARD_STATE = 5  # asking the driver at each step would take time from small ones
+# After the first steps, a line is printed and the peak of memory is read at most a hundred times a second: each takes
+# a twentieth of a step of 1 ms.
+FIRST_LINES = 100
+SECONDS_PER_LINE = 0.01
 
 
 def header_of(name, device, settings, shape, parameters, fallbacks, unit="tok"):
@@ -131,11 +136,13 @@ class Log:
         self.batch_size = batch_size
         self.out = out
         self.leader = find_leader()
+        self.is_rank_0 = machine.is_rank_0()
         self.file = None
         self.header = None
         self.steps = []
         self.profiled_step = None
-        if self.leader is None and record_path and machine.is_rank_0():
+        self.next_line = 0.0  # when the next step's line may be printed
+        if self.leader is None and record_path and self.is_rank_0:
             try:
                 self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
@@ -154,7 +161,7 @@ class Log:
 
     def say(self, line):
         """Print a line, on rank 0 of a run that no bench leads."""
-        if machine.is_rank_0() and not self.is_led:
+        if self.is_rank_0 and not self.is_led:
             say(line, self.out)
 
     def begin(self, title, header, device, tokens, first_step=0):
@@ -184,12 +191,16 @@ class Log:
         self.write("header", **header)
 
     def step(self, loss, dt, tokens, figures, **unprinted):
-        """Record a step and print its line.
+        """Record a step and print its line; of many short steps not each has one.
 
         loss: a float, or None where it is not known. dt: seconds. figures: what the script logs beside it, {name:
         float}, of which none replaces one of ours. unprinted: more figures, for the record alone.
         """
-        memory, meter = machine.peak_memory(self.device)
+        now = time.monotonic()
+        is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line
+        if is_shown:
+            self.next_line = now + SECONDS_PER_LINE
+            self.memory, self.meter = machine.peak_memory(self.device)
         entry = {
             **{name: finite_or_none(value) for name, value in figures.items()},
             **unprinted,
@@ -197,8 +208,8 @@ class Log:
             "loss": finite_or_none(loss),
             "dt": dt,
             "tokens": tokens,
-            "memory": memory,
-            "meter": meter,
+            "memory": self.memory,
+            "meter": self.meter,
         }
         if len(self.steps) >= WARMUP and len(self.steps) % STEPS_PER_CARD_STATE == 0:
             card = card_state(self.device)
@@ -206,6 +217,10 @@ class Log:
                 entry["card"] = card
         self.steps.append(entry)
         self.write("step", **entry)
+        if len(self.steps) == WARMUP:
+            machine.reset_peak_memory(self.device)
+        if not is_shown:
+            return
         words = [f"step {entry['step']:4d}"]
         if loss is not None:
             words.append(f"loss {loss:.4f}")
@@ -213,8 +228,6 @@ class Log:
             words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
         words.append(f"{1e3 * dt:.2f}ms")
         self.say(" | ".join(words + self.words_on_speed(tokens / dt)))
-        if len(self.steps) == WARMUP:
-            machine.reset_peak_memory(self.device)
 
     def words_on_speed(self, tokens_per_second):
         """Return a speed in words: tokens per second and, for a GPT, the FLOP/s that they need."""
@@ -267,7 +280,7 @@ class Log:
 
     def write(self, kind, /, **entry):
         """Write a line of the record, on rank 0 only."""
-        if machine.is_rank_0():
+        if self.is_rank_0:
             self.send({**entry, "kind": kind})  # last, since a script may log a figure of that name
 
     def send(self, line):
@@ -288,9 +301,9 @@ class Log:
 
     def notice(self, message):
         """Tell a remark that belongs in no record, on rank 0: to the bench where that leads, or else on stderr."""
-        if machine.is_rank_0() and self.leader:
+        if self.is_rank_0 and self.leader:
             self.leader.tell({"kind": "notice", "message": message})
-        elif machine.is_rank_0():
+        elif self.is_rank_0:
             tell(message)
 
     def tell_failure(self, error_type, error, trace):
