@@ -30,8 +30,6 @@ IN_FRAMEWORK = {
         "s04_compile": '`Accelerator(dynamo_backend="inductor")`',
     },
 }
-# Techniques that a step is not slower without, and their keys in the dict of techniques
-FOR_THE_LOSS = {"s07_clip": "clips", "s08_cosine": "schedules", "s09_decay": "groups"}
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -61,12 +59,10 @@ def words_on_techniques(techniques):
 
     techniques: what find_techniques() returned.
     """
-    has, lacks, remarks = has_and_lacks(techniques)
+    has, lacks = has_and_lacks(techniques)
     words_on_has = names_of(has) or "nothing of the ladder"
     words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
-    if not techniques["profiled"]:
-        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
-    return words_on_has, words_on_lacks, remarks
+    return words_on_has, words_on_lacks, remarks_on(techniques)
 
 
 def names_of(stages):
@@ -75,62 +71,61 @@ def names_of(stages):
 
 
 def has_and_lacks(techniques):
-    """Return (has, lacks, remarks) of a watched script: two lists of Stages, and one of words.
+    """Return (has, lacks) of a watched script, two lists of Stages.
 
-    techniques: what find_techniques() returned. What would do nothing on this machine, or can't be told, is in neither
-    list; a remark says why where that is not plain.
+    techniques: what find_techniques() returned. What would do nothing on this machine, and what was not seen, is in
+    neither list. What a script is not slower without can't be lacking.
     """
     machine = techniques["machine"]
     has_float32 = techniques["weights"] == "float32"
-    has, lacks, remarks = [], [], []
-    for stage in ladder.STAGES:
-        match stage.name:
-            case "s02_tf32":
-                used, useful = techniques["tf32"], machine["tf32"] and has_float32
-                used = used and useful
-            case "s03_bf16":
-                used, useful = techniques["autocast"], machine["amp_dtype"] != "float32" and has_float32
-                if techniques["emulated"]:
-                    remarks.append(f"this device has no units for {techniques['autocast']}, and is slow in it")
-                if used and not techniques["enters_autocast"]:
-                    remarks.append(f"it computes in {techniques['autocast']} without autocast, as by a policy of FSDP")
-                if not has_float32:
-                    used = False
-                    remarks.append(f"its weights are {techniques['weights']}, so that autocast has nothing to do")
-            case "s04_compile":
-                used, useful = techniques["compile"], machine["compile"]
-            case "s05_flash":
-                used, useful = flash_attention_of(techniques, remarks)
-            case "s06_vocab":
-                rows = techniques["vocabulary"] or 0
-                useful = rows >= SMALL_VOCABULARY
-                used = useful and rows % 64 == 0
-            case "s07_clip" | "s08_cosine" | "s09_decay":
-                used, useful = techniques[FOR_THE_LOSS[stage.name]], False
-            case "s10_fused":
-                used, useful = techniques["fused"], techniques["fused"] is not None
-            case "s11_accum":
-                used, useful = techniques["accum"] > 1, False
-            case _:
-                continue
-        if used:
-            has.append(stage)
-        elif useful:
-            lacks.append(stage)
-    return has, lacks, remarks
+    can_use_tf32 = machine["tf32"] and has_float32
+    rows = techniques["vocabulary"] or 0
+    has_large_vocabulary = rows >= SMALL_VOCABULARY
+    used = {
+        "s02_tf32": techniques["tf32"] and can_use_tf32,
+        "s03_bf16": techniques["autocast"] and has_float32,
+        "s04_compile": techniques["compile"],
+        "s05_flash": has_flash_attention(techniques),
+        "s06_vocab": has_large_vocabulary and rows % 64 == 0,
+        "s07_clip": techniques["clips"],
+        "s08_cosine": techniques["schedules"],
+        "s09_decay": techniques["groups"],
+        "s10_fused": techniques["fused"],
+        "s11_accum": techniques["accum"] > 1,
+    }
+    useful = {
+        "s02_tf32": can_use_tf32,
+        "s03_bf16": machine["amp_dtype"] != "float32" and has_float32,
+        "s04_compile": machine["compile"],
+        "s05_flash": techniques["attention"],
+        "s06_vocab": has_large_vocabulary,
+        "s10_fused": techniques["fused"] is not None,
+    }
+    has = [stage for stage in ladder.STAGES if used.get(stage.name)]
+    lacks = [stage for stage in ladder.STAGES if useful.get(stage.name) and stage not in has]
+    return has, lacks
 
 
-def flash_attention_of(techniques, remarks):
-    """Return (whether a script has flash attention, whether it lacks it). A remark says why it can't be told."""
-    kernel = techniques["sdpa"]
-    if kernel not in (None, "math"):
-        return True, True
-    if kernel == "math" and techniques["drops"]:
+def has_flash_attention(techniques):
+    """Tell whether a watched script's attention ran as one kernel."""
+    return techniques["sdpa"] not in (None, "math")
+
+
+def remarks_on(techniques):
+    """Return why a technique does nothing in a watched script, or can't be told, a list of texts."""
+    autocast, weights = techniques["autocast"], techniques["weights"]
+    remarks = []
+    if techniques["emulated"]:
+        remarks.append(f"this device has no units for {autocast}, and is slow in it")
+    if weights != "float32":
+        remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
+    elif autocast and not techniques["enters_autocast"]:
+        remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
+    if techniques["sdpa"] == "math" and techniques["drops"]:
         remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
-    if kernel is None and techniques["compile"] and techniques["drops"]:
-        remarks.append("flash attention can't be told: dropout in a compiled attention leaves no kernel to be seen")
-        return False, False
-    return False, techniques["attention"]
+    if not techniques["profiled"]:
+        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
+    return remarks
 
 
 def what_to_type(techniques, stage):
@@ -145,61 +140,36 @@ def what_to_type(techniques, stage):
 
 def uses(techniques, name):
     """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
-    match name:
-        case "bf16":
-            return techniques["autocast"] is not None and techniques["weights"] == "float32"
-        case "fused":
-            return techniques["fused"] is True
-        case _:
-            return techniques[name]
+    has, _ = has_and_lacks(techniques)
+    return ladder.ADDED[name] in has
 
 
 def with_added(techniques, names):
     """Return the techniques of a script to which "+NAME" was added for each of some names."""
-    added = {}
-    for name in names:
-        if name == "bf16":
-            added["autocast"] = "bfloat16"
-        else:
-            added[name] = True
+    added = dict.fromkeys(names, True)
+    if "bf16" in names:
+        added["autocast"] = "bfloat16"
     return techniques | added
 
 
 def words_on_missing(techniques, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
-    reason = techniques["failed"].get(name) or why_not_seen(techniques, name)
-    return f"+{name} could not be added: {reason}"
-
-
-def why_not_seen(techniques, name):
-    """Return why a technique that did not fail is not seen in a script to which it was added."""
-    if name == "tf32":
-        return "the script turns it off"
-    if name == "bf16" and techniques["weights"] != "float32":
-        return f"its weights are {techniques['weights']}, which autocast leaves as they are"
-    if name == "bf16":
-        return "no forward of a module was seen in training"
-    if name == "compile":
-        return "no module ran compiled"
-    if techniques["fused"] is None:
-        return f"its optimizer {techniques['optimizer']} has none"
-    return "the script asks for another update"
+    reason = techniques["failed"].get(name, "the script chooses otherwise, or it changes nothing here")
+    return f"+{name} took no effect: {reason}"
 
 
 def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
     """Return the Work of a watched GPT's micro-batch, from what its step used."""
     amp_dtype = techniques["autocast"] or techniques["weights"]
-    matmul_dtype = amp_dtype
-    if amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]:
-        matmul_dtype = "tf32"
+    in_tf32 = amp_dtype == "float32" and uses(techniques, "tf32")
     return Work(
         shape,
         batch_size,
-        matmul_dtype=matmul_dtype,
+        matmul_dtype="tf32" if in_tf32 else amp_dtype,
         amp_dtype=amp_dtype,
         on_cuda=on_cuda,
         compiled=techniques["compile"],
-        flash=techniques["sdpa"] not in (None, "math"),
+        flash=has_flash_attention(techniques),
         update=FUSED_ADAMW if techniques["fused"] else ADAMW,
         accum=micro_batches,
     )
