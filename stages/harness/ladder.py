@@ -15,18 +15,19 @@ from .common import ROOT
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". line: what its reader types, in markdown. unpredictable: True where its gain does
-    not follow from FLOPs and bytes. for_the_loss: whether it may change the loss; all others must leave it as it was.
-    technique: its name in a sentence, or None for s01, which has none.
-    added_as: "bf16" where "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun
-    may start several processes of it.
+    name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
+    None for s01, which has none. update: how many numbers more the update reads or writes for each parameter.
+    unpredictable: True where its gain does not follow from FLOPs and bytes. for_the_loss: whether it may change the
+    loss; all others must leave it as it was. added_as: "bf16" where "+bf16 train.py" adds the technique to a script
+    from outside. takes_ranks: whether torchrun may start several processes of it.
     """
 
     name: str
     line: str
+    technique: str | None = None
+    update: int = 0
     unpredictable: bool = False
     for_the_loss: bool = False
-    technique: str | None = None
     added_as: str | None = None
     takes_ranks: bool = False
 
@@ -43,17 +44,17 @@ class Stage:
 
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),
-    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', technique="TF32", added_as="tf32"),
-    Stage("s03_bf16", "`with torch.autocast(...):`", technique="autocast", added_as="bf16"),
-    Stage("s04_compile", "`model = torch.compile(model)`", technique="compile", added_as="compile"),
-    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", technique="flash attention"),
-    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", technique="a padded vocabulary", unpredictable=True),
-    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", for_the_loss=True, technique="clipping"),
-    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", for_the_loss=True, technique="learning-rate schedule"),
-    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', for_the_loss=True, technique="weight decay"),
-    Stage("s10_fused", "`AdamW(..., fused=True)`", technique="a fused update", added_as="fused"),
-    Stage("s11_accum", "`for micro in range(args.accum):`", technique="accumulation"),
-    Stage("s12_ddp", "`DistributedDataParallel(model)`", technique="DDP", takes_ranks=True),
+    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', "TF32", added_as="tf32"),
+    Stage("s03_bf16", "`with torch.autocast(...):`", "autocast", added_as="bf16"),
+    Stage("s04_compile", "`model = torch.compile(model)`", "compile", added_as="compile"),
+    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", "flash attention"),
+    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "a padded vocabulary", unpredictable=True),
+    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", "clipping", CLIPPING, for_the_loss=True),
+    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", "learning-rate schedule", for_the_loss=True),
+    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', "weight decay", for_the_loss=True),
+    Stage("s10_fused", "`AdamW(..., fused=True)`", "a fused update", FUSED_ADAMW - ADAMW, added_as="fused"),
+    Stage("s11_accum", "`for micro in range(args.accum):`", "accumulation"),
+    Stage("s12_ddp", "`DistributedDataParallel(model)`", "DDP", BUCKETS, takes_ranks=True),
 )
 
 
@@ -87,48 +88,45 @@ def effect_of(stage, facts):
 
 
 def add_technique(stage, work, facts):
-    """Return the Effect of one stage on the Work of the stage before; a stage without a case leaves that as it is."""
-    settings = facts["settings"]
+    """Return the Effect of one stage on the Work of the stage before; a stage without a case changes the update alone.
+
+    facts: see effect_of().
+    """
+    settings, environment, fallbacks = facts["settings"], facts["environment"], facts["fallbacks"]
+    work = replace(work, update=work.update + stage.update)
     match stage.name:
-        case "s02_tf32":
-            if not facts["environment"]["tf32"]:
-                on_amd = facts["environment"]["device"] == "cuda" and not facts["environment"]["cuda"]
-                # ROCm's libraries may choose another kernel then, so nothing is claimed of an AMD card
-                return Effect(work, "this device has no TF32 units", same_computation=not on_amd)
+        case "s02_tf32" if environment["tf32"]:
             return Effect(replace(work, matmul_dtype="tf32"), "active")
+        case "s02_tf32":
+            on_amd = environment["device"] == "cuda" and not environment["cuda"]
+            # ROCm's libraries may choose another kernel then, so nothing is claimed of an AMD card
+            return Effect(work, "this device has no TF32 units", same_computation=not on_amd)
+        case "s03_bf16" if settings["amp_dtype"] == "float32":
+            return Effect(work, fallbacks.get("amp_dtype", "float32 was asked for"), same_computation=True)
         case "s03_bf16":
             dtype = settings["amp_dtype"]
-            if dtype == "float32":
-                reason = facts["fallbacks"].get("amp_dtype", "float32 was asked for")
-                return Effect(work, reason, same_computation=True)
             work = replace(work, matmul_dtype=dtype, amp_dtype=dtype)
             if dtype == "float16":
                 return Effect(replace(work, update=work.update + UNSCALING), "active: float16, loss scaled")
             return Effect(work, f"active: {dtype}")
-        case "s04_compile":
-            if not settings["compile"]:
-                reason = facts["fallbacks"].get("compile", "left out by --no-compile")
-                return Effect(work, reason, same_computation=True)
+        case "s04_compile" if settings["compile"]:
             return Effect(replace(work, compiled=True), "active")
+        case "s04_compile":
+            return Effect(work, fallbacks.get("compile", "left out by --no-compile"), same_computation=True)
+        case "s05_flash" if facts["sdpa"] == "math":
+            return Effect(work, "no kernel for it here: PyTorch falls back on matmuls")
         case "s05_flash":
-            if facts["sdpa"] == "math":
-                return Effect(work, "no kernel for it here: PyTorch falls back on matmuls")
             words = f"active: the {facts['sdpa']} kernel" if facts["sdpa"] else ""
             return Effect(replace(work, flash=True), words)
-        case "s07_clip":
-            return Effect(replace(work, update=work.update + CLIPPING), "for the loss, not for speed")
-        case "s08_cosine" | "s09_decay":  # s08 changes the learning rate, s09 puts the same tensors into two groups
-            return Effect(work, "for the loss, not for speed", same_computation=True)
-        case "s10_fused":
-            return Effect(replace(work, update=work.update - ADAMW + FUSED_ADAMW))
+        case "s11_accum" if settings["accum"] == 1:
+            return Effect(work, "one micro-batch per step", same_computation=True)
         case "s11_accum":
-            if settings["accum"] == 1:
-                return Effect(work, "one micro-batch per step", same_computation=True)
             micro_batches = settings["accum"] // settings["world_size"]  # of this rank; the note has those of all
             return Effect(replace(work, accum=micro_batches), f"{settings['accum']} micro-batches per step")
-        case "s12_ddp":
-            words = "one process: what DDP itself costs" if settings["world_size"] == 1 else ""
-            return Effect(replace(work, update=work.update + BUCKETS), words)
+        case "s12_ddp" if settings["world_size"] == 1:
+            return Effect(work, "one process: what DDP itself costs")
+    if stage.for_the_loss:
+        return Effect(work, "for the loss, not for speed", same_computation=stage.update == 0)
     return Effect(work)
 
 
