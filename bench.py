@@ -145,10 +145,10 @@ def choose_batch(args):
     for row in args.rows:
         if row.is_of_the_ladder:
             parsed.append(parse_flags([*args.flags, *row.flags]) if row.flags else args.shared)
-    chosen = [flags for flags in parsed if flags.why_this_batch]
+    chosen = [flags for flags in parsed if "batch_size" in flags.fallbacks]
     if chosen:
         smallest = min(chosen, key=lambda flags: flags.batch_size)
-        tell(smallest.why_this_batch)
+        tell(f"batch_size: {smallest.fallbacks['batch_size']}")
         args.flags += ["--batch-size", str(smallest.batch_size)]
 
 

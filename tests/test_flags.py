@@ -106,7 +106,7 @@ def test_a_seed_is_a_number_that_numpy_takes_too(parse, capsys, seed):
     "stage, accum, device, ranks, remedy",
     [
         ("s12", "3", CPU, 2, "pass a multiple of 2"),
-        ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: run s12_ddp"),
+        ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: start it by python"),
         ("s12", "4", MPS, 1, "pass --device cpu"),
     ],
 )
@@ -130,7 +130,7 @@ CARDS = [(CUDA, 80e9, 16), (CUDA, 24e9, 8), (CUDA, 15e9, 4), (CUDA, 7.5e9, 2), (
 @pytest.mark.parametrize("device, memory, batch_size", CARDS)
 def test_the_defaults_of_an_accelerator(parse, capsys, device, memory, batch_size):
     args = parse(device=device, memory=memory)
-    assert capsys.readouterr().err.startswith(f"B {batch_size}: the largest stage takes ")
+    assert capsys.readouterr().err.startswith(f"batch_size: {batch_size}, since the largest stage takes ")
     assert (args.device, args.size, args.batch_size, args.seq_len) == (device, "gpt2", batch_size, 1024)
     assert (args.steps, args.accum) == (50, 4)
 
@@ -149,8 +149,8 @@ def test_a_longer_sequence_and_a_larger_model_leave_room_for_fewer(parse, words,
 
 def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse, capsys):
     assert parse("--seq-len", "2048", device=CUDA, memory=7.7e9).batch_size == 1
-    does_not_fit = "B 1: the largest stage takes 8.5 of 7.7 GB, and does not fit: from s05 on it may\n"
-    assert capsys.readouterr().err == does_not_fit
+    does_not_fit = "1, since the largest stage takes 8.5 of 7.7 GB, and does not fit: from s05 on it may"
+    assert capsys.readouterr().err == f"batch_size: {does_not_fit}\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -197,10 +197,14 @@ def test_a_fallback_is_one_line_of_the_first_rank(parse, monkeypatch, capsys, ra
     assert capsys.readouterr().err.splitlines() == told[:lines]
 
 
-def test_what_turns_compile_off_is_dropped_where_compile_was_asked_for(parse, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_SUPPRESS_ERRORS", "1")
-    assert parse("--compile").compile
-    assert "TORCHDYNAMO_SUPPRESS_ERRORS" not in os.environ
+OFF = {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS"}
+
+
+def test_what_turns_compile_off_is_dropped(parse, monkeypatch):
+    for name in OFF:
+        monkeypatch.setenv(name, "1")
+    assert parse().compile
+    assert not OFF & os.environ.keys()
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "ONEDNN_MAX_CPU_ISA"])

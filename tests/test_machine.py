@@ -131,17 +131,6 @@ def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(monkey
     assert machine.is_rank_0()
 
 
-OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS")
-
-
-@pytest.mark.parametrize("name", OFF)
-def test_a_variable_that_turns_compile_off_is_the_reason_that_it_is_left_out(monkeypatch, name):
-    monkeypatch.setenv(name, "0")
-    before = machine.compile_problem(CPU)
-    monkeypatch.setenv(name, "true")
-    assert machine.compile_problem(CPU) == f"{name} in the environment turns it off: unset that" != before
-
-
 def test_a_blank_in_the_path_of_pytorch_is_the_reason_that_compile_is_left_out_on_a_cpu(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(torch, "__file__", "/home/me/a clone/.venv/lib/torch/__init__.py")
@@ -157,35 +146,36 @@ def test_the_first_process_of_another_node_is_not_rank_0(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, dtype, tf32, emulates",
+    "capability, units, dtype",
     [
-        ((8, 0), torch.bfloat16, True, False),
-        ((7, 5), torch.float16, False, True),
-        ((6, 1), torch.float32, False, True),
+        ((8, 0), {"float16", "bfloat16", "tf32"}, torch.bfloat16),
+        ((7, 5), {"float16"}, torch.float16),
+        ((6, 1), set(), torch.float32),
     ],
 )
-def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, dtype, tf32, emulates):
+def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, units, dtype):
     cuda.capability = capability
-    assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, tf32)
-    assert machine.emulates(CUDA_0, torch.bfloat16) == emulates
+    assert (machine.units_of(CUDA_0), machine.native_amp_dtype(CUDA_0)) == (units, dtype)
 
 
 @pytest.mark.parametrize(
-    "architecture, dtype",
+    "architecture, allows_tf32, units",
     [
-        ("gfx942:sramecc+:xnack-", torch.bfloat16),
-        ("gfx1100", torch.bfloat16),
-        ("gfx1030", torch.float16),
-        ("gfx906:sramecc-:xnack-", torch.float16),
+        ("gfx942:sramecc+:xnack-", True, {"float16", "bfloat16", "tf32"}),
+        ("gfx1100", False, {"float16", "bfloat16"}),
+        ("gfx1030", False, {"float16"}),
+        ("gfx906:sramecc-:xnack-", False, {"float16"}),
     ],
 )
-def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(cuda, monkeypatch, architecture, dtype):
+def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(
+    cuda, monkeypatch, architecture, allows_tf32, units
+):
     cuda.capability = (10, 3)  # the number of gfx1030, which is none of NVIDIA's
     monkeypatch.setattr(torch.version, "hip", "7.0")
     properties = SimpleNamespace(gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
-    assert (machine.native_amp_dtype(CUDA_0), machine.has_tf32(CUDA_0)) == (dtype, False)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: allows_tf32)
+    assert machine.units_of(CUDA_0) == units
 
 
 @pytest.mark.parametrize("name, dtype", [("Apple M1 Pro", torch.float16), ("Apple M3", torch.bfloat16)])
@@ -194,32 +184,26 @@ def test_apples_first_two_generations_would_emulate_bfloat16(system, name, dtype
     assert machine.native_amp_dtype(MPS) == dtype
 
 
-@pytest.mark.parametrize("units", [True, False])
-def test_a_cpu_has_tf32_where_it_has_units_for_float16_matrices(monkeypatch, units):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": units, "amx_bf16": True}, raising=False)
-    assert machine.has_tf32(CPU) is units
-    assert machine.emulates(CPU, torch.float16) is not units
-    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in torch 2.11
-    assert machine.has_tf32(CPU) is False
-
-
 @pytest.mark.parametrize(
-    "architecture, avx512_bf16, cpuinfo, sysctl, dtype",
+    "architecture, avx512_bf16, cpuinfo, sysctl, units",
     [
-        ("x86_64", True, "", "", torch.bfloat16),
-        ("x86_64", False, "flags: avx512f bf16", "1", torch.float32),
-        ("aarch64", True, "Features: asimd bf16 i8mm", "", torch.bfloat16),
-        ("arm64", False, "", "1", torch.bfloat16),
+        ("x86_64", True, "", "", {"bfloat16"}),
+        ("x86_64", False, "flags: avx512f bf16", "1", set()),
+        ("aarch64", True, "Features: asimd bf16 i8mm", "", {"bfloat16"}),
+        ("arm64", False, "", "1", {"bfloat16"}),
     ],
 )
-def test_a_cpu_without_units_for_bfloat16_computes_in_float32(
-    system, monkeypatch, architecture, avx512_bf16, cpuinfo, sysctl, dtype
+def test_a_cpu_may_have_units_for_bfloat16_and_those_for_float16_also_multiply_in_tf32(
+    system, monkeypatch, architecture, avx512_bf16, cpuinfo, sysctl, units
 ):
     system["/proc/cpuinfo"], system["sysctl"] = cpuinfo, sysctl
     monkeypatch.setattr(platform, "machine", lambda: architecture)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    assert machine.native_amp_dtype(CPU) == dtype
-    assert machine.emulates(CPU, torch.bfloat16) == (dtype == torch.float32)
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as in torch 2.11
+    assert machine.units_of(CPU) == units
+    assert machine.native_amp_dtype(CPU) == (torch.bfloat16 if units else torch.float32)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": True}, raising=False)
+    assert machine.units_of(CPU) == units | {"float16", "tf32"}
 
 
 @pytest.fixture

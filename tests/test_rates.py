@@ -23,9 +23,6 @@ def test_a_rate_is_what_was_done_over_the_seconds_that_it_took_without_the_first
     assert done == ["matmul", 1, 51, "copy", 7]  # one matmul on the clock tells how many fill half a second
 
 
-BF16 = torch.bfloat16
-
-
 def test_each_kind_of_device_is_waited_for(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
@@ -36,16 +33,14 @@ def test_each_kind_of_device_is_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "device, has_tf32, amp_dtype, names",
+    "device, units, amp_dtype, names",
     [
-        (CPU, False, BF16, ["float32", "bfloat16"]),
-        (CPU, False, torch.float16, ["float32"]),  # it would emulate the type, and take a minute
-        (CARD, True, torch.float16, ["float32", "tf32", "float16"]),
+        (CPU, {"bfloat16"}, torch.bfloat16, ["float32", "bfloat16"]),
+        (CPU, {"bfloat16"}, torch.float16, ["float32"]),  # it would emulate the type, and take a minute
+        (CARD, {"bfloat16", "float16", "tf32"}, torch.float16, ["float32", "tf32", "float16"]),
     ],
 )
-def test_float32_is_measured_without_tf32_and_the_precision_is_afterwards_as_it_was(
-    monkeypatch, device, has_tf32, amp_dtype, names
-):
+def test_what_a_device_has_units_for_is_measured_and_float32_without_tf32(monkeypatch, device, units, amp_dtype, names):
     measured = []
 
     def matmul_peak(device, dtype, n, seconds):
@@ -54,16 +49,13 @@ def test_float32_is_measured_without_tf32_and_the_precision_is_afterwards_as_it_
 
     monkeypatch.setattr(rates, "matmul_peak", matmul_peak)
     monkeypatch.setattr(rates, "copy_bandwidth", lambda device, length, copies: length)
-    monkeypatch.setattr(machine, "has_tf32", lambda device: has_tf32)
-    monkeypatch.setattr(machine, "emulates", lambda device, dtype: dtype != BF16)
+    monkeypatch.setattr(machine, "units_of", lambda device: units)
     held = [1]  # a run before this holds memory that it does not use
     monkeypatch.setattr(torch.accelerator, "empty_cache", held.clear)
     monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 0 if held else 4 * 10**9)
     torch.set_float32_matmul_precision("high")  # as in a stage that ends with --profile
     found = rates.measure(device, amp_dtype)
-    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    assert precision == "high"
     assert list(found["peak"]) == names
     assert measured[0] == (torch.float32, "highest")
     if device == CARD:

@@ -191,24 +191,23 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
     assert names(rows_of_ladder(MPS)) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
 
 
-def climb(device, monkeypatch, tf32=False, amp_dtype=torch.bfloat16, compile_problem=None):
+def climb(device, monkeypatch, units, compile_problem=None):
     """{name: (launcher, added)} of a climb on a machine of that kind."""
-    monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
-    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: amp_dtype)
+    monkeypatch.setattr(machine, "units_of", lambda device: units)
     monkeypatch.setattr(machine, "compile_problem", lambda device: compile_problem)
     return {row.name: (row.launcher, row.added) for row in rows_of_climb("torchrun mine.py --lr 1", device)}
 
 
 def test_a_climb_adds_a_technique_in_each_row_and_leaves_out_what_does_nothing_here(monkeypatch):
     launched = ("torchrun",)
-    assert climb(CUDA, monkeypatch, tf32=True) == {
+    assert climb(CUDA, monkeypatch, {"tf32", "bfloat16"}) == {
         "torchrun mine.py --lr 1": (launched, ()),
         "+ tf32": (launched, ("tf32",)),
         "+ bf16": (launched, ("tf32", "bf16")),
         "+ compile": (launched, ("tf32", "bf16", "compile")),
         "+ fused": (launched, ("tf32", "bf16", "compile", "fused")),
     }
-    assert climb(CPU, monkeypatch, amp_dtype=torch.float32, compile_problem="no compiler") == {
+    assert climb(CPU, monkeypatch, set(), "no compiler") == {
         "plain": ((*WITHOUT_CPU_MEMORY, *launched), ()),
         "torchrun mine.py --lr 1": (launched, ()),
         "+ fused": (launched, ("fused",)),
@@ -223,7 +222,7 @@ def test_a_script_may_be_called_as_a_row_of_ours(tmp_path):
 
 
 def test_a_climb_does_not_add_what_was_added(monkeypatch):
-    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(machine, "units_of", lambda device: {"bfloat16"})
     assert {row.added.count("bf16") for row in rows_of_climb("+bf16 mine.py", CPU)} == {1}
 
 

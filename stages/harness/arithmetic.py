@@ -26,9 +26,6 @@ BYTES = {
 # leaves the cast of LayerNorm's gradient as a kernel of its own.
 BYTES_ON_CUDA = BYTES | {"scores": (80, 20, 80, 10), "residual": (44, 36, 60, 32)}
 
-# Two of explicit attention's six matmuls write a tensor as large as the scores, and four read one.
-PASSES_OF_MATMULS_OVER_SCORES = 6
-
 # How many numbers an update reads or writes for each parameter.
 ADAMW = 20  # in single operations: 2 decay the weight, 3 + 5 update the moments, 6 make the divisor, 4 the weight
 FUSED_ADAMW = 7  # reads weight, gradient and two moments, writes all but the gradient
@@ -177,9 +174,8 @@ def bytes_per_number(tensor, work):
     """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in BYTES."""
     columns = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
     one_by_one, fused = columns[:2] if work.amp_dtype == "float32" else columns[2:]
-    if tensor == "projections" and work.flash:  # the kernel reads q, k and v in place: no copies, compiled or not
-        return fused
-    return fused if work.compiled else one_by_one
+    needs_no_copies = tensor == "projections" and work.flash  # the kernel reads q, k and v in place
+    return fused if work.compiled or needs_no_copies else one_by_one
 
 
 def bytes_moved(tensor, work):
@@ -199,7 +195,7 @@ def attention_seconds(work, rates):
     if work.flash:
         return FLASH_ATTENTION_FLOPS * unit / rate
     bytes_of_score = 4 if work.amp_dtype == "float32" else 2
-    moved = PASSES_OF_MATMULS_OVER_SCORES * bytes_of_score * numbers_in(work)["scores"]
+    moved = 6 * bytes_of_score * numbers_in(work)["scores"]  # two of its six matmuls write the scores, four read them
     return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
 
 

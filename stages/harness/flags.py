@@ -56,6 +56,8 @@ def parse_args(doc):
     """
     machine.check_ranks()
     machine.become_a_world_of_one()
+    for name in machine.variables_set(machine.TURN_COMPILE_OFF):
+        del os.environ[name]  # --no-compile turns it off
     args = parse(doc, sys.argv[1:])
     args.script = Path(sys.argv[0]).resolve()
     args.stage = ladder.stage_of(str(args.script))
@@ -68,8 +70,6 @@ def parse_args(doc):
     if not args.log.is_led:  # the bench tells what holds for all rows, and has the others in its notes
         for name, reason in args.fallbacks.items():
             args.log.notice(f"{name}: {reason}")
-        if args.why_this_batch:
-            args.log.notice(args.why_this_batch)
     return args
 
 
@@ -78,12 +78,11 @@ def parse(doc, argv, free_memory=None):
 
     doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
     machine.free_memory_of_card(). The namespace also has `fallbacks`, {flag: why its usual default does not work on
-    this machine}; and `why_this_batch`, a sentence where the batch was chosen by the memory of a card, else None. Exits
-    with one line and status 2 for a wrong flag.
+    this machine}, with "batch_size" where the memory of a card chose it. Exits with one line and status 2 for a wrong
+    flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.fallbacks = {}
-    args.why_this_batch = None
     name = args.device
     args.device = machine.find_device(name)
     if name is None and args.device.type == "cpu":
@@ -116,8 +115,7 @@ def new_parser(doc):
     add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     add("--lr", type=float, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
     add("--data", metavar="FILE", help=HELP_ON_DATA)
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--amp-dtype", choices=dtypes, help="of autocast, from s03 on (what the device does natively)")
+    add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
     add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
@@ -129,18 +127,15 @@ def new_parser(doc):
 
 def fill_in_sizes(args, free_memory):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
-    on_cpu = args.device.type == "cpu"
     ranks = machine.world_size()
-    if args.size is None:
-        args.size = "micro" if on_cpu else "gpt2"
-    if args.steps is None:
-        args.steps = WARMUP + COUNTED_STEPS if on_cpu else 50
-    if args.accum is None:
-        micro_batches = 2 if on_cpu else 4
-        args.accum = ranks * max(1, micro_batches // ranks)  # all ranks as many, and at least one
-    if args.batch_size is None and on_cpu:
-        args.batch_size = 1
-    elif args.batch_size is None and ranks > 1 and args.device.type == "cuda":
+    defaults = {"size": "gpt2", "steps": 50, "accum": 4}
+    if args.device.type == "cpu":
+        defaults = {"size": "micro", "steps": WARMUP + COUNTED_STEPS, "accum": 2, "batch_size": 1}
+    defaults["accum"] = ranks * max(1, defaults["accum"] // ranks)  # all ranks as many, and at least one
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.batch_size is None and ranks > 1 and args.device.type == "cuda":
         fit_batch(args, machine.memory_of_smallest_card())
     elif args.batch_size is None:
         fit_batch(args, free_memory(args.device))
@@ -148,20 +143,15 @@ def fill_in_sizes(args, free_memory):
 
 def fill_in_techniques(args):
     """Turn on what the device can do, as far as no flag says otherwise, and note why the others stay off."""
-    if args.amp_dtype is not None:
-        args.amp_dtype = getattr(torch, args.amp_dtype)
-    else:
-        args.amp_dtype = machine.native_amp_dtype(args.device)
-        if args.amp_dtype == torch.float32:
-            args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
+    native = machine.native_amp_dtype(args.device)
+    if args.amp_dtype is None and native == torch.float32:
+        args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
+    args.amp_dtype = native if args.amp_dtype is None else getattr(torch, args.amp_dtype)
     if args.compile is None:
         problem = machine.compile_problem(args.device)
         args.compile = problem is None
         if problem:
             args.fallbacks["compile"] = f"left out, {problem}"
-    elif args.compile:  # what was asked for comes before what is in the environment
-        for name in machine.variables_set(machine.TURN_COMPILE_OFF):
-            del os.environ[name]
     slow = machine.variables_set(machine.SLOW)
     if slow:
         args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"
@@ -170,7 +160,7 @@ def fill_in_techniques(args):
 def fit_batch(args, free):
     """Set args.batch_size to a power of two, at most 16, with which all stages fit into `free` bytes of a card.
 
-    It is 1 where none fits. args.why_this_batch then says what was counted.
+    It is 1 where none fits. A fallback says what was counted.
     """
     shape = shape_of_size(args.size, args.seq_len)
     for batch_size in (16, 8, 4, 2, 1):
@@ -178,9 +168,10 @@ def fit_batch(args, free):
         if needed <= free:
             break
     args.batch_size = batch_size
-    args.why_this_batch = f"B {args.batch_size}: the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
+    reason = f"{batch_size}, since the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
     if needed > free:
-        args.why_this_batch += ", and does not fit: from s05 on it may"
+        reason += ", and does not fit: from s05 on it may"
+    args.fallbacks["batch_size"] = reason
 
 
 def check(args):
@@ -189,8 +180,7 @@ def check(args):
     if args.accum % ranks:
         refuse(f"--accum {args.accum} does not divide over {ranks} ranks: pass a multiple of {ranks}")
     if stage and ranks > 1 and not stage.takes_ranks:
-        others = [other.name for other in ladder.STAGES if other.takes_ranks]
-        refuse(f"{stage.name} is for one process, and torchrun started {ranks}: run {' or '.join(others)}")
+        refuse(f"{stage.name} is for one process, and torchrun started {ranks}: start it by python")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     if "" in (args.save, args.record_path):

@@ -64,8 +64,8 @@ def drop_left_over_ranks():
 def become_a_world_of_one():
     """Let torch.distributed find a process group of this process alone, where no launcher started several."""
     if world_size() == 1:
-        drop_left_over_ranks()
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+        os.environ |= alone | {"LOCAL_RANK": "0"}
 
 
 def variables_set(pattern):
@@ -139,65 +139,63 @@ def synchronize(device):
         torch.get_device_module(device).synchronize(device)
 
 
-def native_amp_dtype(device):
-    """Return the 16-bit dtype that a device multiplies in hardware, bfloat16 first; float32 if none."""
-    if device.type == "cuda" and torch.version.hip:
-        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
-        return torch.bfloat16 if architecture.startswith(AMD_WITH_BFLOAT16) else torch.float16
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):  # Ampere
-            return torch.bfloat16
-        return torch.float16 if capability >= (7, 0) else torch.float32
+def units_of(device):
+    """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
+    if device.type == "cpu":
+        return units_of_cpu()
     if device.type == "mps":
-        return torch.float16 if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16) else torch.bfloat16
-    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+        return {"float16"} if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16) else {"float16", "bfloat16"}
+    if torch.version.hip:
+        units = {"float16"}
+        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
+        if architecture.startswith(AMD_WITH_BFLOAT16):
+            units.add("bfloat16")
+        if torch.cuda.is_tf32_supported():  # by the current card, since PyTorch asks no other one
+            units.add("tf32")
+        return units
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (8, 0):  # Ampere
+        return {"float16", "bfloat16", "tf32"}
+    return {"float16"} if capability >= (7, 0) else set()
 
 
-def cpu_has_bfloat16():
-    """Tell whether this CPU multiplies bfloat16 in hardware."""
+def units_of_cpu():
+    """Return what units_of() returns for the CPU."""
     if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
         # CPUs with AMX have AVX512-BF16, too. torch 2.11 has no public function for it.
-        return torch.cpu._is_avx512_bf16_supported()
-    if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
-        return True
-    return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    else:  # Arm under Linux, or under macOS
+        is_told = " bf16" in read_text("/proc/cpuinfo")
+        has_bfloat16 = is_told or command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
+    units = {"bfloat16"} if has_bfloat16 else set()
+    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_fp16"):  # torch 2.11 has no such function
+        units |= {"float16", "tf32"}  # PyTorch multiplies in TF32 by the same units
+    return units
 
 
-def cpu_has_float16():
-    """Tell whether this CPU multiplies float16 matrices in hardware (AMX-FP16). torch 2.11 can't tell: then False."""
-    return hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16", False)
-
-
-def emulates(device, dtype):
-    """Tell whether a device has no units for a 16-bit dtype."""
-    if device.type != "cpu":  # one that has bfloat16 has float16, too
-        return native_amp_dtype(device) not in (torch.bfloat16, dtype)
-    return not (cpu_has_float16() if dtype == torch.float16 else cpu_has_bfloat16())
-
-
-def has_tf32(device):
-    """Tell whether a device multiplies float32 matrices in TF32 where that is allowed."""
-    if device.type == "cpu":
-        return cpu_has_float16()  # the units by which PyTorch multiplies in TF32, too
-    if torch.version.hip:
-        return torch.cuda.is_tf32_supported()  # of the current card, since PyTorch asks no other one
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def native_amp_dtype(device):
+    """Return the 16-bit dtype that a device multiplies in hardware, bfloat16 first; float32 if none."""
+    units = units_of(device)
+    if "bfloat16" in units:
+        return torch.bfloat16
+    return torch.float16 if "float16" in units else torch.float32
 
 
 def compile_problem(device):
     """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
-    turned_off_by = variables_set(TURN_COMPILE_OFF)
-    if turned_off_by:
-        return f"{' and '.join(turned_off_by)} in the environment turns it off: unset that"
     if device.type == "mps":  # Metal has a compiler of its own
         return None
-    problem = triton_problem(device) if device.type == "cuda" else cpp_problem()
-    if problem:
-        return problem
     headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme has no Python.h
     if sys.platform == "linux" and not Path(headers, "Python.h").exists():
         return "Python.h is missing: install python3-dev"
+    if device.type == "cuda":
+        return triton_problem(device)
+    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", default)  # it tries no other one
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
+    if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
+        return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
     return None
 
 
@@ -215,17 +213,6 @@ def triton_problem(device):
     return None
 
 
-def cpp_problem():
-    """Return what torch.compile, which writes C++ for a CPU, lacks, or None."""
-    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", default)  # it tries no other one
-    if shutil.which(compiler) is None:
-        return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
-    if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
-        return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
-    return None
-
-
 def environment(device):
     """Return the hardware and the versions, a flat dict for JSON."""
     cuda = device.type == "cuda"
@@ -235,7 +222,7 @@ def environment(device):
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        "tf32": has_tf32(device),
+        "tf32": "tf32" in units_of(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -313,9 +300,7 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "peak allocated"
     peak = proc_bytes("/proc/self/status", "VmHWM")
-    if peak is not None:
-        return peak, "peak RSS"
-    return None, "no meter"
+    return peak, "no meter" if peak is None else "peak RSS"
 
 
 def reset_peak_memory(device):

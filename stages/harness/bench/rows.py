@@ -9,8 +9,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from .. import ladder, machine
 from ..common import ROOT, refuse
 from ..scripts import folder_of, logs_by_itself
@@ -222,9 +220,10 @@ def check(row):
 def useless_here(device):
     """Return which techniques that can be added do nothing on a device, a dict {name: reason}."""
     reasons = {}
-    if not machine.has_tf32(device):
+    units = machine.units_of(device)
+    if "tf32" not in units:
         reasons["tf32"] = "this device has no TF32 units"
-    if machine.native_amp_dtype(device) != torch.bfloat16:
+    if "bfloat16" not in units:
         reasons["bf16"] = "this device has no bfloat16 units"
     problem = machine.compile_problem(device)
     if problem:

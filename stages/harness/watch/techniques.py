@@ -126,6 +126,7 @@ def find_techniques(watcher):
     if autocast is None and habits.output_dtype in HALVES and weights == torch.float32:
         autocast = machine.dtype_name(habits.output_dtype)
     groups = optimizer.param_groups
+    units = machine.units_of(device)
     return {
         "profiled": False,
         "tf32": allows_tf32(),
@@ -139,7 +140,7 @@ def find_techniques(watcher):
         "optimizer": type(optimizer).__name__,
         "autocast": autocast,
         "enters_autocast": is_entered,
-        "emulated": autocast is not None and machine.emulates(device, getattr(torch, autocast)),
+        "emulated": autocast is not None and autocast not in units,
         "clips": habits.clips,
         "schedules": float(groups[0]["lr"]) != habits.first_lr or "initial_lr" in groups[0],
         "groups": len({group.get("weight_decay") for group in groups}) > 1,
@@ -153,7 +154,7 @@ def find_techniques(watcher):
         "parameters": sum(p.numel() for p in parameters),
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
         "machine": {
-            "tf32": machine.has_tf32(device),
+            "tf32": "tf32" in units,
             "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
             "compile": machine.compile_problem(device) is None,
         },
