@@ -13,10 +13,10 @@ from .common import ROOT, replace_missing_signs
 sys.path.insert(0, str(ROOT))
 
 if Path(sys.argv[0]).resolve() not in (ROOT / "bench.py", ROOT / "stages" / "watch.py"):
-    # Both leave the environment of the reader's scripts as it is. For a stage TF32 is off until s02 turns it on:
-    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # NVIDIA's containers set it
-    os.environ.pop("NVIDIA_TF32_OVERRIDE", None)
-    os.environ.pop("ONEDNN_DEFAULT_FPMATH_MODE", None)  # guides for Arm let float32 matmuls run in bfloat16 by it
+    # Both leave the environment of the reader's scripts as it is. For a stage TF32 is off until s02 turns it on.
+    # NVIDIA's containers set the first two, and guides for Arm let float32 matmuls run in bfloat16 by the last one.
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"):
+        os.environ.pop(name, None)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 
 from .flags import parse_args

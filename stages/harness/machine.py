@@ -20,10 +20,7 @@ from .common import ROOT, refuse
 
 # Variables of the environment that make each kernel wait, give memory back at once, follow each kernel (as nsys does),
 # or leave the units of a CPU unused; and those that turn torch.compile off, replace it, or hide that it fails.
-SLOW = (
-    r"(CUDA|HIP)_LAUNCH_BLOCKING|PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|CUDA_INJECTION64_PATH"
-    r"|(ONEDNN|DNNL)_MAX_CPU_ISA|ATEN_CPU_CAPABILITY"
-)
+SLOW = r"(CUDA|HIP)_LAUNCH_BLOCKING|PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|CUDA_INJECTION64_PATH|ONEDNN_MAX_CPU_ISA"
 TURN_COMPILE_OFF = r"TORCH_COMPILE_(DISABLE|OVERRIDE_BACKENDS)|TORCHDYNAMO_(DISABLE|SUPPRESS_ERRORS)"
 # The architectures of AMD that multiply bfloat16 in hardware. Older ones have float16 alone.
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -141,36 +138,33 @@ def synchronize(device):
 
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
+    has_float16, has_tf32 = True, False
     if device.type == "cpu":
-        return units_of_cpu()
-    if device.type == "mps":
-        return {"float16"} if device_name(device).startswith(APPLE_WITHOUT_BFLOAT16) else {"float16", "bfloat16"}
-    if torch.version.hip:
-        units = {"float16"}
+        has_bfloat16 = cpu_has_bfloat16()
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has no such function
+        has_float16 = has_tf32 = capabilities.get("amx_fp16", False)  # PyTorch multiplies in TF32 by the same units
+    elif device.type == "mps":
+        has_bfloat16 = not device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
+    elif torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
-        if architecture.startswith(AMD_WITH_BFLOAT16):
-            units.add("bfloat16")
-        if torch.cuda.is_tf32_supported():  # by the current card, since PyTorch asks no other one
-            units.add("tf32")
-        return units
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= (8, 0):  # Ampere
-        return {"float16", "bfloat16", "tf32"}
-    return {"float16"} if capability >= (7, 0) else set()
+        has_bfloat16 = architecture.startswith(AMD_WITH_BFLOAT16)
+        has_tf32 = torch.cuda.is_tf32_supported()  # by the current card, since PyTorch asks no other one
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        has_float16 = capability >= (7, 0)
+        has_bfloat16 = has_tf32 = capability >= (8, 0)  # Ampere
+    units = {"bfloat16": has_bfloat16, "float16": has_float16, "tf32": has_tf32}
+    return {name for name, has_units in units.items() if has_units}
 
 
-def units_of_cpu():
-    """Return what units_of() returns for the CPU."""
+def cpu_has_bfloat16():
+    """Tell whether this CPU multiplies bfloat16 in hardware."""
     if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
         # CPUs with AMX have AVX512-BF16, too. torch 2.11 has no public function for it.
-        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
-    else:  # Arm under Linux, or under macOS
-        is_told = " bf16" in read_text("/proc/cpuinfo")
-        has_bfloat16 = is_told or command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"
-    units = {"bfloat16"} if has_bfloat16 else set()
-    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_fp16"):  # torch 2.11 has no such function
-        units |= {"float16", "tf32"}  # PyTorch multiplies in TF32 by the same units
-    return units
+        return torch.cpu._is_avx512_bf16_supported()
+    if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
+        return True
+    return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
 
 
 def native_amp_dtype(device):
