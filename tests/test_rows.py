@@ -77,7 +77,9 @@ def test_a_stage_runs_on_the_shared_flags_and_then_its_own(tmp_path):
     assert command_of(row_of("copy.py --accum 8"))[1:] == [f"{tmp_path}/copy.py", *BENCH["flags"], "--accum", "8"]
 
 
-def test_a_script_is_watched_with_its_own_flags_alone():
+def test_a_script_is_watched_with_its_own_flags_alone(tmp_path):
+    (tmp_path / "own.py").write_text("from harness import Trainer\n")  # a package of the reader's own
+    assert command_of(row_of("own.py"))[1:] == [*WATCH, "own.py"]
     assert command_of(row_of("mine.py --lr 2")) == [sys.executable, *WATCH, "mine.py", "--lr", "2"]
     assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
     assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
