@@ -3,7 +3,6 @@
 Below the table, add_technique() says what each technique does on the machine of a run, in a case for each stage.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,11 +131,11 @@ def add_technique(stage, work, facts):
 
 def stage_of(word):
     """Return the Stage that a word names: s05, s05_flash, or the path of its file. None for any other word or file."""
-    if word.endswith(".py") and os.path.isfile(word):  # Path.is_file() raises for a long word
-        found = [stage for stage in STAGES if stage.path == Path(word).resolve()]
-    else:
-        found = [stage for stage in STAGES if word.removesuffix(".py") in (stage.name, stage.short)]
-    return found[0] if found else None
+    path = Path(word).resolve()
+    for stage in STAGES:
+        if word in (stage.name, stage.short) or path == stage.path:
+            return stage
+    return None
 
 
 def between(above, stage):

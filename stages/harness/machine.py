@@ -331,9 +331,9 @@ def proc_bytes(path, name):
 
 
 def read_text(path):
-    """Return the text of a file, or "" where it is not there or may not be read."""
+    """Return the text of a file in UTF-8, or "" where it is not there or may not be read."""
     try:
-        return Path(path).read_text()
+        return Path(path).read_text("utf-8", "replace")
     except OSError:
         return ""
 

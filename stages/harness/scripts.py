@@ -3,12 +3,12 @@
 What a script has is a dict of techniques, which watch/techniques.py finds and describes.
 """
 
-import os
 import re
 from pathlib import Path
 
 from . import ladder
 from .arithmetic import ADAMW, FUSED_ADAMW, Work
+from .machine import read_text
 
 # What is typed in a framework, which has no line of its own for it
 IN_FRAMEWORK = {
@@ -34,10 +34,7 @@ SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles t
 
 def logs_by_itself(script):
     """Tell whether a script is a stage or a copy of one, by what it imports. A harness of its own has no StepLog."""
-    if not os.path.isfile(script):  # Path.is_file() raises for a long word
-        return False
-    text = Path(script).read_text("utf-8", "replace")
-    return re.search(r"^from harness import .*\bStepLog\b", text, re.MULTILINE) is not None
+    return re.search(r"^from harness import .*\bStepLog\b", read_text(script), re.MULTILINE) is not None
 
 
 def folder_of(script):
