@@ -4,11 +4,12 @@ What runs beside a training loop is here. harness/watch/ is what only watch.py i
 bench.py imports. Both import from here, and never the other way.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
-from .common import ROOT, replace_missing_signs
+from .common import ROOT
 
 sys.path.insert(0, str(ROOT))
 
@@ -22,6 +23,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.
 from .flags import parse_args
 from .steplog import StepLog
 
-replace_missing_signs()
+for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(AttributeError):  # there is none, or a test has put another object there
+        stream.reconfigure(errors="replace")  # ? for a sign that a terminal in ASCII or Latin-1 does not have
 
 __all__ = ["ROOT", "StepLog", "parse_args"]

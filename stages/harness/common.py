@@ -34,13 +34,6 @@ def tell(line):
     say(line, sys.stderr)
 
 
-def replace_missing_signs():
-    """Let stdout and stderr print ? for a sign that a terminal in ASCII or Latin-1 does not have."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # there is none, or a test has put another object there
-            stream.reconfigure(errors="replace")
-
-
 def unfinished_file(path):
     """Return where a process writes the new version of a file: a path beside it."""
     path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced

@@ -66,7 +66,7 @@ def has_and_lacks(techniques):
     """Return (has, lacks) of a watched script, two lists of Stages.
 
     techniques: what find_techniques() returned. What would do nothing on this machine, and what was not seen, is in
-    neither list. What a script is not slower without can't be lacking.
+    neither list. Clipping, for one, makes no step faster, so a script may have it, and never lacks it.
     """
     machine = techniques["machine"]
     has_float32 = techniques["weights"] == "float32"
