@@ -233,13 +233,9 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
         ("s03", "attention", 14.2),  # moving 6 x 4.83 GB takes longer than 1.86 TFLOP / 312 TFLOP/s
         ("s05", "attention", 3.47),  # 7/12 of 1.86 TFLOP / 312 TFLOP/s
         ("s01", "softmax and mask", 94.8),  # 20 passes over 2.416 G scores of 4 bytes
-        ("s04", "softmax and mask", 11.8),  # 10 bytes
-        # 25 tensors of 12.58 M numbers x 44, 12 of 50.3 M x 20, 12 of 12.58 M x 116 bytes
-        ("s01", "pointwise", 21.30),
         # 25 of 12.58 M x 32, 12 of 50.3 M x 10, 12 of 12.58 M x 30, 123.5 M weights x 12 bytes
         ("s04", "pointwise", 10.85),
-        ("s01", "loss", 9.69),  # 6 passes over 823.4 M logits of 4 bytes
-        ("s04", "loss", 2.42),  # 6 bytes for each of them
+        ("s04", "loss", 2.42),  # 6 bytes for each of 823.4 M logits
         ("s07", "optimizer", 5.61),  # 23 numbers for each of 124.3 million parameters
         ("s10", "optimizer", 2.44),  # 10
         ("s11", "optimizer", 1.16),  # (10 + 3 x 3) / 4
