@@ -74,7 +74,7 @@ def steps(*clocks, reasons=4, queued=0.01):
     return lines
 
 
-WAITS = "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
+WAITS = "a step is queued only near its end: the card waits for Python, or Python for its numbers"
 
 
 @pytest.mark.parametrize(

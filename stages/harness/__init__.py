@@ -4,7 +4,6 @@ What runs beside a training loop is here. harness/watch/ is what only watch.py i
 bench.py imports. Both import from here, and never the other way.
 """
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from .flags import parse_args
 from .steplog import StepLog
 
 for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(AttributeError):  # there is none, or a test has put another object there
+    if hasattr(stream, "reconfigure"):  # else there is none, or a test has put another object there
         stream.reconfigure(errors="replace")  # ? for a sign that a terminal in ASCII or Latin-1 does not have
 
 __all__ = ["ROOT", "StepLog", "parse_args"]

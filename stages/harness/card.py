@@ -16,7 +16,6 @@ QUESTIONS = {
 HEAT = 0x20 | 0x40  # of these bits: the driver slows the card down because of heat, or the card itself does
 CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is told
 LAUNCH_BOUND = 0.9  # the card is said to wait where a step is queued only after a larger share of its time
-WAITS = "a step is queued only near its end: the card waits for Python, or Python for a number of the card"
 
 
 @functools.cache
@@ -62,7 +61,7 @@ def words_on_card(rounds):
         words.append(f"slowed by heat: {hot[-1].get('mhz')} MHz at {hot[-1].get('celsius')} °C")
     shares = [step["queued"] / step["dt"] for step in steps if "queued" in step]
     if shares and statistics.median(shares) > LAUNCH_BOUND:
-        words.append(WAITS)
+        words.append("a step is queued only near its end: the card waits for Python, or Python for its numbers")
     return words
 
 

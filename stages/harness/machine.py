@@ -139,20 +139,20 @@ def synchronize(device):
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
     has_float16, has_tf32 = True, False
-    if device.type == "cpu":
-        has_bfloat16 = cpu_has_bfloat16()
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has no such function
-        has_float16 = has_tf32 = capabilities.get("amx_fp16", False)  # PyTorch multiplies in TF32 by the same units
-    elif device.type == "mps":
-        has_bfloat16 = not device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
-    elif torch.version.hip:
+    if device.type == "cuda" and torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
         has_bfloat16 = architecture.startswith(AMD_WITH_BFLOAT16)
         has_tf32 = torch.cuda.is_tf32_supported()  # by the current card, since PyTorch asks no other one
-    else:
+    elif device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         has_float16 = capability >= (7, 0)
         has_bfloat16 = has_tf32 = capability >= (8, 0)  # Ampere
+    elif device.type == "mps":
+        has_bfloat16 = not device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
+    else:
+        has_bfloat16 = cpu_has_bfloat16()
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has no such function
+        has_float16 = has_tf32 = capabilities.get("amx_fp16", False)  # PyTorch multiplies in TF32 by the same units
     units = {"bfloat16": has_bfloat16, "float16": has_float16, "tf32": has_tf32}
     return {name for name, has_units in units.items() if has_units}
 

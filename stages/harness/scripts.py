@@ -132,6 +132,8 @@ def what_to_type(techniques, stage):
 
 def uses(techniques, name):
     """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
+    if name == "tf32":  # by it ROCm's libraries may choose another kernel, also where a card has no units
+        return techniques["tf32"]
     has, _ = has_and_lacks(techniques)
     return ladder.ADDED[name] in has
 
@@ -153,7 +155,7 @@ def words_on_missing(techniques, name):
 def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
     """Return the Work of a watched GPT's micro-batch, from what its step used."""
     amp_dtype = techniques["autocast"] or techniques["weights"]
-    in_tf32 = amp_dtype == "float32" and uses(techniques, "tf32")
+    in_tf32 = amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]
     return Work(
         shape,
         batch_size,
