@@ -40,14 +40,6 @@ BUCKETS = 4  # reads and writes each gradient on its way into a bucket, and on i
 EXPLICIT_ATTENTION_FLOPS = 12
 FLASH_ATTENTION_FLOPS = 7
 
-# The names of a shape in the config of a GPT-2, and those in the config of a Llama.
-NAMES_IN_CONFIGS = {
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-}
-
 
 @dataclass(frozen=True)
 class Work:
@@ -85,15 +77,15 @@ class Rates:
 
 
 def shape_of(model, seq_len):
-    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None for a model without such a config.
+    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None without GPT-2's names in it.
 
     It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, which
     s06 pads to that.
     """
     config = getattr(model, "config", None)
     shape = {}
-    for name, llamas_name in NAMES_IN_CONFIGS.items():
-        shape[name] = getattr(config, name, None) or getattr(config, llamas_name, None)
+    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
+        shape[name] = getattr(config, name, None)
         if not isinstance(shape[name], int):
             return None
     if shape["vocab_size"] == PADDED_VOCAB:
