@@ -63,8 +63,7 @@ def parse(monkeypatch, tmp_path):
         (".", "--save . is there already, and --save did not write it"),
         ("mine.py", "--save mine.py is there already, and --save did not write it"),
         ("link", "--save link is there already, and --save did not write it"),  # to mine.py
-        ("mine.py/w.pt", "Not a directory"),
-        (255 * "w", "File name too long"),  # since it is written beside its place at first
+        ("mine.py/w.pt", "name a file in a folder that is there, and that you may write to"),
         ("same", "--save and --record are both same"),
         ("", "need the name of a file"),
     ],

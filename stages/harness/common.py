@@ -34,21 +34,16 @@ def tell(line):
     say(line, sys.stderr)
 
 
-def unfinished_file(path):
-    """Return where a process writes the new version of a file: a path beside it."""
-    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
-    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-
-
 @contextlib.contextmanager
 def whole_file(path):
     """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
 
     Raises OSError, for example where the disk is full.
     """
-    unfinished = unfinished_file(path)
+    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
-        os.replace(unfinished, os.path.realpath(path))
+        os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

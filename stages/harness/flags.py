@@ -11,7 +11,7 @@ from model import SIZES
 
 from . import ladder, machine
 from .arithmetic import most_memory, shape_of_size
-from .common import refuse, unfinished_file
+from .common import refuse
 from .figures import COUNTED_STEPS, WARMUP
 from .log import Log
 from .weights import is_saved
@@ -198,8 +198,6 @@ def check_save(args):
         refuse(f"--save and --record are both {args.save}: pass two names")
     if os.path.exists(args.save) and not is_saved(args.save):
         refuse(f"--save {args.save} is there already, and --save did not write it: pass another name")
-    try:
-        unfinished_file(args.save).touch()
-        unfinished_file(args.save).unlink()
-    except OSError as error:
-        refuse(f"--save {args.save}: {error.strerror}; name a file in a folder that you may write to")
+    folder = os.path.dirname(os.path.realpath(args.save))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        refuse(f"--save {args.save}: name a file in a folder that is there, and that you may write to")
