@@ -2,7 +2,6 @@
 
 from .ratios import Verdict, distance, judge
 from .rows import CPU_MEMORY, not_shared
-from .table import Reason
 from .words import LONG_WARMUP, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
@@ -43,11 +42,22 @@ def words_on_verdict(outcome):
             words += f" {outcome.ratio.value:.2f}"
             reason = outcome.effect and outcome.effect.words
         case Verdict.SAME if outcome.is_same_computation:
-            reason = outcome.effect.words if outcome.effect else "computes the same"
+            reason = outcome.effect.words
         case Verdict.UNCLEAR:
             words += f" {words_on_ratio(outcome.ratio)}"
-            reason = outcome.reason and outcome.reason.value
+            reason = why_unclear(outcome)
     return f"{words} ({reason})" if reason else words
+
+
+def why_unclear(outcome):
+    """Return why it can't be told what a row brings; None where its ± says it."""
+    if outcome.is_contradicted:
+        return "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
+    if outcome.base.is_contradicted:
+        return "the row above may have been disturbed"
+    if outcome.ratio.spread is None:
+        return "fewer than three steps or rounds"
+    return None
 
 
 def words_on_paying(outcome):
@@ -62,7 +72,7 @@ def words_on_paying(outcome):
 def words_on_cost(table):
     """Return what would tell more of what can't be told, and how long it takes; None where all is told."""
     unclear = [outcome for outcome in table.rows if outcome.verdict is Verdict.UNCLEAR]
-    if all(outcome.reason in (Reason.WRONG_CLAIM, Reason.BELOW_WRONG_CLAIM) for outcome in unclear):
+    if all(outcome.is_contradicted or outcome.base.is_contradicted for outcome in unclear):
         return None
     bench = table.bench
     ran = [outcome for outcome in table.outcomes.values() if outcome.counted]

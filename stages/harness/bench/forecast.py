@@ -5,8 +5,9 @@ from dataclasses import replace
 from ..arithmetic import shape_of_size
 from ..flags import settings_of
 from ..scripts import with_added
+from .results import Results, Run
 from .rows import PROBE, runs_the_same, starts_python
-from .table import Outcome, Table, add_facts, add_rates, add_techniques, predict
+from .table import table_of
 
 
 def forecast_of(results, stage_args):
@@ -16,22 +17,20 @@ def forecast_of(results, stage_args):
     scripts, those are foretold that run like one which has shown what it uses. A row whose launcher starts a Python is
     not, because that may start several processes, as torchrun does.
     """
-    bench = results.bench
-    probe = replace(results.runs[PROBE, 0], warmup=1)  # its first step is left out
-    forecast = Table(bench)
-    add_rates(forecast, [probe])
+    probe = results.runs[PROBE, 0]
+    forecast = Results(results.bench)
+    forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step is left out
     for row in results.table_rows:
-        outcome = Outcome(row, forecast.outcomes.get(row.above))
-        forecast.outcomes[row.name] = outcome
-        if not starts_python(row.launcher):
-            run = run_that_has_shown(row, results)
-            if row.is_of_the_ladder:
-                add_facts(outcome, header_of_stage(stage_args[row.name], bench), probe.steps[-1]["sdpa"], None, bench)
-            elif run:
-                add_facts(outcome, run.header, None, with_added(run.techniques, row.added), bench)
-        add_techniques(outcome)
-        outcome.predicted = predict(outcome, forecast.rates)
-    return forecast
+        run = run_that_has_shown(row, results)
+        if starts_python(row.launcher):
+            continue
+        if row.is_of_the_ladder:
+            header = header_of_stage(stage_args[row.name], results.bench)
+            forecast.runs[row.name, 0] = Run(0, 0, header, summary={"sdpa": probe.steps[-1]["sdpa"]})
+        elif run:
+            techniques = with_added(run.techniques, row.added)
+            forecast.runs[row.name, 0] = Run(0, 0, run.header, techniques=techniques)
+    return table_of(forecast)
 
 
 def header_of_stage(args, bench):

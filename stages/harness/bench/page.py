@@ -50,7 +50,7 @@ def full_table(table):
             number_cell(outcome.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
-            number_cell(outcome.loss, "{:.2f}"),
+            number_cell(outcome.losses.get(table.loss_step), "{:.2f}"),
             escaped(words.note_cell(outcome, table.bench)),
         ]
         lines.append(cells)

@@ -45,7 +45,7 @@ def draw(table, name):
     parts += bars(table)
     bottom = TOP + LINE * (len(table.rows) + 1) + 6
     rows_of_unit = [outcome for outcome in table.rows if outcome.unit == table.unit]
-    with_curves = [outcome for outcome in rows_of_unit if len(outcome.curve) > 1 and outcome.curve[-1][1]]
+    with_curves = [outcome for outcome in rows_of_unit if len(outcome.curve) > 1 and outcome.curve[-1][0]]
     if with_curves:
         parts += curves(with_curves[0], with_curves[-1], UNITS[table.unit], bottom + LINE)
         bottom += PLOT_HEIGHT + 3 * LINE
@@ -111,8 +111,8 @@ def curves(first, last, unit, top):
 
     unit: what the tokens are, "tokens" or "samples".
     """
-    most = max(first.curve[-1][1], last.curve[-1][1])
-    losses = [loss for _, _, loss in first.curve + last.curve]
+    most = max(first.curve[-1][0], last.curve[-1][0])
+    losses = [loss for _, loss in first.curve + last.curve]
     highest = max(losses)
     lowest = min(*losses, highest - FEWEST_NATS)
     right, bottom = WIDTH - RIGHT_MARGIN, top + PLOT_HEIGHT
@@ -130,7 +130,7 @@ def curves(first, last, unit, top):
     for outcome in [first] if first is last else [first, last]:
         name = "first" if outcome is first else "last"
         points = []
-        for _, tokens, loss in outcome.curve:
+        for tokens, loss in outcome.curve:
             points.append(f"{PLOT_LEFT + x_scale * tokens:.1f},{bottom - y_scale * (loss - lowest):.1f}")
         parts.append(f'<polyline class="{name}" points="{" ".join(points)}"/>')
         parts.append(line(right + 8, y_of_title, right + 30, y_of_title, name))

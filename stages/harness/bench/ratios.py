@@ -44,13 +44,8 @@ class Verdict(Enum):
 # from steps to a ratio
 
 
-def seconds_per_token(step):
-    """Return the seconds that a token took in a step; None where a script took the step without tokens."""
-    return step["dt"] / step["tokens"] if step["tokens"] else None
-
-
-def mean_seconds_per_token(steps):
-    """Return the seconds that a token took in all steps together; None without tokens."""
+def seconds_of_a_token(steps):
+    """Return the seconds that a token took in all of some steps together; None where they are without tokens."""
     tokens = sum(step["tokens"] for step in steps)
     return sum(step["dt"] for step in steps) / tokens if tokens else None
 

@@ -6,26 +6,16 @@ rows, and what is said of the bench as a whole.
 
 import statistics
 from dataclasses import dataclass, field
-from enum import Enum
 
 from .. import ladder
 from ..arithmetic import Rates, flops_per_token, seconds_per_token
 from ..card import words_on_card
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from ..scripts import uses, work_of
-from . import ratios
-from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge
+from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge, noise_of_pairs, ratio_of_rounds, seconds_of_a_token
 from .rows import Row, gains_cpu_memory, runs_the_same
 
 LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
-
-
-class Reason(Enum):
-    """Why it can't be told what a row brings, other than by its ±."""
-
-    WRONG_CLAIM = "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
-    BELOW_WRONG_CLAIM = "the row above may have been disturbed"
-    TOO_FEW = "fewer than three steps or rounds"
 
 
 @dataclass(eq=False)  # two rows with the same figures are two
@@ -38,16 +28,19 @@ class Outcome:
     # by itself: outcome_of() fills these in
     error: dict | None = None  # the line of its first run that failed
     rounds: int = 0  # that came to their end
-    curve: list = field(default_factory=list)  # (step, tokens up to it, loss) of its first run
+    losses: dict = field(default_factory=dict)  # {step: loss} of its first run
+    curve: list = field(default_factory=list)  # (tokens up to a step, loss) of the same steps
     facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
     unit: str | None = None  # what it counts: "tok", "sample" or "step"
     ranks: int = 1  # that torchrun started
     ran_on: str | None = None  # "cpu" in a bench of a card
-    effect: ladder.Effect | None = None  # of its stage
+    effect: ladder.Effect | None = None  # of its stage, or of what a watched GPT uses
     techniques: dict | None = None  # of a watched script
     added: list = field(default_factory=list)  # the Stages whose techniques it has, and its base has not
     added_in_vain: list = field(default_factory=list)  # the names of those that took no effect, as "bf16"
+    adds_nothing: bool = False  # whether it should add some of them, and none took effect
     gains_memory: bool = False  # whether it has the variables of memory, and its base goes without them
+    is_same_computation: bool = False  # as the base's
     counted: list = field(default_factory=list)  # the steps of all runs, without their warm-up
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in the median step alone}
     means: dict = field(default_factory=dict)  # {round: [seconds of a token in all steps together]}
@@ -61,21 +54,13 @@ class Outcome:
     words_on_card: list = field(default_factory=list)
 
     # beside other rows: table_of() fills these in
-    loss: float | None = None  # at the Table's loss_step
     ratio: Ratio | None = None  # to the base
     ratio_to_reference: Ratio | None = None
     predicted: float | None = None  # what the ratio should be
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     is_another_model: bool = False  # than the base's
-    is_same_computation: bool = False  # as the base's
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
-    reason: Reason | None = None  # why that can't be told
-
-    @property
-    def adds_nothing(self):
-        """Whether it should add techniques to its base, and none of them took effect."""
-        return bool(self.added_in_vain) and not self.added
 
     @property
     def model(self):
@@ -126,7 +111,8 @@ def table_of(results):
             base = table.outcomes.get(row.control_of or row.above)
             table.outcomes[row.name] = outcome_of(row, base, runs, results.bench)
     table.facts = first_known([outcome.facts for outcome in table.rows])
-    table.loss_step = last_common_step(table.rows)
+    with_losses = [outcome for outcome in table.rows if outcome.counted and outcome.losses]
+    table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
     for outcome in table.outcomes.values():
         compare_with_others(outcome, table)
     find_noise(table)
@@ -140,11 +126,6 @@ def first_known(values):
     """Return the first value that is not None, or None."""
     known = [value for value in values if value is not None]
     return known[0] if known else None
-
-
-def last_common_step(rows):
-    """Return the number of the last step to which all rows with counted steps got; None without such rows."""
-    return min([outcome.curve[-1][0] for outcome in rows if outcome.counted and outcome.curve], default=None)
 
 
 def add_rates(table, runs):
@@ -178,78 +159,86 @@ def times_of(runs, bench, time_of):
 def outcome_of(row, base, runs, bench):
     """Return the Outcome of a row by itself. base: the Outcome that it is compared with, or None. runs: its Runs."""
     outcome = Outcome(row, base)
-    header = first_known([run.header for run in runs])
-    if header:
-        summary = first_known([run.summary for run in runs])
-        techniques = first_known([run.techniques for run in runs])
-        add_facts(outcome, header, summary and summary["sdpa"], techniques, bench)
     outcome.error = first_known([run.error for run in runs])
-    outcome.rounds = len([run for run in runs if run.summary])
-    outcome.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
-    outcome.words_on_card = words_on_card([run.counted for run in runs])
-    if runs:
-        outcome.curve = curve_of(runs[0])
+    outcome.techniques = first_known([run.techniques for run in runs])
+    header = first_known([run.header for run in runs])
+    summary = first_known([run.summary for run in runs])
+    if header:
+        add_facts(outcome, header | {"sdpa": summary and summary["sdpa"]}, bench)
     add_techniques(outcome)
+    add_losses(outcome, runs)
     add_figures(outcome, runs, bench)
     return outcome
 
 
-def curve_of(run):
-    """Return (step, tokens, loss) of each step of a run, where tokens are all up to that step."""
-    points = []
-    tokens = 0
-    for step in run.steps:
-        tokens += step["tokens"]
-        if step["loss"] is not None:
-            points.append((step["step"], tokens, step["loss"]))
-    return points
-
-
-def add_facts(outcome, header, kernel, techniques, bench):
-    """Fill in what a header tells, the kernel of attention, and the techniques of a script; None where not known."""
-    outcome.facts = header | {"sdpa": kernel}
-    outcome.unit = header["unit"]
-    outcome.ranks = header["settings"]["world_size"]
-    outcome.techniques = techniques
-    if outcome.row.stage:
-        outcome.effect = ladder.effect_of(outcome.row.stage, outcome.facts)
-    device = header["environment"]["device"]
+def add_facts(outcome, facts, bench):
+    """Fill in what a row's header and techniques tell. facts: the header with "sdpa", the kernel of attention."""
+    settings, shape = facts["settings"], facts["shape"]
+    outcome.facts = facts
+    outcome.unit = facts["unit"]
+    outcome.ranks = settings["world_size"]
+    device = facts["environment"]["device"]
     if device != bench["environment"]["device"]:
         outcome.ran_on = device
+    if outcome.row.stage:
+        outcome.effect = ladder.effect_of(outcome.row.stage, facts)
+    elif outcome.techniques and shape:
+        micro_batches = settings["accum"] // settings["world_size"]
+        work = work_of(outcome.techniques, shape, settings["batch_size"], micro_batches, device == "cuda")
+        outcome.effect = ladder.Effect(work)
 
 
 def add_techniques(outcome):
-    """Fill in which techniques a row has, and its base has not: of a stage all that do something here.
+    """Fill in which techniques a row has, and its base has not, and whether both compute the same.
 
-    What was added to a script from outside is in vain where the script had it before, or does not have it now.
+    Of stages these are all between the two that do something here. What was added to a script from outside is in vain
+    where the script had it before, or does not have it now.
     """
     row, base = outcome.row, outcome.base
+    outcome.is_same_computation = row.control_of is not None
     if base is None:
         return
     outcome.gains_memory = gains_cpu_memory(row, base.row)
-    if row.stage and base.row.stage:
-        for stage in ladder.between(base.row.stage, row.stage):
-            if stage.for_the_loss or not outcome.facts or not ladder.effect_of(stage, outcome.facts).same_computation:
-                outcome.added.append(stage)
-    if not runs_the_same(row, base.row):
-        return
-    before, now = base.techniques, outcome.techniques
-    for name in row.added:
-        if name in base.row.added:
-            continue
-        if before and now and (uses(before, name) or not uses(now, name)):
-            outcome.added_in_vain.append(name)
-        else:
-            outcome.added.append(ladder.ADDED[name])
+    if row.stage and base.row.stage and outcome.facts:
+        stages = ladder.between(base.row.stage, row.stage)
+        changing = [stage for stage in stages if not ladder.effect_of(stage, outcome.facts).same_computation]
+        outcome.added = [stage for stage in stages if stage.for_the_loss or stage in changing]
+        has_same_command = (row.launcher, row.flags) == (base.row.launcher, base.row.flags)
+        if stages and not changing and has_same_command:
+            outcome.is_same_computation = True
+    if runs_the_same(row, base.row):
+        before, now = base.techniques, outcome.techniques
+        for name in row.added:
+            if name in base.row.added:
+                continue
+            if before and now and (uses(before, name) or not uses(now, name)):
+                outcome.added_in_vain.append(name)
+            else:
+                outcome.added.append(ladder.ADDED[name])
+    if outcome.added_in_vain and not outcome.added:
+        outcome.adds_nothing = outcome.is_same_computation = True
+
+
+def add_losses(outcome, runs):
+    """Fill in the losses of a row's first run, by step and by tokens."""
+    tokens = 0
+    for step in runs[0].steps if runs else []:
+        tokens += step["tokens"]
+        if step["loss"] is not None:
+            outcome.losses[step["step"]] = step["loss"]
+            outcome.curve.append((tokens, step["loss"]))
 
 
 def add_figures(outcome, runs, bench):
     """Fill in what the counted steps of a row tell."""
-    outcome.times = times_of(runs, bench, ratios.seconds_per_token)
+    outcome.times = times_of(runs, bench, lambda step: seconds_of_a_token([step]))
+    outcome.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
+    outcome.words_on_card = words_on_card([run.counted for run in runs])
     for run in runs:
         outcome.counted += run.counted
         if run.summary:
-            outcome.means[run.round] = [ratios.mean_seconds_per_token(run.counted)]
+            outcome.rounds += 1
+            outcome.means[run.round] = [seconds_of_a_token(run.counted)]
     if not outcome.counted:
         return
     figures = figures_of(outcome.counted)
@@ -270,13 +259,9 @@ def add_figures(outcome, runs, bench):
 
 def compare_with_others(outcome, table):
     """Fill in what a row shows beside its base, the reference and the probe."""
-    for step, _, loss in outcome.curve:
-        if step == table.loss_step:
-            outcome.loss = loss
     outcome.ratio = compare(outcome, outcome.base)
     outcome.ratio_to_reference = compare(outcome, table.reference)
     outcome.is_another_model = outcome.ratio is not None and outcome.model != outcome.base.model
-    outcome.is_same_computation = outcome.adds_nothing or is_same_computation(outcome)
     outcome.predicted = predict(outcome, table.rates)
     outcome.peak_share = peak_share(outcome, table.probe_times)
 
@@ -290,32 +275,8 @@ def compare(outcome, base):
         return None
     for each in (outcome, base):
         if each.is_out_of_turn or each.by_all_steps:
-            return ratios.ratio_of_rounds(outcome.means, base.means)
-    return ratios.ratio_of_rounds(outcome.times, base.times)
-
-
-def is_same_computation(outcome):
-    """Tell whether a row computes the same as its base: as a second run, or because its stage changes nothing here."""
-    row, base = outcome.row, outcome.base
-    if row.control_of:
-        return True
-    if base is None or base.row.stage is None or outcome.effect is None:
-        return False
-    is_next_stage = ladder.between(base.row.stage, row.stage) == (row.stage,)
-    has_same_command = row.launcher == base.row.launcher and row.flags == base.row.flags
-    return is_next_stage and has_same_command and outcome.effect.same_computation
-
-
-def work_of_row(outcome):
-    """Return the Work of a row's micro-batch, or None where it is not known."""
-    if outcome.effect:
-        return outcome.effect.work
-    if outcome.techniques is None or outcome.facts["shape"] is None:
-        return None
-    settings = outcome.facts["settings"]
-    micro_batches = settings["accum"] // settings["world_size"]
-    on_cuda = outcome.facts["environment"]["device"] == "cuda"
-    return work_of(outcome.techniques, outcome.facts["shape"], settings["batch_size"], micro_batches, on_cuda)
+            return ratio_of_rounds(outcome.means, base.means)
+    return ratio_of_rounds(outcome.times, base.times)
 
 
 def predict(outcome, rates):
@@ -327,9 +288,9 @@ def predict(outcome, rates):
     base = outcome.base
     if base is None or rates is None or outcome.ran_on or outcome.ranks != base.ranks:
         return None
-    work, work_of_base = work_of_row(outcome), work_of_row(base)
-    if work is None or work_of_base is None:
+    if outcome.effect is None or base.effect is None:
         return None
+    work, work_of_base = outcome.effect.work, base.effect.work
     stage, stage_of_base = outcome.row.stage, base.row.stage
     if stage is stage_of_base and work == work_of_base:
         return None  # what differs is no FLOP and no byte, as between s01 and `plain`
@@ -354,7 +315,7 @@ def peak_share(outcome, probe_times):
     if not shape or outcome.ran_on or outcome.ranks > 1 or outcome.by_all_steps:
         return None
     # seconds per FLOP over seconds per token
-    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe_times)
+    tokens_per_flop = ratio_of_rounds(outcome.times, probe_times)
     return tokens_per_flop.value * flops_per_token(shape) if tokens_per_flop else None
 
 
@@ -378,11 +339,11 @@ def find_noise(table):
     allowed = Noise(max([ALIKE, *sizes]), len(repeats))
     for outcome in claims:
         outcome.is_contradicted = judge(outcome.ratio, allowed) in (Verdict.FASTER, Verdict.SLOWER)
-    table.noise = ratios.noise_of_pairs([outcome.ratio for outcome in table.pairs if not outcome.is_contradicted])
+    table.noise = noise_of_pairs([outcome.ratio for outcome in table.pairs if not outcome.is_contradicted])
 
 
 def add_verdict(outcome, table):
-    """Fill in the verdict on a row, and why it can't be told.
+    """Fill in the verdict on a row.
 
     There is none where the row and its base can't be compared, where one of them failed, where they train different
     models, where the row should add something and does not, and where the noise is not known.
@@ -391,13 +352,7 @@ def add_verdict(outcome, table):
         return
     if outcome.adds_nothing or table.noise is None:
         return
-    if outcome.is_contradicted:
-        outcome.reason = Reason.WRONG_CLAIM
-    elif outcome.base.is_contradicted:
-        outcome.reason = Reason.BELOW_WRONG_CLAIM
-    elif outcome.ratio.spread is None:
-        outcome.reason = Reason.TOO_FEW
-    if outcome.reason:
+    if outcome.is_contradicted or outcome.base.is_contradicted:
         outcome.verdict = Verdict.UNCLEAR
     elif outcome.is_same_computation:
         outcome.verdict = Verdict.SAME
