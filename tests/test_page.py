@@ -129,14 +129,15 @@ def test_brackets_stand_around_what_is_no_difference_and_are_explained():
     assert "Nothing is called" not in page.terminal_at_the_end(table_from(*failed))
 
 
-def test_a_ratio_stands_free_only_where_the_two_rows_can_be_compared():
+def test_two_models_have_no_ratio_and_the_row_says_so():
     dts = {"a": 1.0, "a again": 1.0, "b": 0.5}
     runs = [run(name, [dt] * 3) for name, dt in dts.items()]
-    other = run("c", [0.25] * 3, parameters=1, shape=None)
-    samples = run("d", [0.25] * 3, unit="sample", shape=None)
-    table = table_from(*runs, other, samples, run("e", [0.1] * 3, unit="sample", shape=None, end=failure("boom")))
-    assert [words.ratio_cell(outcome) for outcome in table.rows] == ["–", "2.00 ± 0.00", "(2.00 ± 0.00)", "–", "–"]
-    assert "d: counts samples, and the row above tokens, which have no ratio\n" in page.terminal(table)
+    other = run("c", [0.25] * 3, parameters=1000, shape=None)
+    samples = run("d", [0.25] * 3, parameters=1000, unit="sample", shape=None)
+    table = table_from(*runs, other, samples, run("e", [0.1] * 3, end=failure("boom")))
+    assert [words.ratio_cell(outcome) for outcome in table.rows] == ["–", "2.00 ± 0.00", "–", "–", "–"]
+    told = "d: not compared with the row above: 1,000 parameters and samples, beside 1,000 parameters and tokens"
+    assert told in page.terminal(table).replace("\n  ", " ")
 
 
 def test_the_terminal_has_80_columns_however_long_a_command_is():

@@ -84,9 +84,18 @@ def test_speed_is_in_tokens_and_not_in_steps():
     assert table.outcomes["b"].ratio.value == 2
 
 
-def test_a_gpt_is_not_compared_with_a_model_whose_tokens_are_another_thing():
-    table = table_from(run("a", [1.0]), run("b", [1.0], unit="sample"), run("c", [0.5], unit="sample"))
-    assert table.outcomes["b"].ratio is None
+@pytest.mark.parametrize(
+    "other, have_a_ratio",
+    [
+        ({"unit": "sample"}, False),
+        ({"shape": MINI | {"n_embd": 99}}, False),
+        ({"shape": None, "parameters": 1}, False),
+        ({"shape": MINI | {"vocab_size": 50304, "seq_len": 512}, "parameters": 1}, True),
+    ],
+)
+def test_two_models_are_not_compared_nor_are_tokens_with_samples(other, have_a_ratio):
+    table = table_from(run("a", [1.0]), run("b", [1.0], **other), run("c", [0.5], **other))
+    assert (table.outcomes["b"].ratio is not None) == have_a_ratio
     assert table.outcomes["c"].ratio.value == 2
 
 
@@ -226,7 +235,7 @@ def test_a_stage_that_does_nothing_here_and_a_second_run_are_pairs_of_one_comput
         (row("s07"), row("s09"), True),
     ],
 )
-def test_a_row_is_a_control_of_an_earlier_stage_where_all_between_do_nothing_and_the_command_is_the_same(above, below, is_control):
+def test_a_row_is_a_control_of_one_above_where_no_stage_between_does_anything_here(above, below, is_control):
     rows = [above, row(below.name, above=above.name, launcher=below.launcher, flags=below.flags)]
     table = table_from(run(above.name, [1.0]), run(below.name, [1.0]), rows=rows)
     assert len(table.pairs) == is_control
@@ -291,12 +300,11 @@ def test_what_was_in_a_script_already_is_no_verdict_and_a_pair_of_one_computatio
     assert len(table.pairs) == 3
 
 
-def test_rows_that_failed_or_train_another_model_have_no_verdict():
-    other = {"shape": MINI | {"n_embd": 99}}
+def test_a_row_that_failed_and_the_row_below_it_have_no_verdict():
     runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.1] * 2, end=failure("boom"))]
-    table = table_from(*runs, run("c", [0.1] * 3), run("d", [0.05] * 3, **other))
-    assert [outcome.verdict for outcome in table.rows] == [None] * 4
-    assert table.outcomes["d"].ratio.value == 2
+    table = table_from(*runs, run("c", [0.1] * 3))
+    assert [outcome.verdict for outcome in table.rows] == [None] * 3
+    assert table.noise.pairs == 1
 
 
 def test_all_together_is_the_last_row_of_one_process_that_trains_the_first_rows_model():

@@ -32,6 +32,7 @@ class Outcome:
     curve: list = field(default_factory=list)  # (tokens up to a step, loss) of the same steps
     facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
     unit: str | None = None  # what it counts: "tok", "sample" or "step"
+    model: tuple | None = None  # what two rows have in common that have a ratio
     ranks: int = 1  # that torchrun started
     ran_on: str | None = None  # "cpu" in a bench of a card
     effect: ladder.Effect | None = None  # of its stage, or of what a watched GPT uses
@@ -58,15 +59,8 @@ class Outcome:
     ratio_to_reference: Ratio | None = None
     predicted: float | None = None  # what the ratio should be
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
-    is_another_model: bool = False  # than the base's
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
-
-    @property
-    def model(self):
-        """What makes a model another one: a GPT's layers, heads and width; another one's number of parameters."""
-        shape = self.facts["shape"]
-        return (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.facts["parameters"]
 
 
 @dataclass
@@ -176,6 +170,9 @@ def add_facts(outcome, facts, bench):
     settings, shape = facts["settings"], facts["shape"]
     outcome.facts = facts
     outcome.unit = facts["unit"]
+    outcome.model = (outcome.unit, facts["parameters"])
+    if shape:  # whose vocabulary may be padded, and which may have more positions
+        outcome.model = (outcome.unit, shape["n_layer"], shape["n_head"], shape["n_embd"])
     outcome.ranks = settings["world_size"]
     device = facts["environment"]["device"]
     if device != bench["environment"]["device"]:
@@ -261,7 +258,6 @@ def compare_with_others(outcome, table):
     """Fill in what a row shows beside its base, the reference and the probe."""
     outcome.ratio = compare(outcome, outcome.base)
     outcome.ratio_to_reference = compare(outcome, table.reference)
-    outcome.is_another_model = outcome.ratio is not None and outcome.model != outcome.base.model
     outcome.predicted = predict(outcome, table.rates)
     outcome.peak_share = peak_share(outcome, table.probe_times)
 
@@ -269,9 +265,9 @@ def compare_with_others(outcome, table):
 def compare(outcome, base):
     """Return the Ratio of the speeds of two rows, or None where no samples pair up.
 
-    Tokens are not compared with samples of another kind, or with steps.
+    Two models are not compared, nor are tokens with samples of another kind, or with steps.
     """
-    if base is None or base is outcome or base.unit != outcome.unit:
+    if base is None or base is outcome or base.model != outcome.model:
         return None
     for each in (outcome, base):
         if each.is_out_of_turn or each.by_all_steps:
@@ -345,12 +341,10 @@ def find_noise(table):
 def add_verdict(outcome, table):
     """Fill in the verdict on a row.
 
-    There is none where the row and its base can't be compared, where one of them failed, where they train different
-    models, where the row should add something and does not, and where the noise is not known.
+    There is none where the row and its base have no ratio, where one of them failed, where the row should add something
+    and does not, and where the noise is not known.
     """
-    if outcome.ratio is None or outcome.error or outcome.base.error or outcome.is_another_model:
-        return
-    if outcome.adds_nothing or table.noise is None:
+    if outcome.ratio is None or outcome.error or outcome.base.error or outcome.adds_nothing or table.noise is None:
         return
     if outcome.is_contradicted or outcome.base.is_contradicted:
         outcome.verdict = Verdict.UNCLEAR
@@ -365,5 +359,5 @@ def add_together(table):
     first, *others = table.rows
     for outcome in others:
         ratio = compare(outcome, first)
-        if ratio and outcome.ranks == 1 and outcome.model == first.model and not outcome.error:
+        if ratio and outcome.ranks == 1 and not outcome.error:
             table.last, table.together = outcome, ratio

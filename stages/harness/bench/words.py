@@ -52,9 +52,8 @@ def ratio_cell(outcome):
 
 
 def is_in_brackets(outcome):
-    """Tell whether a row's ratio shows no difference to the row above, or is none of two comparable models."""
-    shows_none = outcome.verdict in (Verdict.SAME, Verdict.UNCLEAR) or outcome.adds_nothing
-    return shows_none or outcome.is_another_model
+    """Tell whether a row's ratio shows no difference to the row above."""
+    return outcome.verdict in (Verdict.SAME, Verdict.UNCLEAR) or outcome.adds_nothing
 
 
 def ratio_to_reference_cell(outcome):
@@ -160,11 +159,10 @@ def note_cell(outcome, bench):
 def words_on_base(outcome):
     """Return why a row can't be compared with the row above, or not by its speed alone, a list of words."""
     base = outcome.base
-    if outcome.is_another_model:
+    if base and base.model and outcome.model and base.model != outcome.model:
         ours, above = outcome.facts["parameters"], base.facts["parameters"]
-        return [f"another model: {ours:,} parameters beside {above:,}"]
-    if base and base.unit and outcome.unit and outcome.unit != base.unit:
-        return [f"counts {UNITS[outcome.unit]}, and the row above {UNITS[base.unit]}, which have no ratio"]
+        words = f"not compared with the row above: {ours:,} parameters and {UNITS[outcome.unit]}"
+        return [f"{words}, beside {above:,} parameters and {UNITS[base.unit]}"]
     if outcome.ratio and outcome.ratio.halves:
         first, second = outcome.ratio.halves
         return [f"its gain went from {first:.2f} in the first half of its turns to {second:.2f} in the second"]
