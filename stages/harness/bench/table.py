@@ -46,7 +46,6 @@ class Outcome:
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in the median step alone}
     means: dict = field(default_factory=dict)  # {round: [seconds of a token in all steps together]}
     dt_ms: float | None = None  # of the median step
-    dt_mean_ms: float | None = None
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
     warmup_s: float | None = None
@@ -108,7 +107,10 @@ def table_of(results):
     with_losses = [outcome for outcome in table.rows if outcome.counted and outcome.losses]
     table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
     for outcome in table.outcomes.values():
-        compare_with_others(outcome, table)
+        outcome.ratio = compare(outcome, outcome.base)
+        outcome.ratio_to_reference = compare(outcome, table.reference)
+        outcome.predicted = predict(outcome, table.rates)
+        outcome.peak_share = peak_share(outcome, table.probe_times)
     find_noise(table)
     for outcome in table.rows:
         add_verdict(outcome, table)
@@ -160,7 +162,8 @@ def outcome_of(row, base, runs, bench):
     if header:
         add_facts(outcome, header | {"sdpa": summary and summary["sdpa"]}, bench)
     add_techniques(outcome)
-    add_losses(outcome, runs)
+    if runs:
+        add_losses(outcome, runs[0])
     add_figures(outcome, runs, bench)
     return outcome
 
@@ -170,16 +173,16 @@ def add_facts(outcome, facts, bench):
     settings, shape = facts["settings"], facts["shape"]
     outcome.facts = facts
     outcome.unit = facts["unit"]
-    outcome.model = (outcome.unit, facts["parameters"])
-    if shape:  # whose vocabulary may be padded, and which may have more positions
-        outcome.model = (outcome.unit, shape["n_layer"], shape["n_head"], shape["n_embd"])
+    # the parameters of a GPT are more where its vocabulary is padded, or its sequences are longer
+    size = (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else facts["parameters"]
+    outcome.model = (outcome.unit, size)
     outcome.ranks = settings["world_size"]
     device = facts["environment"]["device"]
     if device != bench["environment"]["device"]:
         outcome.ran_on = device
     if outcome.row.stage:
         outcome.effect = ladder.effect_of(outcome.row.stage, facts)
-    elif outcome.techniques and shape:
+    elif outcome.techniques and shape and not outcome.ran_on:
         micro_batches = settings["accum"] // settings["world_size"]
         work = work_of(outcome.techniques, shape, settings["batch_size"], micro_batches, device == "cuda")
         outcome.effect = ladder.Effect(work)
@@ -216,10 +219,10 @@ def add_techniques(outcome):
         outcome.adds_nothing = outcome.is_same_computation = True
 
 
-def add_losses(outcome, runs):
-    """Fill in the losses of a row's first run, by step and by tokens."""
+def add_losses(outcome, run):
+    """Fill in the losses of a run, by step and by tokens."""
     tokens = 0
-    for step in runs[0].steps if runs else []:
+    for step in run.steps:
         tokens += step["tokens"]
         if step["loss"] is not None:
             outcome.losses[step["step"]] = step["loss"]
@@ -239,27 +242,16 @@ def add_figures(outcome, runs, bench):
     if not outcome.counted:
         return
     figures = figures_of(outcome.counted)
+    has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
+    outcome.by_all_steps = outcome.row.is_watched and (has_long_steps or waits_for_data(outcome.counted))
+    speed = speed_of_all(outcome.counted) if outcome.by_all_steps else figures["tok_per_sec"]
+    outcome.tok_per_sec = speed or None  # 0: no step has tokens
     outcome.dt_ms = figures["dt_ms"]
-    outcome.dt_mean_ms = figures["dt_mean_ms"]
-    outcome.tok_per_sec = figures["tok_per_sec"] or None  # 0: no step has tokens
     outcome.memory = figures["memory"] or None  # 0: without a meter
     outcome.warmup_s = seconds_of_warmup(first_known([run.steps for run in runs if run.counted]), bench["warmup"])
-    if outcome.row.is_watched:
-        has_long_steps = outcome.dt_mean_ms > LONG_STEPS * outcome.dt_ms
-        outcome.by_all_steps = has_long_steps or waits_for_data(outcome.counted)
-    if outcome.by_all_steps and outcome.tok_per_sec:
-        outcome.tok_per_sec = speed_of_all(outcome.counted)
 
 
 # beside other rows
-
-
-def compare_with_others(outcome, table):
-    """Fill in what a row shows beside its base, the reference and the probe."""
-    outcome.ratio = compare(outcome, outcome.base)
-    outcome.ratio_to_reference = compare(outcome, table.reference)
-    outcome.predicted = predict(outcome, table.rates)
-    outcome.peak_share = peak_share(outcome, table.probe_times)
 
 
 def compare(outcome, base):
@@ -282,9 +274,9 @@ def predict(outcome, rates):
     divided by the rates that the probe measured.
     """
     base = outcome.base
-    if base is None or rates is None or outcome.ran_on or outcome.ranks != base.ranks:
+    if rates is None or base is None or outcome.effect is None or base.effect is None:
         return None
-    if outcome.effect is None or base.effect is None:
+    if outcome.ranks != base.ranks:
         return None
     work, work_of_base = outcome.effect.work, base.effect.work
     stage, stage_of_base = outcome.row.stage, base.row.stage

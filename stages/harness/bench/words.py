@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from .. import ladder, scripts
-from ..figures import LONG_WAIT, UNEVEN, waiting_share
+from ..figures import LONG_WAIT, waiting_share
 from .ratios import Verdict
 from .rows import goes_without_cpu_memory
 
@@ -191,8 +191,6 @@ def words_on_script(outcome):
     waiting = waiting_share(outcome.counted)
     if waiting > LONG_WAIT:
         words.append(f"{100 * waiting:.0f} % of its time waits for a DataLoader")
-    if outcome.dt_ms and outcome.dt_mean_ms > UNEVEN * outcome.dt_ms:
-        words.append(f"uneven: the mean of a step is {outcome.dt_mean_ms:.0f} ms, its median {outcome.dt_ms:.0f}")
     return words
 
 
