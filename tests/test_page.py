@@ -136,8 +136,8 @@ def test_two_models_have_no_ratio_and_the_row_says_so():
     samples = run("d", [0.25] * 3, parameters=1000, unit="sample", shape=None)
     table = table_from(*runs, other, samples, run("e", [0.1] * 3, end=failure("boom")))
     assert [words.ratio_cell(outcome) for outcome in table.rows] == ["–", "2.00 ± 0.00", "–", "–", "–"]
-    told = "d: not compared with the row above: 1,000 parameters and samples, beside 1,000 parameters and tokens"
-    assert told in page.terminal(table).replace("\n  ", " ")
+    told = [words.NOT_COMPARED in words.words_on_base(outcome) for outcome in table.rows]
+    assert told == [False, False, True, True, True]
 
 
 def test_the_terminal_has_80_columns_however_long_a_command_is():
@@ -197,7 +197,8 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         ("can't be told", "s05 flash attention 0.96 ± 0.04"),
         ("to tell more", 'four times the steps halve each ±: --steps 84 (with make ARGS="--steps 84"), about 5 min'),
         ("all together", "the last row, s12, is 2.40 ± 0.00 times as fast as s01"),
-        ("what to type", "1. `with torch.autocast(...):`\n2. `model = torch.compile(model)`"),
+        ("what to type 1", "`with torch.autocast(...):`"),
+        ("what to type 2", "`model = torch.compile(model)`"),
     ]
 
 
@@ -214,28 +215,27 @@ def test_what_to_type_is_the_code_of_each_technique_that_a_row_skips():
     """Without TF32 units and a compiler s05 adds autocast and flash attention to s01; s06 is no part of that."""
     not_compiled = {"compile": False, "fallbacks": {"compile": "no compiler"}}
     runs = [run(name, [dt] * 3, **not_compiled) for name, dt in (("s01", 1.0), ("s01 again", 1.0), ("s05", 0.5))]
-    lines = dict(answer(table_from(*runs)))
-    assert lines["what to type"] == "1. `with torch.autocast(...):`\n2. `F.scaled_dot_product_attention(...)`"
+    typed = [("what to type 1", "`with torch.autocast(...):`")]
+    typed.append(("what to type 2", "`F.scaled_dot_product_attention(...)`"))
+    assert answer(table_from(*runs))[-2:] == typed
 
 
-def test_what_to_type_for_a_script_has_its_own_optimizer_and_flags():
-    """The flags have the number of the row in them when they are started, and not in the comparison."""
+def test_what_to_type_for_a_script_has_its_own_optimizer():
+    """Its flag has the number of the row in it when it is started, and not in the comparison."""
     own = ("--out=o{row}",)
     rows = [row("t.py", flags=own), row("t.py again", script="t.py", flags=own, control_of="t.py")]
     rows.append(row("+ fused", script="t.py", flags=own, added=("fused",), above="t.py"))
-    rows.append(row("t.py --b 8", script="t.py", flags=(*own, "--b", "8"), above="+ fused"))
     runs = []
-    for each, dt, fused in zip(rows, (1.0, 1.0, 0.5, 0.25), (False, False, True, False), strict=True):
+    for each, dt, fused in zip(rows, (1.0, 1.0, 0.5), (False, False, True), strict=True):
         runs.append(run(each.name, [dt] * 3, techniques={"optimizer": "SGD", "fused": fused}))
     table = table_from(*runs, rows=rows)
-    assert dict(answer(table))["what to type"] == "1. `SGD(..., fused=True)`\n2. `--b 8`"
+    assert answer(table)[-1] == ("what to type 1", "`SGD(..., fused=True)`")
     assert words.typed_cell(table.outcomes["+ fused"]) == "`SGD(..., fused=True)`"
 
 
 def test_what_can_not_be_told_has_its_reason():
-    dts = {"s01": [1.0] * 3, "s01 again": [1.0] * 3, "s02": [0.5] * 3, "s03": [0.25] * 3, "s04": [0.2]}
+    dts = {"s01": [1.0] * 3, "s01 again": [1.0] * 3, "s02": [0.5] * 3, "s03": [0.25] * 3}
     lines = dict(answer(table_from(*[run(name, each) for name, each in dts.items()])))
     told = lines["can't be told"]
     assert told.startswith("s02 TF32 2.00 ± 0.00 (should be as fast as the row above, ")
-    assert "s03 autocast 2.00 ± 0.00 (the row above may have been disturbed)" in told
-    assert told.endswith("s04 compile 1.25 (fewer than three steps or rounds)")
+    assert told.endswith("s03 autocast 2.00 ± 0.00 (the row above may have been disturbed)")

@@ -1,12 +1,12 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
 from .ratios import Verdict, distance, judge
-from .rows import CPU_MEMORY, not_shared
+from .rows import CPU_MEMORY
 from .words import LONG_WARMUP, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
 def answer(table):
-    """Return what a bench has shown, as a list of (heading, lines). The largest gains and losses come first."""
+    """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
     lines = []
     for verdict in Verdict:
         rows = [outcome for outcome in table.rows if outcome.verdict is verdict]
@@ -24,39 +24,32 @@ def answer(table):
         title, title_of_first = quoted(table.last.row.title), quoted(table.rows[0].row.title)
         lines.append(("all together", f"the last row, {title}, is {words} times as fast as {title_of_first}"))
     typed = dict.fromkeys(line for outcome in table.rows for line in code_of_gain(outcome))
-    if typed:
-        numbered = [f"{number}. {line}" for number, line in enumerate(typed, 1)]
-        lines.append(("what to type", "\n".join(numbered)))
+    for number, line in enumerate(typed, 1):
+        lines.append((f"what to type {number}", line))
     return lines
 
 
 def words_on_verdict(outcome):
     """Return what a row changes, by which ratio, and the reason where one is known."""
     words = quoted(name_of_change(outcome))
-    reason = None
-    match outcome.verdict:
-        case Verdict.FASTER:
-            words += f" {outcome.ratio.value:.2f}"
-            reason = words_on_paying(outcome)
-        case Verdict.SLOWER:
-            words += f" {outcome.ratio.value:.2f}"
-            reason = outcome.effect and outcome.effect.words
-        case Verdict.SAME if outcome.is_same_computation:
-            reason = outcome.effect.words
-        case Verdict.UNCLEAR:
-            words += f" {words_on_ratio(outcome.ratio)}"
-            reason = why_unclear(outcome)
+    if outcome.verdict is Verdict.UNCLEAR:
+        words += f" {words_on_ratio(outcome.ratio)}"
+    elif outcome.verdict is not Verdict.SAME:
+        words += f" {outcome.ratio.value:.2f}"
+    reason = reason_of_verdict(outcome)
     return f"{words} ({reason})" if reason else words
 
 
-def why_unclear(outcome):
-    """Return why it can't be told what a row brings; None where its ± says it."""
+def reason_of_verdict(outcome):
+    """Return why a row has its verdict, or None where its ± alone says it."""
     if outcome.is_contradicted:
         return "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
     if outcome.base.is_contradicted:
         return "the row above may have been disturbed"
-    if outcome.ratio.spread is None:
-        return "fewer than three steps or rounds"
+    if outcome.verdict is Verdict.FASTER:
+        return words_on_paying(outcome)
+    if outcome.effect and (outcome.verdict is Verdict.SLOWER or outcome.is_same_computation):
+        return outcome.effect.words
     return None
 
 
@@ -97,9 +90,4 @@ def code_of_gain(outcome):
     if outcome.gains_memory:
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
         return [f"{code(variables)} in front of `python`"]
-    row, above = outcome.row, outcome.base.row
-    lines = [code_of_technique(stage, outcome) for stage in outcome.added if not stage.for_the_loss]
-    if row.script == above.script:
-        own = not_shared(row.launcher, [above.launcher]) + not_shared(row.flags, [above.flags])
-        lines += [code(word) for word in own]
-    return lines
+    return [code_of_technique(stage, outcome) for stage in outcome.added if not stage.for_the_loss]

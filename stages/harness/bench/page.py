@@ -15,6 +15,7 @@ from .words import number_cell
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
+WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
 PATH_TO_STAGES = "../stages/"  # from a page in results/
 NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and three rounds or steps in turn."
 WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares within each turn."
@@ -126,14 +127,9 @@ def terminal(table):
 def terminal_at_the_end(table):
     """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
     lines = [terminal(table), *(wrapped(line.replace("`", ""), 0) for line in how_to_read(table))]
-    answers = answer(table)
-    if answers:
-        lines.append("")
-    width = max((len(heading) for heading, _ in answers), default=0) + 2
-    for heading, text in answers:
-        for line in text.replace("`", "").split("\n"):
-            lines.append(wrapped(heading.ljust(width) + line, width))
-            heading = ""
+    lines.append("")
+    for heading, text in answer(table):
+        lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text.replace("`", ""), WIDTH_OF_A_HEADING))
     return "\n".join(lines)
 
 
@@ -161,7 +157,7 @@ def page(table, name):
         f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
         markdown(short_table(table, PATH_TO_STAGES)),
         "\n\n".join(how_to_read(table)),
-        "\n".join(f"- **{heading}**: {' '.join(text.splitlines())}" for heading, text in answer(table)),
+        "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
         markdown(full_table(table)),
         "\n".join(f"- {line}" for line in conditions(table)),
         "[How to read this page](README.md)",
@@ -172,10 +168,10 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    again = f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."
-    if table.facts is None:
-        return [machine_line(table), "No row got as far as its first step.", again]
-    return [machine_line(table), what_ran(table), how_rows_ran(bench), noise_line(table), rates_line(table), again]
+    lines = [machine_line(table), how_rows_ran(bench), noise_line(table), rates_line(table)]
+    if table.facts:
+        lines.insert(1, what_ran(table))
+    return [*lines, f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."]
 
 
 def machine_line(table):

@@ -22,7 +22,7 @@ COLORS = {
     Verdict.FASTER: "#3fb950",
     Verdict.SLOWER: "#8e1519",
     Verdict.SAME: "#d0d7de",
-    Verdict.UNCLEAR: "url(#hatched)",
+    Verdict.UNCLEAR: "none",  # an outline
     None: "#0969da",
 }
 HEAD = """<style>
@@ -30,9 +30,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 line, polyline, rect { stroke: #24292f; fill: none }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } line, polyline, rect { stroke: #e6edf3 } }
 .first { stroke: #8c959f; stroke-width: 4 }
-</style>
-<defs><pattern id="hatched" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<path d="M0 0V6" stroke="#8c959f" stroke-width="6"/></pattern></defs>"""
+</style>"""
 
 
 def draw(table, name):
@@ -127,8 +125,7 @@ def curves(first, last, unit, top):
         text(right + 8, top - 6, "training loss"),
     ]
     y_of_title = top + LINE
-    for outcome in [first] if first is last else [first, last]:
-        name = "first" if outcome is first else "last"
+    for outcome, name in {first: "first", last: "last"}.items():
         points = []
         for tokens, loss in outcome.curve:
             points.append(f"{PLOT_LEFT + x_scale * tokens:.1f},{bottom - y_scale * (loss - lowest):.1f}")

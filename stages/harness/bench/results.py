@@ -8,6 +8,12 @@ from ..figures import waits_for_data
 from .rows import Row
 
 
+def first_known(values):
+    """Return the first value that is not None, or None."""
+    known = [value for value in values if value is not None]
+    return known[0] if known else None
+
+
 @dataclass
 class Run:
     """The lines of its record that one process wrote so far. warmup: how many steps are not counted."""
@@ -34,9 +40,9 @@ class Run:
     @property
     def memory(self):
         """The most bytes that it held up to its last step, times its ranks; 0 without a meter, and for the probe."""
-        if not self.steps or not self.header:
-            return 0
-        return (self.steps[-1]["memory"] or 0) * self.header["settings"]["world_size"]
+        if self.steps and self.header and self.steps[-1]["memory"]:
+            return self.steps[-1]["memory"] * self.header["settings"]["world_size"]
+        return 0
 
 
 class Results:
@@ -101,7 +107,4 @@ class Results:
 
     def error(self, row):
         """Return the line of the first run of a row that failed, or None."""
-        for run in self.runs_of(row):
-            if run.error:
-                return run.error
-        return None
+        return first_known([run.error for run in self.runs_of(row)])

@@ -13,6 +13,7 @@ from ..card import words_on_card
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from ..scripts import uses, work_of
 from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge, noise_of_pairs, ratio_of_rounds, seconds_of_a_token
+from .results import first_known
 from .rows import Row, gains_cpu_memory, runs_the_same
 
 LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
@@ -68,6 +69,7 @@ class Table:
 
     bench: dict  # the first line of its record
     outcomes: dict = field(default_factory=dict)  # {name: Outcome} of all rows, and of the control
+    reference: Outcome | None = None  # of the row that all others are compared with
     facts: dict | None = None  # of the first row that has some
     probe_times: dict = field(default_factory=dict)  # {round: seconds of a FLOP in each step, or in the median step}
     rates: Rates | None = None  # that the probe measured
@@ -87,11 +89,6 @@ class Table:
         """What the first row counts that ran: "tok", "sample" or "step"."""
         return self.facts["unit"] if self.facts else "tok"
 
-    @property
-    def reference(self):
-        """The Outcome of the row that all others are compared with."""
-        return self.outcomes[self.bench["reference"]]
-
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
@@ -103,6 +100,7 @@ def table_of(results):
         else:
             base = table.outcomes.get(row.control_of or row.above)
             table.outcomes[row.name] = outcome_of(row, base, runs, results.bench)
+    table.reference = table.outcomes[results.bench["reference"]]
     table.facts = first_known([outcome.facts for outcome in table.rows])
     with_losses = [outcome for outcome in table.rows if outcome.counted and outcome.losses]
     table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
@@ -116,12 +114,6 @@ def table_of(results):
         add_verdict(outcome, table)
     add_together(table)
     return table
-
-
-def first_known(values):
-    """Return the first value that is not None, or None."""
-    known = [value for value in values if value is not None]
-    return known[0] if known else None
 
 
 def add_rates(table, runs):

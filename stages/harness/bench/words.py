@@ -9,7 +9,7 @@ from .ratios import Verdict
 from .rows import goes_without_cpu_memory
 
 NOTHING = "–"  # a cell without a figure
-MEMORY_VARIABLES = "three variables of the environment"
+NOT_COMPARED = "not compared with the row above, which trains another model, or counts something else"
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
@@ -116,17 +116,14 @@ def typed_cell(outcome):
     if goes_without_cpu_memory(row):
         return "without the memory variables"
     if outcome.gains_memory:
-        return MEMORY_VARIABLES
+        return "three variables of the environment"
     if outcome.adds_nothing:
         return NOTHING
     if outcome.added and not row.stage:
         return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
+    text = code(row.name) if len(row.name) <= MOST_OF_A_COMMAND else "its command, below"
     if row.stage and not row.launcher and not row.flags:
         text = row.stage.line
-    elif len(row.name) <= MOST_OF_A_COMMAND:
-        text = code(row.name)
-    else:
-        text = "its command, below"
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
 
 
@@ -149,7 +146,7 @@ def note_cell(outcome, bench):
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
     parts += words_on_script(outcome) + outcome.words_on_card
-    if outcome.is_same_computation and not outcome.adds_nothing:
+    if outcome.is_same_computation:
         parts.append("same computation as the row above")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:
         parts.append(f"{outcome.warmup_s:.0f} s of warm-up")
@@ -160,9 +157,7 @@ def words_on_base(outcome):
     """Return why a row can't be compared with the row above, or not by its speed alone, a list of words."""
     base = outcome.base
     if base and base.model and outcome.model and base.model != outcome.model:
-        ours, above = outcome.facts["parameters"], base.facts["parameters"]
-        words = f"not compared with the row above: {ours:,} parameters and {UNITS[outcome.unit]}"
-        return [f"{words}, beside {above:,} parameters and {UNITS[base.unit]}"]
+        return [NOT_COMPARED]
     if outcome.ratio and outcome.ratio.halves:
         first, second = outcome.ratio.halves
         return [f"its gain went from {first:.2f} in the first half of its turns to {second:.2f} in the second"]
