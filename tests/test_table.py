@@ -73,8 +73,8 @@ def test_a_round_of_fresh_processes_gives_one_ratio(in_turn):
     assert (once.value, once.spread) == (4, None)
 
 
-def test_a_round_in_which_one_row_failed_pairs_with_no_other():
-    a = [run("a", [4.0], end=failure("boom")), run("a", [2.0], number=1)]
+def test_a_round_that_was_cut_off_pairs_with_no_other():
+    a = [run("a", [4.0], end=None), run("a", [2.0], number=1)]
     b = [run("b", [0.5]), run("b", [1.0], number=1)]
     assert table_from(*a, *b, in_turn=False).outcomes["b"].ratio.value == 2
 
@@ -300,11 +300,11 @@ def test_what_was_in_a_script_already_is_no_verdict_and_a_pair_of_one_computatio
     assert len(table.pairs) == 3
 
 
-def test_a_row_that_failed_and_the_row_below_it_have_no_verdict():
+def test_a_row_that_failed_has_no_ratio_and_nor_has_the_row_below_it():
     runs = [run("a", [1.0] * 3), run("a again", [1.0] * 3), run("b", [0.1] * 2, end=failure("boom"))]
     table = table_from(*runs, run("c", [0.1] * 3))
-    assert [outcome.verdict for outcome in table.rows] == [None] * 3
-    assert table.noise.pairs == 1
+    assert [outcome.ratio for outcome in table.rows] == [None] * 3
+    assert [outcome.x_reference for outcome in table.rows] == [None, None, 10]
 
 
 def test_all_together_is_the_last_row_of_one_process_that_trains_the_first_rows_model():

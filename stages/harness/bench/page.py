@@ -33,7 +33,7 @@ def short_table(table, path_to_stages=None):
             words.linked_title(outcome.row, path_to_stages) if path_to_stages else outcome.row.title,
             words.speed_cell(outcome),
             words.ratio_cell(outcome),
-            words.ratio_to_reference_cell(outcome),
+            number_cell(outcome.x_reference, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
             words.typed_cell(outcome),
         ]
@@ -117,8 +117,6 @@ def terminal(table):
     lines = [aligned(short_table(table))]
     for outcome in table.rows:
         parts = words.words_on_base(outcome) + words.words_on_script(outcome)
-        if outcome.error:
-            parts.append(words.failure(outcome.error))
         if parts:
             lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
     return "\n".join(lines)

@@ -56,7 +56,7 @@ class Outcome:
 
     # beside other rows: table_of() fills these in
     ratio: Ratio | None = None  # to the base
-    ratio_to_reference: Ratio | None = None
+    x_reference: float | None = None  # how many times as fast as the Table's reference
     predicted: float | None = None  # what the ratio should be
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
@@ -106,7 +106,8 @@ def table_of(results):
     table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
     for outcome in table.outcomes.values():
         outcome.ratio = compare(outcome, outcome.base)
-        outcome.ratio_to_reference = compare(outcome, table.reference)
+        ratio_to_reference = compare(outcome, table.reference)
+        outcome.x_reference = ratio_to_reference and ratio_to_reference.value
         outcome.predicted = predict(outcome, table.rates)
         outcome.peak_share = peak_share(outcome, table.probe_times)
     find_noise(table)
@@ -247,11 +248,11 @@ def add_figures(outcome, runs, bench):
 
 
 def compare(outcome, base):
-    """Return the Ratio of the speeds of two rows, or None where no samples pair up.
+    """Return the Ratio of the speeds of two rows, or None where no samples pair up, and where one of them failed.
 
     Two models are not compared, nor are tokens with samples of another kind, or with steps.
     """
-    if base is None or base is outcome or base.model != outcome.model:
+    if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
         return None
     for each in (outcome, base):
         if each.is_out_of_turn or each.by_all_steps:
@@ -308,10 +309,7 @@ def find_noise(table):
     A claim is contradicted where its ratio is further from 1 than second runs alone and its ± explain, and than 5 %.
     Such a pair is left out of the noise.
     """
-    pairs = []
-    for outcome in table.outcomes.values():
-        if outcome.is_same_computation and outcome.ratio and not outcome.error and not outcome.base.error:
-            pairs.append(outcome)
+    pairs = [outcome for outcome in table.outcomes.values() if outcome.is_same_computation and outcome.ratio]
     repeats = [outcome for outcome in pairs if outcome.row.control_of]
     claims = [outcome for outcome in pairs if not outcome.row.control_of]
     table.pairs = repeats + claims
@@ -325,10 +323,9 @@ def find_noise(table):
 def add_verdict(outcome, table):
     """Fill in the verdict on a row.
 
-    There is none where the row and its base have no ratio, where one of them failed, where the row should add something
-    and does not, and where the noise is not known.
+    There is none without a ratio, where the row should add something and does not, and where the noise is not known.
     """
-    if outcome.ratio is None or outcome.error or outcome.base.error or outcome.adds_nothing or table.noise is None:
+    if outcome.ratio is None or outcome.adds_nothing or table.noise is None:
         return
     if outcome.is_contradicted or outcome.base.is_contradicted:
         outcome.verdict = Verdict.UNCLEAR
@@ -343,5 +340,5 @@ def add_together(table):
     first, *others = table.rows
     for outcome in others:
         ratio = compare(outcome, first)
-        if ratio and outcome.ranks == 1 and not outcome.error:
+        if ratio and outcome.ranks == 1:
             table.last, table.together = outcome, ratio

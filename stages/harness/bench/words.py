@@ -45,7 +45,7 @@ def words_on_ratio(ratio):
 
 def ratio_cell(outcome):
     """Return the cell that compares a row with the one above; in brackets where no difference is shown."""
-    if outcome.ratio is None or outcome.error:
+    if outcome.ratio is None:
         return NOTHING
     cell = words_on_ratio(outcome.ratio)
     return f"({cell})" if is_in_brackets(outcome) else cell
@@ -54,12 +54,6 @@ def ratio_cell(outcome):
 def is_in_brackets(outcome):
     """Tell whether a row's ratio shows no difference to the row above."""
     return outcome.verdict in (Verdict.SAME, Verdict.UNCLEAR) or outcome.adds_nothing
-
-
-def ratio_to_reference_cell(outcome):
-    """Return the cell that compares a row with the reference, without a ±."""
-    ratio = outcome.ratio_to_reference
-    return NOTHING if ratio is None or outcome.error else f"{ratio.value:.2f}"
 
 
 # What a row is
@@ -137,12 +131,9 @@ def code_of_technique(stage, outcome):
 
 def note_cell(outcome, bench):
     """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
-    parts = []
-    if outcome.error:
-        parts.append(failure(outcome.error))
-    elif outcome.rounds < bench["rounds"]:
+    parts = words_on_base(outcome)
+    if outcome.rounds < bench["rounds"] and not outcome.error:
         parts.append(f"{outcome.rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
-    parts += words_on_base(outcome)
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
     parts += words_on_script(outcome) + outcome.words_on_card
@@ -156,6 +147,8 @@ def note_cell(outcome, bench):
 def words_on_base(outcome):
     """Return why a row can't be compared with the row above, or not by its speed alone, a list of words."""
     base = outcome.base
+    if outcome.error:
+        return [failure(outcome.error)]
     if base and base.model and outcome.model and base.model != outcome.model:
         return [NOT_COMPARED]
     if outcome.ratio and outcome.ratio.halves:
