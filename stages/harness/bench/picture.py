@@ -37,8 +37,6 @@ def draw(table, name):
     """Return the text of results/NAME.svg."""
     device = table.bench["environment"]["device_name"]
     title = f"{name}: {device}, {UNITS[table.unit]}/s, x above"
-    if any(half_of_whisker(outcome) for outcome in table.rows):
-        title += " (± as a line)"
     parts = [text(8, 8, shortened(title, int(WIDTH / LETTER)))]
     parts += bars(table)
     bottom = TOP + LINE * (len(table.rows) + 1) + 6

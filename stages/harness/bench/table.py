@@ -69,25 +69,17 @@ class Table:
 
     bench: dict  # the first line of its record
     outcomes: dict = field(default_factory=dict)  # {name: Outcome} of all rows, and of the control
+    rows: list = field(default_factory=list)  # Outcomes without that of the control
     reference: Outcome | None = None  # of the row that all others are compared with
     facts: dict | None = None  # of the first row that has some
+    unit: str = "tok"  # that this row counts
     probe_times: dict = field(default_factory=dict)  # {round: seconds of a FLOP in each step, or in the median step}
     rates: Rates | None = None  # that the probe measured
     loss_step: int | None = None  # the last step that all rows took
-    pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base, controls first
+    pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     noise: Noise | None = None  # of these
     last: Outcome | None = None  # of the last row of one process that trains the first row's model
     together: Ratio | None = None  # of that to the first row
-
-    @property
-    def rows(self):
-        """The Outcomes of the rows, in their order."""
-        return [outcome for outcome in self.outcomes.values() if not outcome.row.control_of]
-
-    @property
-    def unit(self):
-        """What the first row counts that ran: "tok", "sample" or "step"."""
-        return self.facts["unit"] if self.facts else "tok"
 
 
 def table_of(results):
@@ -100,8 +92,11 @@ def table_of(results):
         else:
             base = table.outcomes.get(row.control_of or row.above)
             table.outcomes[row.name] = outcome_of(row, base, runs, results.bench)
+    table.rows = [outcome for outcome in table.outcomes.values() if not outcome.row.control_of]
     table.reference = table.outcomes[results.bench["reference"]]
     table.facts = first_known([outcome.facts for outcome in table.rows])
+    if table.facts:
+        table.unit = table.facts["unit"]
     with_losses = [outcome for outcome in table.rows if outcome.counted and outcome.losses]
     table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
     for outcome in table.outcomes.values():
@@ -254,9 +249,8 @@ def compare(outcome, base):
     """
     if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
         return None
-    for each in (outcome, base):
-        if each.is_out_of_turn or each.by_all_steps:
-            return ratio_of_rounds(outcome.means, base.means)
+    if any(each.is_out_of_turn or each.by_all_steps for each in (outcome, base)):
+        return ratio_of_rounds(outcome.means, base.means)
     return ratio_of_rounds(outcome.times, base.times)
 
 
@@ -267,9 +261,7 @@ def predict(outcome, rates):
     divided by the rates that the probe measured.
     """
     base = outcome.base
-    if rates is None or base is None or outcome.effect is None or base.effect is None:
-        return None
-    if outcome.ranks != base.ranks:
+    if not (rates and base and outcome.effect and base.effect and outcome.ranks == base.ranks):
         return None
     work, work_of_base = outcome.effect.work, base.effect.work
     stage, stage_of_base = outcome.row.stage, base.row.stage
@@ -309,14 +301,12 @@ def find_noise(table):
     A claim is contradicted where its ratio is further from 1 than second runs alone and its ± explain, and than 5 %.
     Such a pair is left out of the noise.
     """
-    pairs = [outcome for outcome in table.outcomes.values() if outcome.is_same_computation and outcome.ratio]
-    repeats = [outcome for outcome in pairs if outcome.row.control_of]
-    claims = [outcome for outcome in pairs if not outcome.row.control_of]
-    table.pairs = repeats + claims
-    sizes = [distance(outcome.ratio.value) for outcome in repeats]
-    allowed = Noise(max([ALIKE, *sizes]), len(repeats))
-    for outcome in claims:
-        outcome.is_contradicted = judge(outcome.ratio, allowed) in (Verdict.FASTER, Verdict.SLOWER)
+    table.pairs = [each for each in table.outcomes.values() if each.is_same_computation and each.ratio]
+    sizes = [distance(outcome.ratio.value) for outcome in table.pairs if outcome.row.control_of]
+    allowed = Noise(max([ALIKE, *sizes]), len(sizes))
+    for outcome in table.pairs:
+        is_apart = judge(outcome.ratio, allowed) in (Verdict.FASTER, Verdict.SLOWER)
+        outcome.is_contradicted = is_apart and not outcome.row.control_of
     table.noise = noise_of_pairs([outcome.ratio for outcome in table.pairs if not outcome.is_contradicted])
 
 
