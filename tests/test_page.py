@@ -136,7 +136,7 @@ def test_two_models_have_no_ratio_and_the_row_says_so():
     samples = run("d", [0.25] * 3, parameters=1000, unit="sample", shape=None)
     table = table_from(*runs, other, samples)
     assert [words.ratio_cell(outcome) for outcome in table.rows] == ["–", "2.00 ± 0.00", "–", "–"]
-    assert [words.words_on_base(outcome) for outcome in table.rows] == [[], [], *[[words.NOT_COMPARED]] * 2]
+    assert [words.words_on_comparison(outcome) for outcome in table.rows] == [[], [], *[[words.NOT_COMPARED]] * 2]
 
 
 def test_the_terminal_has_80_columns_however_long_a_command_is():

@@ -116,7 +116,7 @@ def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_table(table))]
     for outcome in table.rows:
-        parts = words.words_on_base(outcome) + words.words_on_script(outcome)
+        parts = words.words_on_comparison(outcome) + words.words_on_script(outcome)
         if parts:
             lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
     return "\n".join(lines)

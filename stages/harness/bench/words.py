@@ -131,7 +131,7 @@ def code_of_technique(stage, outcome):
 
 def note_cell(outcome, bench):
     """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
-    parts = words_on_base(outcome)
+    parts = words_on_comparison(outcome)
     if outcome.rounds < bench["rounds"] and not outcome.error:
         parts.append(f"{outcome.rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.effect and outcome.effect.words:
@@ -144,11 +144,11 @@ def note_cell(outcome, bench):
     return "; ".join(parts)
 
 
-def words_on_base(outcome):
-    """Return why a row can't be compared with the row above, or not by its speed alone, a list of words."""
-    base = outcome.base
+def words_on_comparison(outcome):
+    """Return why a row has no ratio to the row above, or why that is not all to know, a list of words."""
     if outcome.error:
         return [failure(outcome.error)]
+    base = outcome.base
     if base and base.model and outcome.model and base.model != outcome.model:
         return [NOT_COMPARED]
     if outcome.ratio and outcome.ratio.halves:
