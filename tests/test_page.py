@@ -136,7 +136,7 @@ def test_two_models_have_no_ratio_and_the_row_says_so():
     samples = run("d", [0.25] * 3, parameters=1000, unit="sample", shape=None)
     table = table_from(*runs, other, samples)
     assert [words.ratio_cell(outcome) for outcome in table.rows] == ["–", "2.00 ± 0.00", "–", "–"]
-    assert [words.words_on_comparison(outcome) for outcome in table.rows] == [[], [], *[[words.NOT_COMPARED]] * 2]
+    assert [len(words.words_on_comparison(outcome)) for outcome in table.rows] == [0, 0, 1, 1]
 
 
 def test_the_terminal_has_80_columns_however_long_a_command_is():
@@ -146,7 +146,7 @@ def test_the_terminal_has_80_columns_however_long_a_command_is():
     runs = [run(each.name, [1.0] * 3, techniques=None if each.stage else {}) for each in rows]
     shown = page.terminal_at_the_end(table_from(*runs, rows=rows))
     assert max(len(line) for line in shown.splitlines()) <= 80
-    assert re.search(r"t#3ist.py--option=x+--last=3", "".join(shown.split()))
+    assert re.search(r"t\.py--option=x+…x+--last=3", "".join(shown.split()))
 
 
 def test_what_a_script_is_called_is_no_markdown():

@@ -16,7 +16,6 @@ from .words import number_cell
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
 WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-PATH_TO_STAGES = "../stages/"  # from a page in results/
 NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and three rounds or steps in turn."
 WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares within each turn."
 
@@ -93,7 +92,7 @@ def wrapped(text, indent, width=TERMINAL_WIDTH):
 
 
 def how_to_read(table):
-    """Return how to read the ratios of the table, and the commands that it shortens, a list of sentences."""
+    """Return how to read the ratios of the table, a list of sentences."""
     with_ratios = [outcome for outcome in table.rows if outcome.ratio]
     lines = []
     if with_ratios and table.noise is None:
@@ -103,9 +102,6 @@ def how_to_read(table):
         lines.append(f"A number in brackets is too close to 1 to call. {apart}")
     if with_ratios and table.bench["in_turn"]:
         lines.append(WHICH_TO_TRUST)
-    for outcome in table.rows:
-        if len(outcome.row.name) > words.MOST_OF_A_COMMAND:  # its cell has no room for it
-            lines.append(f"{words.quoted(outcome.row.title)} is {words.code(outcome.row.name)}")
     return lines
 
 
@@ -124,8 +120,7 @@ def terminal(table):
 
 def terminal_at_the_end(table):
     """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
-    lines = [terminal(table), *(wrapped(line.replace("`", ""), 0) for line in how_to_read(table))]
-    lines.append("")
+    lines = [terminal(table), *(wrapped(line, 0) for line in how_to_read(table)), ""]
     for heading, text in answer(table):
         lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text.replace("`", ""), WIDTH_OF_A_HEADING))
     return "\n".join(lines)
@@ -153,7 +148,7 @@ def page(table, name):
     parts = [
         f"# {name}: a bench on {table.bench['environment']['device_name']}",
         f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
-        markdown(short_table(table, PATH_TO_STAGES)),
+        markdown(short_table(table, path_to_stages="../stages/")),
         "\n\n".join(how_to_read(table)),
         "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
         markdown(full_table(table)),

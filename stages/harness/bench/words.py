@@ -9,7 +9,6 @@ from .ratios import Verdict
 from .rows import goes_without_cpu_memory
 
 NOTHING = "–"  # a cell without a figure
-NOT_COMPARED = "not compared with the row above, which trains another model, or counts something else"
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
@@ -115,7 +114,7 @@ def typed_cell(outcome):
         return NOTHING
     if outcome.added and not row.stage:
         return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
-    text = code(row.name) if len(row.name) <= MOST_OF_A_COMMAND else "its command, below"
+    text = code(shortened(row.name, MOST_OF_A_COMMAND))
     if row.stage and not row.launcher and not row.flags:
         text = row.stage.line
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
@@ -150,7 +149,7 @@ def words_on_comparison(outcome):
         return [failure(outcome.error)]
     base = outcome.base
     if base and base.model and outcome.model and base.model != outcome.model:
-        return [NOT_COMPARED]
+        return ["not compared with the row above, which trains another model, or counts something else"]
     if outcome.ratio and outcome.ratio.halves:
         first, second = outcome.ratio.halves
         return [f"its gain went from {first:.2f} in the first half of its turns to {second:.2f} in the second"]
