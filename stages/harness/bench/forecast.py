@@ -4,32 +4,24 @@ from dataclasses import replace
 
 from ..arithmetic import shape_of_size
 from ..flags import settings_of
-from ..scripts import with_added
 from .results import Results, Run
-from .rows import PROBE, runs_the_same, starts_python
+from .rows import PROBE, starts_python
 from .table import table_of
 
 
 def forecast_of(results, stage_args):
-    """Return the Table of a bench before it is measured, which has predictions alone.
+    """Return the Table of a bench before it is measured, which has predictions of stages alone.
 
-    results: of a bench whose probe has taken its warm-up. stage_args: {name of a row: the flags of its stage}. Of
-    scripts, those are foretold that run like one which has shown what it uses. A row whose launcher starts a Python is
-    not, because that may start several processes, as torchrun does.
+    results: of a bench whose probe has taken its warm-up. stage_args: {name of a row: the flags of its stage}. A row
+    whose launcher starts a Python is not foretold, because that may start several processes, as torchrun does.
     """
     probe = results.runs[PROBE, 0]
     forecast = Results(results.bench)
     forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step is left out
     for row in results.table_rows:
-        run = run_that_has_shown(row, results)
-        if starts_python(row.launcher):
-            continue
-        if row.is_of_the_ladder:
+        if row.is_of_the_ladder and not starts_python(row.launcher):
             header = header_of_stage(stage_args[row.name], results.bench)
             forecast.runs[row.name, 0] = Run(0, 0, header, summary={"sdpa": probe.steps[-1]["sdpa"]})
-        elif run:
-            techniques = with_added(run.techniques, row.added)
-            forecast.runs[row.name, 0] = Run(0, 0, run.header, techniques=techniques)
     return table_of(forecast)
 
 
@@ -42,12 +34,3 @@ def header_of_stage(args, bench):
         "environment": bench["environment"],
         "fallbacks": args.fallbacks,
     }
-
-
-def run_that_has_shown(row, results):
-    """Return the Run of a script that runs like a row, and has shown its techniques; None without one."""
-    for run_row in results.table_rows:
-        run = results.runs.get((run_row.name, 0))
-        if runs_the_same(row, run_row) and run and run.techniques:
-            return run
-    return None
