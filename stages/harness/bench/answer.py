@@ -59,7 +59,7 @@ def words_on_cost(table):
     bench = table.bench
     ran = [outcome for outcome in table.outcomes.values() if outcome.counted]
     counted = sum(step["dt"] for outcome in ran for step in outcome.counted)
-    seconds = counted + sum(outcome.warmup_s * max(1, outcome.rounds) for outcome in ran)
+    seconds = counted + sum(outcome.warmup_s * max(1, len(outcome.rounds)) for outcome in ran)
     if bench["in_turn"] and bench["rounds"] == 1:
         steps = bench["warmup"] + 4 * (bench["steps"] - bench["warmup"])
         seconds += 3 * counted

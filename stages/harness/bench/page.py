@@ -78,10 +78,9 @@ def aligned(lines):
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     drawn = []
     for title, *figures, end in lines:
-        start = title.ljust(widths[0])
+        start = title.ljust(widths[0]) + "  "
         for cell, width in zip(figures, widths[1:-1], strict=True):
-            start += "  " + cell.rjust(width)
-        start += "  "
+            start += cell.rjust(width) + "  "
         drawn.append(wrapped(start + end, len(start), max(TERMINAL_WIDTH, len(start) + NARROWEST)))
     return "\n".join(drawn)
 

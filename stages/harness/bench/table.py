@@ -28,7 +28,6 @@ class Outcome:
 
     # by itself: outcome_of() fills these in
     error: dict | None = None  # the line of its first run that failed
-    rounds: int = 0  # that came to their end
     losses: dict = field(default_factory=dict)  # {step: loss} of its first run
     curve: list = field(default_factory=list)  # (tokens up to a step, loss) of the same steps
     facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
@@ -45,7 +44,7 @@ class Outcome:
     is_same_computation: bool = False  # as the base's
     counted: list = field(default_factory=list)  # the steps of all runs, without their warm-up
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in the median step alone}
-    means: dict = field(default_factory=dict)  # {round: [seconds of a token in all steps together]}
+    rounds: dict = field(default_factory=dict)  # {round that came to its end: [seconds of a token in all its steps]}
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
@@ -95,8 +94,7 @@ def table_of(results):
     table.rows = [outcome for outcome in table.outcomes.values() if not outcome.row.control_of]
     table.reference = table.outcomes[results.bench["reference"]]
     table.facts = first_known([outcome.facts for outcome in table.rows])
-    if table.facts:
-        table.unit = table.facts["unit"]
+    table.unit = table.facts["unit"] if table.facts else "tok"
     with_losses = [outcome for outcome in table.rows if outcome.counted and outcome.losses]
     table.loss_step = min([max(outcome.losses) for outcome in with_losses], default=None)
     for outcome in table.outcomes.values():
@@ -225,8 +223,7 @@ def add_figures(outcome, runs, bench):
     for run in runs:
         outcome.counted += run.counted
         if run.summary:
-            outcome.rounds += 1
-            outcome.means[run.round] = [seconds_of_a_token(run.counted)]
+            outcome.rounds[run.round] = [seconds_of_a_token(run.counted)]
     if not outcome.counted:
         return
     figures = figures_of(outcome.counted)
@@ -250,7 +247,7 @@ def compare(outcome, base):
     if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
         return None
     if any(each.is_out_of_turn or each.by_all_steps for each in (outcome, base)):
-        return ratio_of_rounds(outcome.means, base.means)
+        return ratio_of_rounds(outcome.rounds, base.rounds)
     return ratio_of_rounds(outcome.times, base.times)
 
 

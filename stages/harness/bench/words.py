@@ -131,8 +131,8 @@ def code_of_technique(stage, outcome):
 def note_cell(outcome, bench):
     """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
     parts = words_on_comparison(outcome)
-    if outcome.rounds < bench["rounds"] and not outcome.error:
-        parts.append(f"{outcome.rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
+    if len(outcome.rounds) < bench["rounds"] and not outcome.error:
+        parts.append(f"{len(outcome.rounds)} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
     parts += words_on_script(outcome) + outcome.words_on_card
