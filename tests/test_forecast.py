@@ -56,14 +56,8 @@ def probe_of(copy, **peak):
     return [line | measured if line["kind"] == "step" else line for line in probed()]
 
 
-def test_the_terminal_says_what_is_foretold_and_scripts_have_none(a_card, tmp_path):
-    (tmp_path / "mine.py").touch()
-    rows = [
-        row("probe"),
-        row("s09"),
-        row("s10", above="s09"),
-        row(str(tmp_path / "mine.py"), title="mine", above="s10"),
-    ]
+def test_the_terminal_says_what_is_foretold_of_rows_that_are_one_process(a_card):
+    rows = [row("probe"), row("s09"), row("s10", above="s09")]
     rows.append(replace(row_of("torchrun s12"), title="s12", above="s10"))
     rates = probe_of(float32=5e13, tf32=3e14, bfloat16=6e14, copy=3e12)
     words = page.expectations(foretold_of(results_of(rates, rows=rows, environment=A100)))

@@ -4,7 +4,7 @@ from harness.bench.ratios import Verdict
 from harness.figures import WARMUP, figures_of
 
 import pytest
-from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, summary, table_from
+from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, table_from
 
 # figures
 
@@ -79,11 +79,6 @@ def test_a_round_that_was_cut_off_pairs_with_no_other():
     assert table_from(*a, *b, in_turn=False).outcomes["b"].ratio.value == 2
 
 
-def test_speed_is_in_tokens_and_not_in_steps():
-    table = table_from(run("a", [1.0], tokens=1000), run("b", [1.5], tokens=3000))
-    assert table.outcomes["b"].ratio.value == 2
-
-
 @pytest.mark.parametrize(
     "other, have_a_ratio",
     [
@@ -129,15 +124,6 @@ def run_of_one(name, **settings):
     """Return a run of the model ONE in float32, not compiled, in one micro-batch."""
     about = {"shape": ONE, "batch_size": 1, "amp_dtype": "float32", "compile": False, "accum": 1} | settings
     return run(name, [1.0], **about)
-
-
-def test_a_prediction_is_the_ratio_of_the_sums_of_all_parts():
-    """78 FLOP with weights, 12 of attention; 68 bytes of scores, 24 of logits, 132 residual, 80 gelu, 116 projections,
-    and 20 * 56 of AdamW."""
-    environment = CPU | {"tf32": True}
-    runs = [run_of_one("s01", environment=environment), run_of_one("s02", environment=environment)]
-    table = table_from(*runs, probed(**RATES))
-    assert table.outcomes["s02"].predicted == pytest.approx((90 + 154) / (30 + 154))
 
 
 def test_a_prediction_is_by_all_stages_between_two_rows():
@@ -210,11 +196,6 @@ def test_the_share_of_the_peak_is_by_the_models_shape():
 # noise and verdicts
 
 
-@pytest.mark.parametrize("dt, noise", [(1.0, 0), (1.25, 0.25), (0.8, 0.25)])
-def test_the_noise_is_how_far_a_row_and_its_second_run_came_out_apart(dt, noise):
-    assert table_from(run("a", [1.0] * 3), run("a again", [dt] * 3)).noise == (pytest.approx(noise), 1)
-
-
 def test_a_stage_that_does_nothing_here_and_a_second_run_are_pairs_of_one_computation():
     missing = {"compile": False, "fallbacks": {"compile": "no compiler"}, "amp_dtype": "float32", "accum": 1}
     names = [*(f"s{number:02d}" for number in range(1, 13)), "s07 again"]
@@ -239,13 +220,6 @@ def test_a_row_is_a_control_of_one_above_where_no_stage_between_does_anything_he
     rows = [above, row(below.name, above=above.name, launcher=below.launcher, flags=below.flags)]
     table = table_from(run(above.name, [1.0]), run(below.name, [1.0]), rows=rows)
     assert len(table.pairs) == is_control
-
-
-@pytest.mark.parametrize("failed", ["a", "a again"])
-def test_a_run_that_failed_is_no_control(failed):
-    ends = {failed: failure("boom")}
-    table = table_from(*[run(name, [1.0] * 2, end=ends.get(name, summary())) for name in ("a", "a again")])
-    assert table.pairs == []
 
 
 def test_a_single_round_of_a_row_tells_nothing_whatever_the_noise():
