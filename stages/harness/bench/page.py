@@ -160,7 +160,7 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    lines = [machine_line(table), how_rows_ran(bench), noise_line(table), rates_line(table)]
+    lines = [machine_line(table), how_rows_ran(bench), noise_line(table), rates_line(table.rates)]
     if table.facts:
         lines.insert(1, what_ran(table))
     return [*lines, f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."]
@@ -198,8 +198,8 @@ def how_rows_ran(bench):
     how = "One after the other, each in a fresh process"
     if bench["in_turn"]:
         how = "In turn, all processes alive at once"
-    rounds = f"{bench['rounds']} round{'s' if bench['rounds'] > 1 else ''}"
-    return f"{how}: at most {bench['steps']} steps, of which {bench['warmup']} are warm-up, in {rounds}."
+    steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
+    return f"{how}: {steps}. Rounds: {bench['rounds']}."
 
 
 def noise_line(table):
@@ -213,10 +213,9 @@ def noise_line(table):
     return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line
 
 
-def rates_line(table):
-    """Return what the columns "% of peak" and "predicted" divide by."""
-    if table.rates is None:
+def rates_line(rates):
+    """Return what the columns "% of peak" and "predicted" divide by. rates: the Rates of the probe, or None."""
+    if rates is None:
         return "No peak and no predictions, since the probe left no rates."
-    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(table.rates.matmul.items())]
-    copy = f"{table.rates.copy / 1e9:,.1f} GB/s"
-    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {copy}."
+    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates.matmul.items())]
+    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {rates.copy / 1e9:,.1f} GB/s."

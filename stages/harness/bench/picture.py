@@ -35,8 +35,7 @@ line, polyline, rect { stroke: #24292f; fill: none }
 
 def draw(table, name):
     """Return the text of results/NAME.svg."""
-    device = table.bench["environment"]["device_name"]
-    title = f"{name}: {device}, {UNITS[table.unit]}/s, x above"
+    title = f"{name}: {table.bench['environment']['device_name']}, {UNITS[table.unit]}/s, x above"
     parts = [text(8, 8, shortened(title, int(WIDTH / LETTER)))]
     parts += bars(table)
     bottom = TOP + LINE * (len(table.rows) + 1) + 6

@@ -71,7 +71,7 @@ class Table:
     rows: list = field(default_factory=list)  # Outcomes without that of the control
     reference: Outcome | None = None  # of the row that all others are compared with
     facts: dict | None = None  # of the first row that has some
-    unit: str = "tok"  # that this row counts
+    unit: str | None = None  # what this row counts
     probe_times: dict = field(default_factory=dict)  # {round: seconds of a FLOP in each step, or in the median step}
     rates: Rates | None = None  # that the probe measured
     loss_step: int | None = None  # the last step that all rows took

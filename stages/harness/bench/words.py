@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from .. import ladder, scripts
-from ..figures import LONG_WAIT, waiting_share
+from ..figures import waiting_share, waits_for_data
 from .ratios import Verdict
 from .rows import goes_without_cpu_memory
 
@@ -175,9 +175,8 @@ def words_on_script(outcome):
         words.append(f"ran on the {outcome.ran_on} in a bench of another device: pass --device {outcome.ran_on}")
     if outcome.is_out_of_turn:
         words.append("took its steps without turns, since what loads its data would get ahead")
-    waiting = waiting_share(outcome.counted)
-    if waiting > LONG_WAIT:
-        words.append(f"{100 * waiting:.0f} % of its time waits for a DataLoader")
+    if waits_for_data(outcome.counted):
+        words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
 
 
