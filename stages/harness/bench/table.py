@@ -175,32 +175,39 @@ def add_facts(outcome, facts, bench):
 
 
 def add_techniques(outcome):
-    """Fill in which techniques a row has, and its base has not, and whether both compute the same.
-
-    Of stages these are all between the two that do something here. What was added to a script from outside is in vain
-    where the script had it before, or does not have it now.
-    """
+    """Fill in which techniques a row has, and its base has not, and whether both compute the same."""
     row, base = outcome.row, outcome.base
-    outcome.is_same_computation = row.control_of is not None
     if base is None:
         return
     outcome.gains_memory = gains_cpu_memory(row, base.row)
-    if row.stage and base.row.stage and outcome.facts:
-        stages = ladder.between(base.row.stage, row.stage)
-        changing = [stage for stage in stages if not ladder.effect_of(stage, outcome.facts).same_computation]
-        outcome.added = [stage for stage in stages if stage.for_the_loss or stage in changing]
-        has_same_command = (row.launcher, row.flags) == (base.row.launcher, base.row.flags)
-        if stages and not changing and has_same_command:
-            outcome.is_same_computation = True
-    if runs_the_same(row, base.row):
-        before, now = base.techniques, outcome.techniques
-        for name in row.added:
-            if name in base.row.added:
-                continue
-            if before and now and (uses(before, name) or not uses(now, name)):
-                outcome.added_in_vain.append(name)
-            else:
-                outcome.added.append(ladder.ADDED[name])
+    if row.control_of:
+        outcome.is_same_computation = True
+    elif row.stage and base.row.stage and outcome.facts:
+        add_stages(outcome)
+    elif runs_the_same(row, base.row):
+        add_from_outside(outcome)
+
+
+def add_stages(outcome):
+    """Fill in the stages after that of the base, as far as they do something here, up to a row's own."""
+    row, base_row = outcome.row, outcome.base.row
+    stages = ladder.between(base_row.stage, row.stage)
+    changing = [stage for stage in stages if not ladder.effect_of(stage, outcome.facts).same_computation]
+    outcome.added = [stage for stage in stages if stage.for_the_loss or stage in changing]
+    if stages and not changing and (row.launcher, row.flags) == (base_row.launcher, base_row.flags):
+        outcome.is_same_computation = True
+
+
+def add_from_outside(outcome):
+    """Fill in what was added to a script, and what of it in vain: the script had it before, or does not have it now."""
+    before, now = outcome.base.techniques, outcome.techniques
+    for name in outcome.row.added:
+        if name in outcome.base.row.added:
+            continue
+        if before and now and (uses(before, name) or not uses(now, name)):
+            outcome.added_in_vain.append(name)
+        else:
+            outcome.added.append(ladder.ADDED[name])
     if outcome.added_in_vain and not outcome.added:
         outcome.adds_nothing = outcome.is_same_computation = True
 
