@@ -160,9 +160,7 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    lines = [machine_line(table), how_rows_ran(bench), noise_line(table), rates_line(table.rates)]
-    if table.facts:
-        lines.insert(1, what_ran(table))
+    lines = [machine_line(table), what_ran(table), how_rows_ran(bench), noise_line(table), rates_line(table.rates)]
     return [*lines, f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."]
 
 
@@ -180,6 +178,8 @@ def machine_line(table):
 
 def what_ran(table):
     """Return the model, the batch, the text, the seed and the date of the first row that ran."""
+    if table.facts is None:
+        return "No row got as far as its first step."
     shape, settings = table.facts["shape"], table.facts["settings"]
     parts = ["No GPT"]
     if shape:
