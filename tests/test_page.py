@@ -173,7 +173,10 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         run("s12", [0.25] * 20),
     ]
     assert answer(table_from(*runs, steps=24)) == [
-        ("worth it", "s03 autocast 2.40, s04 compile 1.50"),
+        (
+            "worth it",
+            "s03 autocast 2.40, s04 compile 1.50 (pays after about 480 steps, since its warm-up takes 40 s longer)",
+        ),
         (
             "slower",
             "s12 with s08 to s11 0.80 (one process: what DDP itself costs), "

@@ -2,7 +2,7 @@
 
 from .ratios import Verdict, distance, judge
 from .rows import CPU_MEMORY
-from .words import code, code_of_technique, name_of_change, quoted, words_on_ratio
+from .words import LONG_WARMUP, code, code_of_technique, name_of_change, quoted, words_on_ratio
 
 
 def answer(table):
@@ -46,9 +46,20 @@ def reason_of_verdict(outcome):
         return "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
     if outcome.base.is_contradicted:
         return "the row above may have been disturbed"
+    if outcome.verdict is Verdict.FASTER:
+        return words_on_paying(outcome)
     if outcome.effect and (outcome.verdict is Verdict.SLOWER or outcome.is_same_computation):
         return outcome.effect.words
     return None
+
+
+def words_on_paying(outcome):
+    """Return after how many steps a gain has made up for a longer warm-up; None where that is hardly longer."""
+    longer = outcome.warmup_s - outcome.base.warmup_s
+    if longer < LONG_WARMUP:
+        return None
+    seconds_saved = outcome.dt_ms / 1000 * (outcome.ratio.value - 1)  # in each step
+    return f"pays after about {longer / seconds_saved:,.0f} steps, since its warm-up takes {longer:.0f} s longer"
 
 
 def words_on_cost(table):
