@@ -22,7 +22,7 @@ COLORS = {
     Verdict.FASTER: "#3fb950",
     Verdict.SLOWER: "#8e1519",
     Verdict.SAME: "#d0d7de",
-    Verdict.UNCLEAR: "none",  # an outline
+    Verdict.UNCLEAR: "url(#hatched)",
     None: "#0969da",
 }
 HEAD = """<style>
@@ -30,7 +30,9 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 line, polyline, rect { stroke: #24292f; fill: none }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } line, polyline, rect { stroke: #e6edf3 } }
 .first { stroke: #8c959f; stroke-width: 4 }
-</style>"""
+</style>
+<defs><pattern id="hatched" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<path d="M0 0V6" stroke="#8c959f" stroke-width="6"/></pattern></defs>"""
 
 
 def draw(table, name):
