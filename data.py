@@ -11,7 +11,7 @@ import http.client
 import os
 import sys
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_TOKENS = 338_025
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # how the 1,024 bytes of llm.c's begin
 # What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
@@ -33,16 +32,21 @@ class TextError(ValueError):
 
 @dataclass
 class Corpus:
-    """A text as tokens, and where it came from.
+    """A text as tokens.
 
-    name: for people. ids: its tokens, a 1-D array of integers, or Shards. source: how load_tokens() finds it. in_bytes:
-    whether each byte is a token, because GPT-2's vocabulary could not be had.
+    name: for people. ids: the tokens to train on, a 1-D array of integers, or Shards. held_out: those on which no stage
+    trains. source: by which load_tokens() finds the text.
     """
 
     name: str
     ids: np.ndarray
-    source: str | None
-    in_bytes: bool = False
+    held_out: np.ndarray
+    source: str | None = None
+
+    @property
+    def in_bytes(self):
+        """Whether each byte is a token, as it is without GPT-2's vocabulary. The first ids tell: all are below 256."""
+        return bool(self.ids[np.arange(min(len(self.ids), 4096))].max() < 256)
 
 
 class TokenLoader:
@@ -62,10 +66,8 @@ class TokenLoader:
         self.position = rank * self.tokens_per_batch
         needed = world_size * seq_len + 1  # one more, for the last target
         if len(corpus.ids) < needed:
-            raise TextError(
-                f"{corpus.name} has {len(corpus.ids):,} tokens to train on, and {world_size} x {seq_len} + 1 = "
-                f"{needed:,} are needed: pass a longer text, or a smaller --seq-len"
-            )
+            problem = f"{corpus.name} has {len(corpus.ids):,} tokens to train on, and {needed:,} are needed"
+            raise TextError(f"{problem}: pass a longer text, or a smaller --seq-len")
 
     def next_batch(self, device):
         """Return x and y on the device, int64 (batch_size, seq_len), where y holds the token after each one of x.
@@ -85,42 +87,39 @@ class TokenLoader:
         return x, y
 
 
-def check_ids(ids, name, vocab_size=VOCAB):
-    """Raise TextError where an id is not one of a vocabulary, by default of GPT-2's. name: that of the text."""
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise TextError(
-            f"{name}: it has ids from {ids.min()} to {ids.max()}, and the model's are from 0 to {vocab_size - 1}"
-        )
+def check_ids(ids, name):
+    """Raise TextError where an id is not one of GPT-2's. name: that of the text."""
+    if ids.min() < 0 or ids.max() >= VOCAB:
+        raise TextError(f"{name}: it has ids from {ids.min()} to {ids.max()}, and GPT-2's are from 0 to {VOCAB - 1}")
 
 
-def load_tokens(source=None, split="train"):
+def load_tokens(source=None):
     """Return the Corpus of a text.
 
     source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a file or folder: see
-    corpus_of_file(). split: "train" for the first nine tenths, "val" for the last, on which no stage trains. Of a
-    folder these are whole files: see corpus_of_folder(). Raises TextError where there is no such text.
+    ids_of_file() and corpus_of_folder(). Raises TextError where there is no such text.
     """
     if source is None:
-        corpus = tiny_shakespeare()
-    elif source == "docs":
-        corpus = pythons_documentation()
-    elif os.path.isdir(source):
-        return corpus_of_folder(source, split)
-    else:
-        corpus = corpus_of_file(source)
-    cut = len(corpus.ids) * 9 // 10
-    ids = corpus.ids[:cut] if split == "train" else corpus.ids[cut:]
-    return replace(corpus, ids=ids)
+        return tiny_shakespeare()
+    if source == "docs":
+        return pythons_documentation()
+    if os.path.isdir(source):
+        return corpus_of_folder(source)
+    return corpus_of(Path(source).name, ids_of_file(source), source)
+
+
+def corpus_of(name, ids, source):
+    """Return the Corpus of a text, the last tenth of whose ids is held out."""
+    cut = len(ids) * 9 // 10
+    return Corpus(name, ids[:cut], ids[cut:], source)
 
 
 def tiny_shakespeare():
     """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
     path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
-    with contextlib.suppress(OSError, ValueError):  # it may not be read, or is empty or of an odd length
-        ids = np.memmap(path, dtype=np.uint16, mode="r")
-        if len(ids) == SHAKESPEARE_TOKENS:
-            return Corpus("Tiny Shakespeare", ids, None)
+    with contextlib.suppress(OSError, ValueError):  # it is not there yet, may not be read, or is empty
+        return corpus_of("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
     print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
     try:
         ids = ids_of(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256), tiktoken.get_encoding("gpt2"))
@@ -132,7 +131,7 @@ def tiny_shakespeare():
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         ids.tofile(unfinished)
         os.replace(unfinished, path)  # so that another run never reads half of it
-    return Corpus("Tiny Shakespeare", ids, None)
+    return corpus_of("Tiny Shakespeare", ids, None)
 
 
 def download(url, sha256):
@@ -149,7 +148,7 @@ def pythons_documentation():
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[topic] for topic in sorted(topics))
-    return Corpus("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs", in_bytes=True)
+    return corpus_of("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs")
 
 
 def ids_of(text, encoding):
@@ -178,13 +177,13 @@ def single_bytes():
 
 
 @functools.lru_cache(maxsize=8)  # a folder may have more files than a process may open
-def corpus_of_file(source):
-    """Return the Corpus in a user's file. Raises TextError where it is no such file.
+def ids_of_file(path):
+    """Return the ids in a user's file, a 1-D array of integers. Raises TextError where it holds none.
 
     A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
     other file is a text in UTF-8.
     """
-    path, in_bytes = Path(source), False
+    path = Path(path)
     try:
         if path.suffix == ".npy":
             ids = np.load(path, mmap_mode="r")
@@ -198,51 +197,44 @@ def corpus_of_file(source):
             if first_bytes.max(initial=0) < 128 and len(np.unique(first_bytes[1::2])) > 9:
                 raise ValueError("no byte is above 127, so it is a text, or has ids of 8 bits")
         else:
-            text = path.read_bytes().decode("utf-8-sig")
-            encoding = gpt2_encoding()
-            ids = ids_of(text, encoding)
-            in_bytes = encoding.n_vocab < VOCAB
+            ids = ids_of(path.read_bytes().decode("utf-8-sig"), gpt2_encoding())
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.dtype.itemsize == 1:
             raise ValueError("it is no row of ids of 16 bits or more")
     except (OSError, ValueError, EOFError) as error:
         remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
         raise TextError(f"--data {path}: {error}; {remedy}") from None
-    return Corpus(path.name, ids, source, in_bytes)
+    return ids
 
 
-def corpus_of_folder(source, split):
+def corpus_of_folder(folder):
     """Return the Corpus of the .bin and .npy of a folder, as one ring. Raises TextError where it has no two of them.
 
     Those with val in their names are held out; without any, the last one is.
     """
-    paths = sorted(path for path in Path(source).glob("[!.]*") if path.suffix in (".bin", ".npy"))
+    paths = sorted(path for path in Path(folder).glob("[!.]*") if path.suffix in (".bin", ".npy"))
     held_out = [path for path in paths if "val" in path.name] or paths[-1:]
     training = [path for path in paths if path not in held_out]
     if not training:
-        raise TextError(f"--data {source}: it has no file .bin or .npy to train on beside those that are held out")
-    ids = Shards(held_out if split == "val" else training)
-    name = f"{Path(source).resolve().name}, {len(training)} files, and {len(held_out)} held out"
-    return Corpus(name, ids, source)
+        raise TextError(f"--data {folder}: it has no file .bin or .npy to train on beside those that are held out")
+    name = f"{Path(folder).resolve().name}, {len(training)} files, and {len(held_out)} held out"
+    return Corpus(name, Shards(training), Shards(held_out), folder)
 
 
 class Shards:
-    """The ids of several files, which stay on disk, read as one array."""
+    """The ids of several files, which stay on disk, one file after the other."""
 
     def __init__(self, paths):
         self.paths = paths
-        self.ends = np.cumsum([len(corpus_of_file(path).ids) for path in paths])
+        self.starts = np.cumsum([0] + [len(ids_of_file(path)) for path in paths])  # and at last the end
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.starts[-1])
 
     def __getitem__(self, positions):
-        """Return the ids at some positions, an array or a slice, as an array of int64."""
-        if isinstance(positions, slice):
-            positions = np.arange(*positions.indices(len(self)))
+        """Return the ids at an array of positions, as an array of int64."""
         ids = np.empty(len(positions), dtype=np.int64)
-        shard_of_each = np.searchsorted(self.ends, positions, side="right")
+        shard_of_each = np.searchsorted(self.starts, positions, side="right") - 1
         for number in np.unique(shard_of_each):
             here = shard_of_each == number
-            shard = corpus_of_file(self.paths[number]).ids
-            ids[here] = shard[positions[here] - (self.ends[number] - len(shard))]
+            ids[here] = ids_of_file(self.paths[number])[positions[here] - self.starts[number]]
         return ids

@@ -11,10 +11,9 @@ from harness import machine  # first: it makes data and model importable from he
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, say, tell
 from harness.flags import Parser, positive, seed
-from harness.weights import PUBLISHED, from_pretrained, held_out_ids, held_out_loss, load
+from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
 
 import math
-import os
 
 import torch
 from torch.nn import functional as F
@@ -44,10 +43,7 @@ if not args.prompt:
     refuse("--prompt is empty: pass a text")
 
 device = machine.find_device(args.device)
-if args.weights in PUBLISHED or os.path.isdir(args.weights):
-    model, in_bytes = from_pretrained(args.weights, attention), False
-else:
-    model, in_bytes = load(args.weights, attention)
+model, in_bytes = load(args.weights, attention)
 model.to(device)
 if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
@@ -55,8 +51,8 @@ torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
     try:
-        corpus = load_tokens(args.data, split="val")
-        loss = held_out_loss(model, held_out_ids(corpus, model.config))
+        corpus = load_tokens(args.data)
+        loss = held_out_loss(model, held_out_ids(corpus))
     except TextError as error:
         refuse(error)
     if corpus.in_bytes != in_bytes:

@@ -119,12 +119,6 @@ def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(wat
         assert torch.equal(y, ids[(positions + 1) % 36])
 
 
-def test_a_stage_trains_at_a_length_that_gpt_2_never_had(tmp_path):
-    run = run_stage("s05", *SHORT, "--seq-len", "1500", "--batch-size", "1", "--steps", "1", folder=tmp_path)
-    assert run.status == 0, run.err
-    assert run.header["shape"]["seq_len"] == 1500
-
-
 def assert_eval_is_of_the_saved_weights(run, path):
     """Hold that a run on IDS with --eval and --save tells the held-out loss of what lies at the path."""
     model, _ = load(path, definitions("s05", "attention", F=F)["attention"])

@@ -1,7 +1,8 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
 from harness import ladder, rates
-from harness.stepprofile import StepProfile, part_of
+from harness.arithmetic import Rates
+from harness.stepprofile import StepProfile, part_of, predicted_ms
 
 import re
 from types import SimpleNamespace
@@ -67,26 +68,24 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
 def test_a_profile_that_lost_kernels_says_so():
     copied = event("Memcpy HtoD (Pinned -> Device)", device_type=DeviceType.CUDA)  # no call that starts a kernel
     events = [event("aten::mm", 10, 4_000), event("cudaLaunchKernel"), event("cuLaunchKernelEx"), KERNEL, copied]
-    lines = StepProfile(events, torch.device("cuda"), step_ms=6.0).lines(None, RATES)
+    lines = StepProfile(events, torch.device("cuda"), step_ms=6.0).lines({})
     assert "the profiler lost 1 of 2 kernels: their time is in the rest" in lines
 
 
 def test_a_profile_that_saw_no_kernel_says_so_and_shows_no_part():
     profile = StepProfile([event("aten::mm", 10)], torch.device("mps"), step_ms=6.0)
     assert profile.parts == {}
-    assert profile.lines(None, RATES) == [
-        "the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"
-    ]
+    assert profile.lines({}) == ["the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"]
 
 
 def lines_of_parts(short, amp_dtype="float32", **ms):
     """The last lines of a profile of gpt2 at B 1, T 1024, on a machine whose rates are round. ms: of each operation."""
     run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"sdpa": "flash"}
-    stage = ladder.stage_of(short)
-    work = ladder.effect_of(stage, run).work if stage else None
+    predicted = predicted_ms(ladder.effect_of(ladder.stage_of(short), run).work, Rates(RATES["peak"], RATES["copy"]))
     events = [event(NAMES[part], cpu_us=1e3 * part_ms) for part, part_ms in ms.items()]
-    lines = StepProfile(events, torch.device("cpu"), step_ms=126.0).lines(work, RATES)
-    return lines[lines.index(" measured predicted") + 1 :]
+    lines = StepProfile(events, torch.device("cpu"), step_ms=126.0).lines(predicted)
+    heading = " measured predicted ms, by what its FLOPs and bytes take at the rates of this machine"
+    return lines[lines.index(heading) + 1 :]
 
 
 NAMES = {"matmuls": "aten::mm", "fused": "triton_red", "pointwise": "aten::gelu", "loss": "aten::nll_loss_forward"}
@@ -95,7 +94,7 @@ NAMES = {"matmuls": "aten::mm", "fused": "triton_red", "pointwise": "aten::gelu"
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
     """By hand at 10 GB/s: 151.0 M scores x 20, 51.46 M logits x 12, 25 tensors of 0.786 M numbers x 36, 12 of 3.146 M
     x 20, and 12 of 0.786 M x 60 bytes: 566.65 ms."""
-    _, fused, rest, step = lines_of_parts("s04", loss=2.0, pointwise=3.0, fused=30.0, matmuls=90.0)
+    step, _, fused, rest = lines_of_parts("s04", loss=2.0, pointwise=3.0, fused=30.0, matmuls=90.0)
     assert fused == "    35.00    566.65 fused kernels"
     assert rest == "     1.00           the rest"
     assert step.startswith("   126.00 ") and step.endswith(" the step")
@@ -104,10 +103,9 @@ def test_fused_kernels_take_the_parts_that_a_compiler_merges():
 @pytest.mark.parametrize("stage, predicted", [("s10", "7589.81"), ("s11", "15179.62")])
 def test_a_step_should_take_the_time_of_all_its_micro_batches(stage, predicted):
     """By hand: 1024 tokens x 741,192,192 FLOP at 0.1 TFLOP/s, and twice that."""
-    assert lines_of_parts(stage, matmuls=1.0)[0] == f"     1.00 {predicted:>9} matmuls"
+    assert lines_of_parts(stage, matmuls=1.0)[-1] == f"     1.00 {predicted:>9} matmuls"
 
 
-@pytest.mark.parametrize("short, amp_dtype", [("mine", "float32"), ("s03", "float16")])
-def test_a_script_that_is_no_stage_or_a_dtype_without_a_rate_has_no_prediction(short, amp_dtype):
-    lines = lines_of_parts(short, amp_dtype, matmuls=26.0)
-    assert lines == ["    26.00           matmuls", "   100.00           the rest", "   126.00           the step"]
+def test_a_dtype_without_a_rate_has_no_prediction():
+    lines = lines_of_parts("s03", "float16", matmuls=26.0)
+    assert lines == ["   126.00           the step", "   100.00           the rest", "    26.00           matmuls"]

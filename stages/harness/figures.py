@@ -48,10 +48,8 @@ def speed_of_all(steps):
 
 def waiting_share(steps):
     """Return which share of the time of a watched script's steps it waited for a DataLoader; 0 for a stage."""
-    watched = [step for step in steps if "spent" in step]
-    if not watched:
-        return 0.0
-    return sum(step["spent"]["data"] for step in watched) / sum(step["dt"] for step in watched)
+    waiting = sum(step["spent"]["data"] for step in steps if "spent" in step)
+    return waiting / sum(step["dt"] for step in steps) if waiting else 0.0
 
 
 def waits_for_data(steps):

@@ -75,8 +75,6 @@ import sys
 import time
 import traceback
 
-import torch
-
 from data import TextError
 
 from . import machine
@@ -182,7 +180,7 @@ class Log:
             model += f" | B {settings['batch_size']}, {tokens:,} samples per step"
         where = header["environment"]["device_name"]
         if device.type == "cpu":
-            where += f", threads {torch.get_num_threads()}"
+            where += f", threads {header['environment']['threads']}"
         if settings.get("corpus"):
             where += f" | {settings['corpus']}"
         self.say(title)
@@ -238,17 +236,11 @@ class Log:
             words.append(f"{flops_per_token(self.header['shape']) * tokens_per_second / 1e12:.3g} TFLOP/s")
         return words
 
-    def finish(self, summary, profile_lines=()):
-        """Write the summary of the record, and print the lines of the whole run.
-
-        summary: a dict for the record. profile_lines: where the time of a step went, with --profile.
-        """
+    def finish(self, summary, lines=()):
+        """Write the summary of the record, a dict, and print the figures of the whole run, and these lines."""
         self.write("summary", **summary)
         self.say_figures()
-        if "eval" in summary:
-            loss = math.nan if summary["eval"] is None else summary["eval"]
-            self.say(f"held-out loss {loss:.4f}")
-        for line in profile_lines:
+        for line in lines:
             self.say(line)
 
     def say_figures(self):
@@ -279,12 +271,10 @@ class Log:
     # lines of JSON
 
     def write(self, kind, /, **entry):
-        """Write a line of the record, on rank 0 only."""
-        if self.is_rank_0:
-            self.send({**entry, "kind": kind})  # last, since a script may log a figure of that name
-
-    def send(self, line):
-        """Write a line from any rank, since an exception may come on one alone."""
+        """Write a line of the record, on rank 0 only; but an error from any rank, since it may come on one alone."""
+        if kind != "error" and not self.is_rank_0:
+            return
+        line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
         if self.leader:
             self.leader.tell(line)
         if self.file:
@@ -297,12 +287,12 @@ class Log:
     def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. text: the traceback."""
         memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
-        self.send({"kind": "error", "message": message, "traceback": text, "out_of_memory": memory_is_short})
+        self.write("error", message=message, traceback=text, out_of_memory=memory_is_short)
 
     def notice(self, message):
         """Tell a remark that belongs in no record, on rank 0: to the bench where that leads, or else on stderr."""
-        if self.is_rank_0 and self.leader:
-            self.leader.tell({"kind": "notice", "message": message})
+        if self.is_led:
+            self.write("notice", message=message)
         elif self.is_rank_0:
             tell(message)
 

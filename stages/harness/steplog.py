@@ -1,23 +1,19 @@
 """The clock of a stage, and what it does at its end."""
 
 import math
-import shutil
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import load_tokens
-
 from . import ladder, machine, rates
-from .arithmetic import shape_of
+from .arithmetic import Rates, shape_of
 from .common import refuse
 from .flags import settings_of
 from .log import finite_or_none, header_of
-from .stepprofile import StepProfile
+from .stepprofile import StepProfile, predicted_ms
 from .weights import held_out_ids, held_out_loss, save
 
 
@@ -45,8 +41,8 @@ class StepLog:
         self.profiler = None
         self.profile = None
         self.held_out = None  # ids, where the loss on them is asked for
-        if args.eval and machine.is_rank_0():  # loaded at once, since at its end a refusal would come too late
-            self.held_out = held_out_ids(load_tokens(self.corpus.source, split="val"), self.model.config)
+        if args.eval and machine.is_rank_0():  # at once, since at the end a refusal would come too late
+            self.held_out = held_out_ids(self.corpus)
         shape = shape_of(self.model, args.seq_len)
         parameters = sum(p.numel() for p in self.model.parameters())
         settings = settings_of(args) | {"corpus": self.corpus.name}
@@ -56,8 +52,7 @@ class StepLog:
     def start(self):
         """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""
         if not self.log.wait_for_request():
-            self.write_summary()
-            settle()
+            self.end()
             if dist.is_initialized():
                 dist.destroy_process_group()
             sys.exit()
@@ -97,46 +92,54 @@ class StepLog:
     def finish(self):
         """End the run: save the weights with --save, then write and print the summary.
 
-        The summary has the held-out loss with --eval, and the parts of the last step with --profile.
+        Exits with one line where the weights can't be written, for example where the disk is full.
         """
         self.log.wait_for_request()  # a process that exits would slow down a step of another row
+        path = self.args.save
         try:
-            if self.args.save and machine.is_rank_0():
-                self.save_weights()
-        finally:
-            self.write_summary()
-            settle()
-
-    def save_weights(self):
-        """Save the weights. Exits with one line where that fails, for example where the disk is full."""
-        path = Path(self.args.save)
-        try:
-            save(self.model, path, self.corpus.in_bytes)
+            if path and machine.is_rank_0():
+                save(self.model, path, self.corpus.in_bytes)
+                self.log.say(f"saved to {path}")
         except (OSError, RuntimeError) as error:
-            free = shutil.disk_usage(path.resolve().parent).free / 1e9
             reason = " ".join(str(error).split())[:200]
-            refuse(f"--save {path} was not written, with {free:.2f} GB free on its disk: {reason}")
-        self.log.say(f"saved to {path}")
+            refuse(f"--save {path} was not written: {reason}; look whether its disk is full")
+        finally:
+            self.end()
 
-    def write_summary(self):
-        """Write the summary of the record and print the summary of the run, where a step was taken."""
-        if not self.log.steps:
-            return
+    def end(self):
+        """Write and print the summary, where a step was taken. Then let torch.distributed release its last tensors.
+
+        A thread of gloo that does so while the interpreter ends aborts the whole process (PyTorch's pull request 179291
+        describes it). Nothing tells when the threads are done.
+        """
+        if self.log.steps:
+            self.log.finish(*self.summary())
+        if dist.is_initialized():
+            time.sleep(0.5)
+
+    def summary(self):
+        """Return the summary of the record, a dict, and lines to print below the figures of the run.
+
+        It has the held-out loss with --eval, and the parts of the last step with --profile.
+        """
         summary, lines = {"sdpa": None}, []
         shape = self.log.header["shape"]
         if shape:
             shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, shape["n_embd"] // shape["n_head"])
             summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
         if self.held_out is not None:
-            summary["eval"] = finite_or_none(held_out_loss(self.model, self.held_out))
+            loss = held_out_loss(self.model, self.held_out)
+            summary["eval"] = finite_or_none(loss)
+            lines.append(f"held-out loss {loss:.4f}")
         if self.profile:
-            summary["rates"] = rates.measure(self.device, self.args.amp_dtype)
-            summary["parts"] = self.profile.parts
-            work = None  # nothing is predicted of a script that is no stage
-            if self.args.stage:
+            measured = rates.measure(self.device, self.args.amp_dtype)
+            summary |= {"rates": measured, "parts": self.profile.parts}
+            predicted = {}
+            if self.args.stage:  # nothing is predicted of another script
                 work = ladder.effect_of(self.args.stage, self.log.header | summary).work
-            lines = self.profile.lines(work, summary["rates"])
-        self.log.finish(summary, lines)
+                predicted = predicted_ms(work, Rates(measured["peak"], measured["copy"]))
+            lines += self.profile.lines(predicted)
+        return summary, lines
 
 
 def unwrapped(model):
@@ -144,16 +147,6 @@ def unwrapped(model):
     for part in model.modules():  # the outermost first
         if not isinstance(part, DistributedDataParallel) and not hasattr(part, "_orig_mod"):
             return part
-
-
-def settle():
-    """Give the threads of torch.distributed half a second to release their last tensors.
-
-    A thread of gloo that does so while the interpreter ends aborts the whole process (PyTorch's pull request 179291
-    describes it). Nothing tells when the threads are done.
-    """
-    if dist.is_initialized():
-        time.sleep(0.5)
 
 
 def number(value):

@@ -1,12 +1,12 @@
 """Weights of a GPT: to a file and back, those that OpenAI published, and their loss on held-out text."""
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from data import VOCAB, TextError, check_ids
+from data import TextError, check_ids
 from model import GPT, GPTConfig
 
 from .common import refuse, whole_file
@@ -14,7 +14,6 @@ from .common import refuse, whole_file
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
-SETTINGS = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # of nanoGPT's GPT-2
 CLOSE = 0.01  # how far logits may be from those of transformers, which round otherwise
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
@@ -31,35 +30,31 @@ def save(model, path, in_bytes=False):
 
 def is_saved(path):
     """Tell whether a path is a file that holds what save() wrote."""
-    if not os.path.isfile(path):  # a terminal would be waited for
-        return False
+    is_file = os.path.isfile(path)  # a terminal would be waited for
     try:
-        return {"config", "weights"} <= torch.load(path, map_location="cpu", weights_only=True, mmap=True).keys()
+        return is_file and {"config", "weights"} <= torch.load(path, "cpu", weights_only=True, mmap=True).keys()
     except Exception:  # torch.load raises many kinds for a file that is no checkpoint
         return False
 
 
 def load(path, attention):
-    """Return (GPT, whether each byte of its text was a token) of what save() wrote, or of nanoGPT's ckpt.pt.
+    """Return (GPT, whether each byte of its text was a token), in float32 on the CPU.
 
-    The GPT is in float32 on the CPU. Exits with one line where the file is neither, or a model that computes otherwise.
+    path: what save() wrote, nanoGPT's ckpt.pt, a folder that transformers wrote, or one of PUBLISHED. Exits with one
+    line where it is none of these, or a model that computes otherwise.
     """
     try:
+        if path in PUBLISHED or os.path.isdir(path):
+            return from_transformers(path, attention), False
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        is_nanogpts = "model_args" in checkpoint
-        # and not nanoGPT's "config", the command line of its last run: a resumed model has the shape of its first one
-        about = checkpoint["model_args" if is_nanogpts else "config"]
-        unknown = sorted({name for name in about if about[name]} - SETTINGS)
-        if unknown:  # a fork of nanoGPT may compute otherwise with the same weights
-            raise ValueError(f"GPT-2 has no setting {unknown[0]}")
-        model = GPT(GPTConfig(**{field.name: about[field.name] for field in fields(GPTConfig)}), attention)
-        weights = checkpoint["model" if is_nanogpts else "weights"]
-        weights = {name.removeprefix("_orig_mod."): p for name, p in weights.items()}
-        weights = {name: p for name, p in weights.items() if not name.endswith(".attn.bias")}  # masks, and no weights
-        if is_nanogpts and not about["bias"]:  # it leaves out biases that would be 0
-            weights |= {name: torch.zeros_like(p) for name, p in model.named_parameters() if name.endswith(".bias")}
-        model.load_state_dict(weights)
-    except Exception as error:
+        if "model_args" in checkpoint:
+            checkpoint = converted(checkpoint)
+        model = GPT(GPTConfig(**checkpoint["config"]), attention)
+        biases = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+        model.load_state_dict(biases | checkpoint["weights"])  # a nanoGPT without biases leaves these at 0
+    except ImportError:
+        refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
+    except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or nanoGPT's ckpt.pt")
     if not all(p.isfinite().all() for p in model.parameters()):
@@ -67,45 +62,51 @@ def load(path, attention):
     return model, checkpoint.get("in_bytes", False)
 
 
-def from_pretrained(name, attention):
-    """Return a GPT with OpenAI's weights, in float32 on the CPU, as the package transformers reads them.
+def converted(checkpoint):
+    """Return a checkpoint of nanoGPT as save() writes one. Raises ValueError where its settings are not GPT-2's."""
+    about = checkpoint["model_args"]  # and not "config": a resumed model has the shape of its first run
+    config = {name: about[name] for name in about if name not in ("bias", "dropout")}
+    if config.keys() != asdict(GPTConfig()).keys():  # a fork may compute otherwise with the same weights
+        raise ValueError(f"it has the settings {', '.join(config)}")
+    weights = {}
+    for name, tensor in checkpoint["model"].items():
+        if not name.endswith(".attn.bias"):  # masks, and no weights
+            weights[name.removeprefix("_orig_mod.")] = tensor
+    return {"config": config, "weights": weights}
 
-    name: one of PUBLISHED, or a folder that transformers wrote. Exits with one line where it can't be read, or where
-    its logits are others than ours.
+
+def from_transformers(name, attention):
+    """Return the GPT that the package transformers reads under a name, or in a folder.
+
+    Raises ImportError without that package, and another exception where it reads none or its logits are not ours.
     """
-    try:
-        from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-        reference = GPT2LMHeadModel.from_pretrained(name).float().eval()
-        about = reference.config
-        shape = (about.vocab_size, about.n_positions, about.n_layer, about.n_head, about.n_embd)
-        model = GPT(GPTConfig(*shape), attention)
-        weights = reference.state_dict()
-        for key in weights:
-            if key.endswith(CONV1D_SUFFIXES):
-                weights[key] = weights[key].t()
-        model.load_state_dict(weights)
-        ids = torch.arange(min(16, about.n_positions))[None] % about.vocab_size
-        with torch.no_grad():
-            if not torch.allclose(model(ids), reference(ids).logits, rtol=0, atol=CLOSE):
-                raise ValueError("it computes other logits than GPT-2")
-    except ImportError:
-        refuse(f"{name}: these weights are read by the package transformers: pip install transformers")
-    except Exception as error:  # no such weights, no network, a broken file, or another model under GPT-2's name
-        refuse(f"{name} holds no weights of a GPT-2: {' '.join(str(error).split())[:200]}")
+    reference = GPT2LMHeadModel.from_pretrained(name).float().eval()
+    about = reference.config
+    shape = (about.vocab_size, about.n_positions, about.n_layer, about.n_head, about.n_embd)
+    model = GPT(GPTConfig(*shape), attention)
+    weights = reference.state_dict()
+    for key in weights:
+        if key.endswith(CONV1D_SUFFIXES):
+            weights[key] = weights[key].t()
+    model.load_state_dict(weights)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        if not torch.allclose(model(ids), reference(ids).logits, rtol=0, atol=CLOSE):
+            raise ValueError("it computes other logits than GPT-2")
     return model
 
 
-def held_out_ids(corpus, config):
-    """Return the first million tokens of a held-out text, a 1-D integer array.
+def held_out_ids(corpus):
+    """Return the first million held-out tokens of a Corpus, a 1-D integer array.
 
-    corpus: what load_tokens() returned. config: of the GPT that is to predict them. Raises TextError below 2 ids, and
-    for an id past the vocabulary.
+    Raises TextError below 2 ids, and for an id past GPT-2's vocabulary.
     """
-    ids = corpus.ids[:HELD_OUT_AT_MOST]
+    ids = corpus.held_out[np.arange(min(len(corpus.held_out), HELD_OUT_AT_MOST))]
     if len(ids) < 2:
         raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
-    check_ids(ids, "the held-out text", min(VOCAB, config.vocab_size))
+    check_ids(ids, "the held-out text")
     return ids
 
 

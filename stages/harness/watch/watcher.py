@@ -286,7 +286,7 @@ class Watcher:
         lines = []
         if profile:
             summary["parts"] = profile.parts
-            lines = profile.lines(None, {"peak": {}, "copy": 1.0})
+            lines = profile.lines({})  # nothing is predicted of a script that is no stage
         self.log.finish(summary, lines)
         for line in answer(self, shares):
             self.log.say(line)
