@@ -1,7 +1,6 @@
-"""Text from a GPT-2, or its loss on held-out text.
+"""Text from a GPT-2.
 
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
-python stages/sample.py --weights mine.pt --eval              measure the loss on held-out text
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
 
 Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
@@ -9,16 +8,14 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
-from harness.common import refuse, say, tell
+from harness.common import refuse, say
 from harness.flags import Parser, positive, seed
-from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
-
-import math
+from harness.weights import PUBLISHED, load
 
 import torch
 from torch.nn import functional as F
 
-from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
+from data import VOCAB, gpt2_encoding, single_bytes
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -29,13 +26,11 @@ parser = Parser(__doc__)
 add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
-add("--eval", action="store_true", help="print the loss on held-out text instead: the corpus's last tenth")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-add("--data", metavar="FILE", help="for --eval: the text that the weights were trained on (Tiny Shakespeare)")
 args = parser.parse_args()
 if args.temperature < 0:
     refuse(f"--temperature {args.temperature}: pass 0 or more")
@@ -49,21 +44,10 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
-if args.eval:
-    try:
-        corpus = load_tokens(args.data)
-        loss = held_out_loss(model, held_out_ids(corpus))
-    except TextError as error:
-        refuse(error)
-    if corpus.in_bytes != in_bytes:
-        tell("one of weights and text is in GPT-2's tokens, and the other in bytes")
-    say(f"{corpus.name}, held-out text")
-    say(f"loss {loss:.4f} nats/token | perplexity {math.exp(min(loss, 700)):,.2f}")
-else:
-    encoding = single_bytes() if in_bytes else gpt2_encoding()
-    if encoding.n_vocab < VOCAB and not in_bytes:
-        refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
-    prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
-    ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-    # Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.
-    say(encoding.decode([token for token in ids if token < encoding.n_vocab]))
+encoding = single_bytes() if in_bytes else gpt2_encoding()
+if encoding.n_vocab < VOCAB and not in_bytes:
+    refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
+prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
+ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
+# Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.
+say(encoding.decode([token for token in ids if token < encoding.n_vocab]))

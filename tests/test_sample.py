@@ -1,12 +1,9 @@
-"""python stages/sample.py: text from what a stage saved, and its held-out loss."""
+"""python stages/sample.py: text from what a stage saved."""
 
 from harness.weights import save
 
-import math
-
-import numpy as np
 import pytest
-from conftest import FLOAT32, ROOT, run_script, run_stage
+from conftest import FLOAT32, ROOT, run_script
 
 import data
 from model import GPT, SIZES, GPTConfig
@@ -32,18 +29,6 @@ def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on_also_
     assert first.out != run_script(SAMPLE, *flags, "--seed", 2).out
     assert first.err == ""
     assert run_script(SAMPLE, *flags, "--temperature", 0).out == run_script(SAMPLE, *flags, "--top-k", 1).out
-
-
-def test_the_held_out_loss_is_that_of_the_stage_and_is_told_as_a_perplexity_too(weights, tmp_path):
-    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    data = ("--data", tmp_path / "ids.bin", "--eval")
-    run = run_stage("s06", *FLOAT32, *data, "--save", tmp_path / "w.pt", folder=tmp_path)
-    ended = run_script(SAMPLE, "--weights", tmp_path / "w.pt", "--device", "cpu", *data)
-    loss = run.summary["eval"]
-    assert ended.out.splitlines()[1] == f"loss {loss:.4f} nats/token | perplexity {math.exp(loss):,.2f}"
-    assert "the other in bytes" not in ended.err
-    of_bytes = run_script(SAMPLE, "--weights", weights, "--device", "cpu", *data)
-    assert of_bytes.err == "one of weights and text is in GPT-2's tokens, and the other in bytes\n"
 
 
 def test_weights_of_bytes_are_sampled_in_bytes_whatever_vocabulary_is_there(weights, monkeypatch):
