@@ -15,7 +15,7 @@ in, and in its own where it lies elsewhere. Where it writes files, put {row} int
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts, --device cpu hides the cards from these, and --device cuda:1 all others. Each row is compared with the one
 above and with the first. Table and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it
-is measured, to results/NAME.jsonl. --predict only says, within a minute, what each row should bring here.
+is measured, to results/NAME.jsonl. --predict only says, within a minute, what each stage should bring here.
 
 On a CPU all processes are alive at once and take one step each in turn. A script whose loader works ahead takes its
 steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, each row does. It then
@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
 from harness import ROOT, ladder, machine
 from harness.bench.results import Results
-from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder, useless_here
-from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure_alone, measure_in_turn, predict, show
+from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
+from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure, predict, show
 from harness.common import refuse, tell
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
@@ -51,26 +51,21 @@ def parse_command(argv):
     """Return the command line as a namespace. Exits with one line and status 2 where it is wrong.
 
     Beside the bench's own flags it has `flags`, the list of those that all stages get. Without --render it also has
-    `shared`, these flags as a stage parses them; `rows`, all that is started; and `reference`, the name of the row that
-    all are compared with.
+    `shared`, these flags as a stage parses them; `rows`, all that is started; `stage_args`, {name of a row: the flags
+    of its stage, parsed}; and `reference`, the name of the row that all are compared with.
     """
-    commands = []  # all words before the first flag
-    for word in argv:
-        if word.startswith("-") and not word.startswith("-m "):
-            break
-        commands.append(word)
-    args, args.flags = new_parser_of_bench().parse_known_args(argv[len(commands) :])
+    args, words = new_parser_of_bench().parse_known_args(argv)
+    _, commands = new_parser(None).parse_known_args(words)  # what is no flag of the bench and none of a stage
+    args.flags = [word for word in words if word not in commands]
     check_own_flags(args, commands)
     if args.render is None:
-        rows = [row_of(command) for command in commands]
-        check_flags(args, rows)
         args.shared = parse_flags(args.flags)
-        is_ladder = not rows and args.climb is None
-        rows = rows or default_rows(args)
-        args.reference = rows[0].name
-        if is_ladder:
-            args.reference = ladder.STAGES[0].short  # and not `plain`, which stands above it on a CPU
-        args.rows = all_rows(rows)
+        rows = [row_of(command) for command in commands]
+        if args.climb is not None:
+            rows = rows_of_climb(args.climb, args.shared.device)
+        args.reference = rows[0].name if rows else ladder.STAGES[0].short  # not `plain`, which is above it on a CPU
+        args.rows = all_rows(rows or rows_of_ladder(args.shared.device))
+        args.stage_args = parse_flags_of_rows(args)
         choose_batch(args)
     return args
 
@@ -80,12 +75,10 @@ def new_parser_of_bench():
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS}; 1 in turn)")
-    steps = f"{WARMUP + COUNTED_STEPS} in turn, {WARMUP + MOST_COUNTED_STEPS} alone"
-    steps_help = f"most steps of a row in a round, {WARMUP} of them warm-up ({steps})"
-    add("--steps", type=positive, metavar="N", help=steps_help)
+    add("--steps", type=positive, metavar="N", help=f"most steps of a row in a round, {WARMUP} of them warm-up")
     add("--out", metavar="NAME", help="of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
-    add("--predict", action="store_true", help="only say what each row should bring here")
+    add("--predict", action="store_true", help="only say what each stage should bring here")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     return parser
 
@@ -104,30 +97,6 @@ def check_own_flags(args, commands):
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
 
 
-def check_flags(args, rows):
-    """Exit with one line where a word behind the rows goes to none of them."""
-    _, unknown = new_parser(None).parse_known_args(args.flags)
-    if unknown and not unknown[0].startswith("-"):
-        refuse(f"rows come before flags: put {unknown[0]!r} first")
-    has_stages = args.climb is None and (not rows or any(row.is_of_the_ladder for row in rows))
-    if has_stages:
-        return
-    for flag in args.flags:
-        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
-            refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
-
-
-def default_rows(args):
-    """Return the Rows of a bench that is started without any: of --climb, or those of the ladder."""
-    device = args.shared.device
-    if args.climb is None:
-        return rows_of_ladder(device)
-    rows = rows_of_climb(args.climb, device)
-    for name, reason in useless_here(device).items():
-        tell(f"+{name} is left out: {reason}")
-    return rows
-
-
 def parse_flags(flags):
     """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
     args = parse(None, flags, machine.free_memory_by_a_child)
@@ -136,20 +105,28 @@ def parse_flags(flags):
     return args
 
 
-def choose_batch(args):
-    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for.
+def parse_flags_of_rows(args):
+    """Return {name of a row: its flags, parsed} of the rows that are stages.
 
-    Exits with one line where a stage's own flags are wrong.
+    Exits with one line where a row's own flags are wrong, and where no row is a stage but flags for stages were passed.
     """
-    parsed = []
-    for row in args.rows:
-        if row.is_of_the_ladder:
-            parsed.append(parse_flags([*args.flags, *row.flags]) if row.flags else args.shared)
-    chosen = [flags for flags in parsed if "batch_size" in flags.fallbacks]
+    rows = [row for row in args.rows if row.is_of_the_ladder]
+    if not rows:
+        for flag in args.flags:
+            if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
+                refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
+    return {row.name: parse_flags([*args.flags, *row.flags]) for row in rows}
+
+
+def choose_batch(args):
+    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for."""
+    chosen = [flags for flags in args.stage_args.values() if "batch_size" in flags.fallbacks]
     if chosen:
         smallest = min(chosen, key=lambda flags: flags.batch_size)
         tell(f"batch_size: {smallest.fallbacks['batch_size']}")
         args.flags += ["--batch-size", str(smallest.batch_size)]
+        for flags in chosen:
+            flags.batch_size = smallest.batch_size
 
 
 def prepare_text(args):
@@ -157,7 +134,7 @@ def prepare_text(args):
 
     Exits with one line where the text is too short for a sequence, or can't be read.
     """
-    if not any(row.is_of_the_ladder for row in args.rows):
+    if not args.stage_args:
         return
     try:
         corpus = load_tokens(args.shared.data)
@@ -174,17 +151,16 @@ def prepare_text(args):
 def new_bench(args, argv, in_turn):
     """Return the first line of a record, a dict: see log.py."""
     device, seed = args.shared.device, args.shared.seed
-    counted_steps, rounds = MOST_COUNTED_STEPS, ROUNDS
-    if in_turn:
-        counted_steps, rounds = COUNTED_STEPS, 1
-    steps = args.steps or WARMUP + counted_steps
+    most_counted_steps = COUNTED_STEPS if in_turn else MOST_COUNTED_STEPS
+    steps = args.steps or WARMUP + most_counted_steps
+    rounds = args.rounds or (1 if in_turn else ROUNDS)
     return {
         "kind": "bench",
         "in_turn": in_turn,
         "reference": args.reference,
         "warmup": WARMUP,
         "steps": steps,
-        "rounds": args.rounds or rounds,
+        "rounds": rounds,
         "rows": [asdict(row) for row in args.rows],
         "flags": ["--steps", str(steps), *args.flags],
         "variables": CPU_MEMORY if device.type == "cpu" else {},
@@ -199,7 +175,6 @@ def new_bench(args, argv, in_turn):
 def open_new(path):
     """Return the file of a new record. Exits with one line where it or its page is there, or it can't be written."""
     try:
-        path.parent.mkdir(exist_ok=True)
         if path.with_suffix(".md").exists():
             refuse(f"results/{path.stem}.md is there already: pass another --out")
         return open(path, "x", encoding="utf-8")
@@ -209,20 +184,17 @@ def open_new(path):
 
 def run(args, argv, path):
     """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
-    in_turn = args.shared.device.type == "cpu"
     with open_new(path) as file:
-        for folder in sorted({str(row.folder) for row in args.rows if row.is_watched}):
-            tell(f"scripts run in {folder}; for those that write files, {{row}} in a flag is another number in each")
+        if any(row.is_watched for row in args.rows):
+            tell("where a script writes files, put {row} into a flag: each row has another number")
         tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
-        results = Results(new_bench(args, argv, in_turn), file)
+        results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
         try:
-            if in_turn and not measure_in_turn(results, path):
-                in_turn = False
+            if not measure(results, args.stage_args, path):
                 file.seek(0)
                 file.truncate()
-                results = Results(new_bench(args, argv, in_turn), file)
-            if not in_turn:
-                measure_alone(list(results.rows.values()), range(results.bench["rounds"]), results, path)
+                results = Results(new_bench(args, argv, in_turn=False), file)
+                measure(results, args.stage_args, path)
         except KeyboardInterrupt:
             tell("interrupted; what was measured:")
             show(results, path)
@@ -271,7 +243,7 @@ def main(argv):
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:
-            return predict(Results(new_bench(args, argv, in_turn=True)))
+            return predict(Results(new_bench(args, argv, in_turn=True)), args.stage_args)
         name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
         return exit_status(run(args, argv, ROOT / "results" / f"{name}.jsonl"))
     except KeyboardInterrupt as interrupted:

@@ -87,6 +87,7 @@ def repo(tmp_path, monkeypatch, capsys):
     """A Repository, in a folder with a blank in its name. A test leaves none of its processes."""
     folder = tmp_path / "a folder"
     (folder / "stages" / "harness" / "bench").mkdir(parents=True)
+    (folder / "results").mkdir()
     for stage in ladder.STAGES:
         (folder / "stages" / f"{stage.name}.py").symlink_to(FAKE_STAGE)
     (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_STAGE)
@@ -139,14 +140,11 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["s99"], "'s99' names no stage"),
         (["s01", "--steps", "4"], "--steps 4: the first 4 steps are warm-up"),
-        (["s01", "--steps=9", "s05"], "rows come before flags: put 's05' first"),
         (["s01", "s05 --save w.pt"], "--save, --eval and --profile are for a stage that you start by hand"),
         (["s01", "--out", "a/b"], "'a/b': pass a name"),
         (["s01", "--climb", "mine.py"], "--climb makes the rows itself: leave out 's01'"),
-        (["--climb", ""], "'' names no stage and no script"),
-        (["s01", "mine.py", "--hidden", "128"], "unrecognized arguments: --hidden 128"),
+        (["s01", "mine.py", "--hidden", "128"], "'--hidden' names no stage and no script: .* or a command in quotes"),
         (["mine.py", "--batch-size", "4"], "--batch-size is for stages, and no row is one"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--data=ids.bin", "--out=old"], "results/old.jsonl: File exists; pass another --out"),
@@ -158,7 +156,6 @@ def gpu(monkeypatch):
 )
 def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
     monkeypatch.chdir(repo.folder)
-    (repo.folder / "results").mkdir()
     files = {
         "mine.py": b"",
         "short.bin": bytes(200),
@@ -255,9 +252,15 @@ def test_on_a_card_one_runs_after_the_other_in_three_rounds_there_and_back(repo,
     assert [line["name"] for line in repo.lines("start")] == EVERYONE + back + EVERYONE
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
     assert ended.out.count("what you type") == 3  # the short table after each round
-    assert "s03: 8,000 tok/sec, 1.00 x s02; 5 of 15 runs, about " in ended.err
-    assert "; 15 of 15 runs, about 0 s left\n" in ended.err
+    assert ended.err.count("s03: 8,000 tok/sec, 1.00 x s02; 5 of 5 runs, about 0 s left in this round") == 2
     assert not any(header["variables"]["MALLOC_MMAP_MAX_"] for header in repo.lines("header"))
+
+
+def test_rows_and_flags_stand_in_any_order():
+    args = bench.parse_command(["s01", "--seed", "7", "s11 --accum 8", "--steps=9", "--no-compile", "s05"])
+    assert [row.name for row in args.rows if not row.control_of] == ["probe", "s01", "s11 --accum 8", "s05"]
+    assert (args.steps, args.flags) == (9, ["--seed", "7", "--no-compile"])
+    assert [flags.accum for flags in args.stage_args.values()] == [2, 8, 8, 2]
 
 
 def test_a_card_has_its_own_limit_of_steps_and_no_plain_row(gpu, monkeypatch):
@@ -266,11 +269,6 @@ def test_a_card_has_its_own_limit_of_steps_and_no_plain_row(gpu, monkeypatch):
     assert (line["environment"]["device"], line["steps"], line["rounds"]) == ("cuda", WARMUP + 160, 3)
     assert (line["commit"], line["command"]) == (bench.ROOT.name, "python bench.py --seed 5")
     assert "plain" not in [row["name"] for row in line["rows"]]
-
-
-def test_a_failure_in_a_later_round_is_exit_status_1_too(repo, gpu):
-    repo.plan(s02={"do": "crash", "at": 5, "round": 1})
-    assert repo.run("s01", "s02", "--rounds=2").status == 1
 
 
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, gpu):
@@ -324,16 +322,6 @@ def test_a_bench_that_torchrun_starts_is_one_line(repo, monkeypatch):
         monkeypatch.setenv(name, value)
     ended = repo.run()
     assert (ended.status, ended.out) == (2, "") and "start bench.py once" in ended.err
-
-
-def test_render_draws_the_page_again_and_measures_nothing(repo):
-    ended = repo.run()
-    records, drawn = repo.records.read_bytes(), repo.page.read_text()
-    repo.page.unlink()
-    again = repo.command("--render", "x")
-    assert (again.status, again.out) == (0, ended.out)
-    assert repo.page.read_text() == drawn
-    assert repo.records.read_bytes() == records
 
 
 # Scripts of the reader's own, in real processes

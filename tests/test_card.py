@@ -2,6 +2,8 @@
 
 from harness import card, machine
 from harness.bench import turns
+from harness.bench.results import Run
+from harness.figures import WARMUP
 
 import ctypes
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
+from fixtures.records import results_of, rows_of_names
 
 import bench
 
@@ -114,6 +117,12 @@ def error(message, out_of_memory=False):
     return {"kind": "error", "message": message, "traceback": "", "out_of_memory": out_of_memory}
 
 
+def failed_probe(line):
+    """The Row of a probe, its Run that ended with this error line or None, and the Results of their bench."""
+    results = results_of(rows=rows_of_names(["probe", "s01"]))
+    return results.rows["probe"], Run(0, WARMUP, error=line), results
+
+
 @pytest.mark.parametrize(
     "message, remedy",
     [
@@ -122,7 +131,7 @@ def error(message, out_of_memory=False):
     ],
 )
 def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, message, remedy):
-    line = error_of(capsys, turns.end_where_nothing_runs, error(message))
+    line = error_of(capsys, turns.end_where_all_would_fail, *failed_probe(error(message)))
     assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
 
 
@@ -130,4 +139,4 @@ def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remed
     "line", [None, error("ValueError: a mistake"), error("AcceleratorError: CUDA error: out of memory", True)]
 )
 def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(line):
-    turns.end_where_nothing_runs(line)
+    turns.end_where_all_would_fail(*failed_probe(line))

@@ -2,8 +2,7 @@
 
 from harness import ladder, machine
 from harness.bench import turns, workers
-from harness.bench.results import Results
-from harness.bench.rows import CPU_MEMORY, PROBE, WITHOUT_CPU_MEMORY, Row
+from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
 from harness.bench.workers import Worker
 from harness.figures import WARMUP
 from harness.leader import STEP
@@ -11,12 +10,11 @@ from harness.leader import STEP
 import json
 import signal
 import time
-from dataclasses import asdict
 
 import pytest
 from conftest import ROOT
 from fixtures.fake_stage import LONG, MEMORY, all_have_ended
-from fixtures.records import row
+from fixtures.records import results_of, row
 from torch._utils import ExceptionWrapper  # by which a DataLoader passes an error on
 
 FAKE_STAGE = ROOT / "tests" / "fixtures" / "fake_stage.py"
@@ -62,19 +60,16 @@ def fake_row(name, launcher=(), **plan):
     return row(name, script="s01_baseline", launcher=(*env, *launcher))
 
 
-def results_to_fill(*rows, steps=WARMUP + 2):
-    """The Results of a bench of these rows, with no line so far."""
-    all_rows = [Row(PROBE, PROBE, PROBE), *rows]
-    bench = {"rows": [asdict(row) for row in all_rows], "warmup": WARMUP, "steps": steps, "rounds": 1, "in_turn": True}
-    bench |= {"flags": ["--batch-size", "4", "--steps", "200"], "variables": CPU_MEMORY, "reference": rows[0].name}
-    bench |= {"flags_of_scripts": [], "variables_of_scripts": {}}
-    return Results(bench)
+def results_to_fill(*rows, steps=WARMUP + 2, **others):
+    """The Results of a bench of these rows, with no line so far. others: of its first line."""
+    flags = ["--batch-size", "4", "--steps", "200"]
+    return results_of(rows=[row("probe"), *rows], steps=steps, flags=flags, variables=CPU_MEMORY, **others)
 
 
 def in_turn(*rows, steps=WARMUP + 2):
     """{name: Run} of these rows, which took so many steps in turn."""
     results = results_to_fill(*rows, steps=steps)
-    assert turns.take_turns(rows, results, 0)
+    assert turns.take_round(rows, 0, results, {})
     return {name: run for (name, _), run in results.runs.items()}
 
 
@@ -108,9 +103,8 @@ def test_a_step_may_take_as_long_as_nccl_waits_for_a_rank():
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 20), (0.01, 60)])
 def test_a_row_alone_counts_20_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
-    results = results_to_fill(fake_row("a", dt=dt), steps=WARMUP + 60)
-    results.bench["in_turn"] = False
-    turns.run_alone(results.rows["a"], results, 0)
+    results = results_to_fill(fake_row("a", dt=dt), steps=WARMUP + 60, in_turn=False)
+    turns.take_round([results.rows["a"]], 0, results, {})
     run = results.runs["a", 0]
     assert len(run.counted) == counted
     assert run.summary
@@ -194,8 +188,8 @@ def test_rows_that_memory_does_not_hold_at_once_are_not_led_in_turn(monkeypatch)
     in_turn(fake_row("a"), fake_row("b"))  # half as much again as the one above is free
     rows = [fake_row("a"), fake_row("b", memory=2 * MEMORY), fake_row("c")]
     results = results_to_fill(*rows)
-    assert not turns.take_turns(rows, results, 0)
-    assert turns.take_turns(rows, results, 1)  # what was measured in round 0 must not be lost
+    assert not turns.take_round(rows, 0, results, {})
+    assert turns.take_round(rows, 1, results, {})  # what was measured in round 0 must not be lost
 
 
 # Ranks, and the end of the bench

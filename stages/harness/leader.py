@@ -33,8 +33,8 @@ class Leader:
         self.connection = Client(path)
         os.register_at_fork(after_in_child=self.connection.close)  # a child would keep it open after our death
         self.lock = threading.Lock()  # a notice comes from a thread of its own
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-        self.tell({"kind": "hello", "ranks": int(ranks), "group": os.getpgrp()})
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
+        self.tell({"kind": "hello", "ranks": ranks, "group": os.getpgrp()})
         threading.Thread(target=self.end_with_the_bench, daemon=True).start()
 
     def tell(self, line):

@@ -138,14 +138,6 @@ def uses(techniques, name):
     return ladder.ADDED[name] in has
 
 
-def with_added(techniques, names):
-    """Return the techniques of a script to which "+NAME" was added for each of some names."""
-    added = dict.fromkeys(names, True)
-    if "bf16" in names:
-        added["autocast"] = "bfloat16"
-    return techniques | added
-
-
 def words_on_missing(techniques, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
     reason = techniques["failed"].get(name, "the script chooses otherwise, or it changes nothing here")

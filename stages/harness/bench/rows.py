@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import ladder, machine
-from ..common import ROOT, refuse
-from ..scripts import folder_of, logs_by_itself
+from ..common import ROOT, refuse, tell
+from ..scripts import logs_by_itself
 
 PROBE = "probe"
 LONGEST_TITLE = 32  # letters
@@ -20,11 +20,9 @@ LONGEST_TITLE = 32  # letters
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 # The launcher of the row `plain`, which goes without these variables.
 WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
-THIS_PYTHON = {
-    "python": [sys.executable],
-    "python3": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-}
+# What the names of programs in a launcher become.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
 # How the names of programs and modules begin that start a Python for the script behind them.
 LAUNCHERS = ("python", "torchrun", "torch.distributed", "accelerate", "deepspeed")
 
@@ -33,12 +31,12 @@ LAUNCHERS = ("python", "torchrun", "torch.distributed", "accelerate", "deepspeed
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, or a stage's short name. title: what it is called everywhere; "" until all rows
-    of the bench are known. No two rows share a name or a title. script: the name of a stage, "probe", the path of
-    another script, or the name of a module. launcher, flags: what stands before and behind it in the command, as typed.
-    added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script knows
-    nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run, the
-    name of the row that it repeats.
+    name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere; "" until
+    all rows of the bench are known. No two rows share a name or a title. script: the name of a stage, "probe", the path
+    of another script, or the name of a module. launcher, flags: what stands before and behind it in the command, as
+    typed. added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script
+    knows nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run,
+    the name of the row that it repeats.
     """
 
     name: str
@@ -77,11 +75,6 @@ class Row:
     def is_of_the_ladder(self):
         """Whether it takes the flags of the stages: it is one of them, or a copy."""
         return not (self.is_probe or self.is_watched)
-
-    @property
-    def folder(self):
-        """The folder that it runs in."""
-        return folder_of(self.script) if self.is_watched and not self.is_module else Path.cwd()
 
     def command(self, bench):
         """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
@@ -153,37 +146,32 @@ def row_of(command):
         words = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    added = []
-    while words and words[0].startswith("+"):
-        added.append(words.pop(0)[1:])
-    place = place_of_script(words)
-    if place is None:
-        last = ladder.STAGES[-1].short
-        refuse(f"{command!r} names no stage and no script: pass s01 to {last}, a .py file, or a command in quotes")
+    techniques = [f"+{name}" for name in ladder.ADDED]
+    added = [word.removeprefix("+") for word in words if word in techniques]
+    words = [word for word in words if word not in techniques]
+    if words and words[0].startswith("+"):
+        refuse(f"{command!r}: {words[0]} can't be added from outside: pass one of {', '.join(techniques)}")
+    place = place_of_script(words, command)
     launcher, script, flags = words[:place], words[place], words[place + 1 :]
     if launcher and "=" in launcher[0]:
         launcher.insert(0, "env")  # as a shell reads A=b
     stage = ladder.stage_of(script)
-    is_watched = False
+    is_watched = stage is None and not logs_by_itself(script)
     if stage:
         script = stage.name
-        if len(words) == 1:
-            command = stage.short
     elif script == "-m":
         script = flags.pop(0)
-        is_watched = True
-    else:
-        is_watched = not logs_by_itself(script)
     row = Row(command, "", script, tuple(launcher), tuple(flags), tuple(added), is_watched)
     check(row)
     return row
 
 
-def place_of_script(words):
-    """Return where the script of a command stands: the first stage, .py file or -m of a module; None without one.
+def place_of_script(words, command):
+    """Return where the script of a command stands: the first stage, .py file or -m of a module.
 
-    A word with = is none, so that the value of a launcher's flag that looks like a script can be told: --flag=value.
-    Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it.
+    A word with = is none of these, so that the value of a launcher's flag that looks like a script can be told:
+    --flag=value. Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it. Exits
+    with one line where there is none.
     """
     for place, (word, next_word) in enumerate(itertools.pairwise([*words, ""])):
         is_file = word.endswith(".py") and "=" not in word
@@ -191,20 +179,13 @@ def place_of_script(words):
         is_module = word == "-m" and is_name and not next_word.startswith(LAUNCHERS)
         if is_file or is_module or ladder.stage_of(word):
             return place
-    return None
+    refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")
 
 
 def check(row):
     """Exit with one line where a row can't run."""
-    for name in row.added:
-        if name not in ladder.ADDED:
-            known = ", ".join(f"+{each}" for each in ladder.ADDED)
-            refuse(f"{row.name!r}: +{name} is no technique that can be added from outside: pass one of {known}")
     if row.added and not row.is_watched:
         refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
-    for word in (*row.launcher, *row.flags):
-        if word.startswith("+") and word[1:] in ladder.ADDED:
-            refuse(f"{row.name!r}: put {word} in front of all other words")
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
     if not row.is_module and not os.path.isfile(row.path):
@@ -217,32 +198,25 @@ def check(row):
 # The rows of a bench
 
 
-def useless_here(device):
-    """Return which techniques that can be added do nothing on a device, a dict {name: reason}."""
-    reasons = {}
-    units = machine.units_of(device)
-    if "tf32" not in units:
-        reasons["tf32"] = "this device has no TF32 units"
-    if "bfloat16" not in units:
-        reasons["bf16"] = "this device has no bfloat16 units"
-    problem = machine.compile_problem(device)
-    if problem:
-        reasons["compile"] = problem
-    return reasons
-
-
 def rows_of_climb(command, device):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    command: the script, as a row of the command line. What does nothing on this device is left out.
+    command: the script, as a row of the command line. What does nothing on this device is left out, and told.
     """
     script = row_of(command)
     if not script.is_watched:
         refuse(f"--climb {command!r}: pass a script of your own that knows nothing of the ladder")
+    useless = {"compile": machine.compile_problem(device)}  # {technique: why it does nothing here, or None}
+    units = machine.units_of(device)
+    if "tf32" not in units:
+        useless["tf32"] = "this device has no TF32 units"
+    if "bfloat16" not in units:
+        useless["bf16"] = "this device has no bfloat16 units"
     rows = [*plain(script, device), script]
-    useless = useless_here(device)
     for name in ladder.ADDED:
-        if name not in useless and name not in script.added:
+        if useless.get(name):
+            tell(f"+{name} is left out: {useless[name]}")
+        elif name not in script.added:
             added = (*rows[-1].added, name)
             rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
     return rows
@@ -264,31 +238,21 @@ def plain(row, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: the probe first, and the control.
 
-    Exits with one line where two rows have one name.
+    Titles tell the rows apart; `plain` and the rows of a climb have theirs. Where one is long, or the same twice, it is
+    the script and the number of the row. Exits with one line where two rows have one name.
     """
     names = [row.name for row in rows]
-    for name in names:
-        if names.count(name) > 1:
-            refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    above = None
+    titles = [row.title or title_of(row, rows) for row in rows]
     in_order = []
-    for row, title in zip(rows, titles_of(rows), strict=True):
+    above = None
+    for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
+        if names.count(row.name) > 1:
+            refuse(f"two rows are {row.name!r}: leave one out, since the bench runs a row a second time by itself")
+        if len(title) > LONGEST_TITLE or titles.count(title) > 1:
+            title = f"{row.name_of_script} #{number}"
         in_order.append(replace(row, title=title, above=above))
         above = row.name
     return [Row(PROBE, PROBE, PROBE), *with_control(in_order)]
-
-
-def titles_of(rows):
-    """Return titles that tell rows apart; `plain` and the rows of a climb keep theirs.
-
-    Where a title would be long, or the same twice, it is the script and the number of the row.
-    """
-    titles = [row.title or title_of(row, rows) for row in rows]
-    for place, row in enumerate(rows):
-        is_fine = len(titles[place]) <= LONGEST_TITLE and titles.count(titles[place]) == 1
-        if not (row.title or is_fine):
-            titles[place] = f"{row.name_of_script} #{place + 1}"
-    return titles
 
 
 def title_of(row, rows):
@@ -321,7 +285,7 @@ def with_control(rows):
     repeats the first, since the second may be the one that does not fit into memory.
     """
     candidates = [row for row in rows if row.stage] or rows
-    row = candidates[0] if len(candidates) == 2 else candidates[len(candidates) // 2]
+    row = candidates[(len(candidates) - 1) // 2]
     place = rows.index(row) + 1
     again = replace(row, name=f"{row.name} again", title=f"{row.title} again", above=None, control_of=row.name)
     return [*rows[:place], again, *rows[place:]]

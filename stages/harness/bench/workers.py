@@ -45,7 +45,6 @@ class Worker:
         self.run = results.runs[row.name, round_number]
         self.ranks = {}
         self.number_of_ranks = 1  # until one says how many there are
-        self.is_to_end = False
         self.groups = set()
         self.to_close = contextlib.ExitStack()
         try:
@@ -94,7 +93,6 @@ class Worker:
     def ask(self, request):
         """Ask all ranks for a step, or for the end, and wait until that is done. A row that fails is ended here."""
         self.wait()  # for its start
-        self.is_to_end = request == leader.END
         if self.is_live:
             for rank in self.ranks:
                 self.ranks[rank] = False
@@ -125,7 +123,7 @@ class Worker:
             line = json.loads(speaker.recv_bytes())
         except (EOFError, OSError):
             del self.ranks[speaker]
-            if not (self.is_to_end and self.ranks):  # else the summary may still come, from rank 0
+            if not self.ranks:  # a launcher ends the others where one has failed
                 self.fail_as_it_ended()
             return
         match line["kind"]:
