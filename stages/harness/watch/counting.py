@@ -30,6 +30,11 @@ class Call:
     inputs: torch.Tensor
     version: int
 
+    @property
+    def rank(self):
+        """What decides which of several calls is the micro-batch: calls that are not in training may be a validation."""
+        return self.is_training, self.tokens, self.batch_size
+
 
 class MicroBatches:
     """What was seen since the last step ended.
@@ -43,25 +48,22 @@ class MicroBatches:
         self.batches = []
         self.loss = None
         self.unscaled_loss = None  # what a GradScaler multiplied, until backward() is called
-        self.largest = {}  # {whether in training mode: the largest Call since the last backward}
-        self.backwards = 0
+        self.call = None  # the one that counts, of those since the last backward
         self.backwards_of_closure = 0
 
     def add_call(self, call):
         """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
-        largest = self.largest.get(call.is_training)
-        if largest is None or (call.tokens, call.batch_size) > (largest.tokens, largest.batch_size):
-            self.largest[call.is_training] = call
+        if self.call is None or call.rank > self.call.rank:
+            self.call = call
 
-    def add_backward(self, loss, in_update):
-        """Close a micro-batch. loss: what backward() gets. in_update: whether an optimizer's closure calls it.
+    def add_backward(self, loss, in_closure):
+        """Close a micro-batch. loss: what backward() gets. in_closure: whether an optimizer's closure calls it.
 
         The first backward of a closure counts, since LBFGS evaluates one batch again and again.
         """
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
-        self.backwards += 1
-        self.backwards_of_closure += in_update
+        self.backwards_of_closure += in_closure
         is_new = self.close()
         if self.unscaled_loss is not None:
             loss, self.unscaled_loss = self.unscaled_loss, None
@@ -72,11 +74,9 @@ class MicroBatches:
     def close(self):
         """Take the calls since the last backward for a micro-batch. Return whether it is another one than the last.
 
-        Calls in training mode go before others, which may be a validation. The same tensor under changed weights is the
-        same batch once more, as SAM has it.
+        The same tensor under changed weights is the same batch once more, as SAM has it.
         """
-        call = self.largest.get(True) or self.largest.get(False)
-        self.largest = {}
+        call, self.call = self.call, None
         if self.backwards_of_closure > 1:
             return False
         if call is None:

@@ -78,17 +78,19 @@ def watch_modules(watcher):
             return call_module(module, *args, **kwargs)
         is_inside = True
         try:
-            watcher.saw_forward(module, args, kwargs)
+            kind = watcher.saw_forward(module, args, kwargs)
             if module not in compiled:
                 compiled[module] = any(is_compiled(part) for part in module.modules())
             if compiled[module]:
                 nn.Module.__call__ = call_module
-            output = call_module(module, *args, **kwargs)
+            with watcher.clock.during(kind):
+                output = call_module(module, *args, **kwargs)
         finally:
             is_inside = False
             if compiled.get(module):
                 nn.Module.__call__ = watched_call
-        watcher.saw_output(output)
+        if kind == "forward":
+            watcher.saw_output(output)
         return output
 
     nn.Module.__call__ = watched_call
@@ -100,16 +102,10 @@ def watch_backward(watcher):
 
     @functools.wraps(backward)
     def watched_backward(tensors, *args, **kwargs):
-        if watcher.in_backward:
+        if "backward" not in watcher.clock.kinds:
+            watcher.saw_backward(tensors)
+        with watcher.clock.during("backward"):
             return backward(tensors, *args, **kwargs)
-        watcher.saw_backward(tensors)
-        watcher.in_backward = True
-        watcher.clock.switch("backward")
-        try:
-            return backward(tensors, *args, **kwargs)
-        finally:
-            watcher.in_backward = False
-            watcher.clock.switch("update" if watcher.in_update else "rest")
 
     torch.autograd.backward = watched_backward
 
@@ -126,12 +122,9 @@ def timed_as_data(function, note, clock):
 
     @functools.wraps(function)
     def timed_function(loader):
-        before = clock.switch("data")
         note(loader)
-        try:
+        with clock.during("data"):
             return function(loader)
-        finally:
-            clock.switch(before)
 
     return timed_function
 

@@ -8,10 +8,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-# A step of more operations is profiled as far as these reach: their list takes memory and time that are not the
-# script's. They are counted by the nodes of its graph, each of which is some ten operations with its backward.
-MOST_OPERATIONS = 20_000
-MOST_NODES = MOST_OPERATIONS // 10
+# A step of some 20,000 operations is profiled no further: their list takes memory and time that are not the script's.
+# They are counted by the nodes of its graph, each of which is some ten operations with its backward.
+MOST_NODES = 2_000
 
 
 class Probe:
@@ -31,22 +30,16 @@ class Probe:
         self.first_node = 0  # of the profiled step
 
     def saw_profiler(self, *args, **kwargs):
-        """Note that the script makes a profiler of its own: two at work empty one another."""
+        """Leave the profiler to the script, which makes one of its own: two at work empty one another."""
         self.script_profiles = True
+        self.give_up("the script profiles itself")
 
-    def stop_early(self):
-        """Stop where the profiled step has too many operations."""
-        if self.profiler and not self.is_whole:
-            nodes = torch._C._autograd._get_sequence_nr() - self.first_node
-            if nodes > MOST_NODES:
-                self.stop()
-
-    def start(self, device, in_backward):
-        """Begin to profile, where nothing speaks against it. in_backward: whether autograd calls this."""
+    def start(self, device):
+        """Begin to profile, where nothing speaks against it."""
         if self.script_profiles or torch.autograd._profiler_enabled():
             self.unseen = "the script profiles itself"
             return
-        if in_backward:  # which ends a profile that began inside of it
+        if "backward" in self.clock.kinds:  # which ends a profile that began inside of it
             self.unseen = "its optimizer steps inside of backward()"
             return
         activities = [ProfilerActivity.CPU]
@@ -56,25 +49,31 @@ class Probe:
         self.script_profiles = False  # this one was ours
         self.profiler.start()
         self.first_node = torch._C._autograd._get_sequence_nr()
-        self.clock.open_range()
+        self.clock.is_profiled = True
+        self.clock.name_in_profile()
+
+    def stop_early(self):
+        """Stop where the profiled step has too many operations."""
+        if self.profiler and not self.is_whole:
+            nodes = torch._C._autograd._get_sequence_nr() - self.first_node
+            if nodes > MOST_NODES:
+                self.stop()
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
         if self.profiler:
-            self.clock.close_range()
+            self.clock.is_profiled = False
+            self.clock.name_in_profile()
             self.profiler.stop()
-            if self.script_profiles:
-                self.unseen = "the script profiles itself"
-            else:
-                self.events = self.profiler.events()
+            self.events = self.profiler.events()
             self.profiler = None
 
-    def give_up(self):
+    def give_up(self, reason="the script starts processes in each step"):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""
         if self.profiler:
             self.stop()
             self.forget()
-            self.unseen = "the script starts processes in each step"
+            self.unseen = reason
 
     def forget(self):
         """Give the memory of the profile back, which is none of the script's."""
@@ -95,24 +94,3 @@ def kernels_and_busy_ms(events):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return len(spans), busy / 1e3
-
-
-def share_of_loss(events, range_of_loss):
-    """Return which share of the time between a forward and backward() passes until the loss is made.
-
-    The loss is the last operation that backward() goes through. What comes behind it is an environment, the next batch
-    or whatever else the script does. range_of_loss: what the profile calls that time.
-    """
-    nodes = {event.sequence_nr for event in events if event.scope == 1 and event.sequence_nr >= 0}  # 1: a backward's
-    made = {}  # {node: when the operation ran that made it}; later ones of other tensors have the next node's number
-    for event in events:
-        if event.scope == 0 and event.sequence_nr in nodes and not event.name.startswith("autograd::"):
-            made[event.sequence_nr] = event.time_range
-    total = loss = 0.0
-    for event in events:
-        if event.name == range_of_loss:
-            span = event.time_range
-            ends = [time.end for time in made.values() if span.start <= time.start <= span.end]
-            total += span.end - span.start
-            loss += max(ends, default=span.start) - span.start
-    return loss / total if total else 1.0

@@ -17,8 +17,8 @@ from ..arithmetic import matmul_weights, shape_of
 from ..stepprofile import names_with_callers
 from .added import is_compiled
 from .counting import named_tensors
-from .probe import kernels_and_busy_ms, share_of_loss
-from .timeline import RANGE_OF_LOSS, count_threads_of_script
+from .probe import kernels_and_busy_ms
+from .timeline import count_threads_of_script
 
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
@@ -101,24 +101,22 @@ def find_techniques(watcher):
     """Return what PyTorch's flags tell of a step, a dict for JSON. What only operations tell is None, or not there.
 
     profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it.
-    weights: the dtype of most weights. compile: whether compiled code multiplies matrices outside of the optimizer.
+    weights: the dtype of the largest weight. compile: whether compiled code multiplies matrices outside of the optimizer.
     sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was seen. drops: whether
     dropout was inside of attention, or may have been. vocabulary: among how many the loss chooses, else the rows of the
     last layer, or None. fused: whether one kernel does the update, or None for an optimizer that can't. optimizer: its
     class. autocast: the dtype in which it computes above weights in float32, as "bfloat16", or None. enters_autocast:
     whether that is by autocast, and not by a policy of FSDP, for one. emulated: whether a CPU has no units for it.
     clips, schedules, groups: whether it clips gradients, changes its learning rate, and has groups of unlike weight
-    decay. accum: micro-batches of a rank. loss_share: see share_of_loss(). kernels, busy_ms, reads: how many kernels a
-    step runs on a card, how long that is busy, and how many numbers are read from it. failed: {name of an added
-    technique: why it was left out again}. framework: the package that calls the optimizer, or None. parameters: how
-    many. loaders: how many processes and threads it has started. machine: what this one could use, {tf32, amp_dtype,
-    compile}.
+    decay. accum: micro-batches of a rank. kernels, busy_ms, reads: how many kernels a step runs on a card, how long
+    that is busy, and how many numbers are read from it. failed: {name of an added technique: why it was left out
+    again}. framework: the package that calls the optimizer, or None. loaders: how many processes and threads it has
+    started. machine: what this one could use, {tf32, amp_dtype, compile}.
     """
     models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
     optimizer, device, habits = watcher.optimizer, watcher.device, watcher.habits
-    parameters = parameters_of(models, optimizer)
-    weights = dtype_of_most(parameters)
+    weights = max(parameters_of(models, optimizer), key=torch.Tensor.numel).dtype
     autocast = habits.autocast
     if autocast is None and torch.is_autocast_enabled(device.type):  # entered once, around the loop
         autocast = machine.dtype_name(torch.get_autocast_dtype(device.type))
@@ -145,13 +143,11 @@ def find_techniques(watcher):
         "schedules": float(groups[0]["lr"]) != habits.first_lr or "initial_lr" in groups[0],
         "groups": len({group.get("weight_decay") for group in groups}) > 1,
         "accum": watcher.seen.accum,
-        "loss_share": 1.0,
         "kernels": None,
         "busy_ms": None,
         "reads": None,
         "failed": watcher.added.failed,
         "framework": framework_of(sys._getframe()),
-        "parameters": sum(p.numel() for p in parameters),
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
         "machine": {
             "tf32": "tf32" in units,
@@ -192,7 +188,6 @@ def seen_in(events, flags, device):
         "profiled": True,
         "sdpa": min(kernels, default=None),  # "efficient" before "math", which a mask or dropout may choose in a part
         "attention": bool(kernels) or attends,
-        "loss_share": share_of_loss(events, RANGE_OF_LOSS),
     }
     if has_matmul:  # else all of it is in CUDA graphs, or in kernels of Triton
         seen["compile"] = any(is_matmul(each) and is_in_compiled_code(each) for each in operations)
@@ -247,14 +242,6 @@ def allows_tf32():
     torch.get_float32_matmul_precision() raises where a script set the newer flags, so these are asked.
     """
     return "tf32" in (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-
-
-def dtype_of_most(parameters):
-    """Return the dtype that most weights have."""
-    counts = Counter()
-    for p in parameters:
-        counts[p.dtype] += p.numel()
-    return max(counts, key=counts.get, default=torch.float32)
 
 
 def gpt_shape(models, seq_len):

@@ -1,5 +1,6 @@
 """The clock of a watched step: what its time goes to, and which of the script's own lines take what is left."""
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -11,11 +12,9 @@ import torch
 
 from .. import machine
 
-# What a step spends its time on: a DataLoader, a forward with gradients, what follows it up to backward(), a backward,
-# an optimizer, a forward without gradients, and what is left, the script's own code.
+# What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer, a
+# forward without gradients, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
-OWN_CODE = ("loss", "rest")
-RANGE_OF_LOSS = "python (loss)"  # in a profile
 HARNESS = os.path.dirname(os.path.dirname(__file__))
 TORCH = os.path.dirname(torch.__file__)
 LIBRARIES = (sysconfig.get_path("stdlib"), TORCH, HARNESS, "<")
@@ -25,57 +24,76 @@ PACKAGES = ("site-packages", "dist-packages")
 class StepClock:
     """Measures on what a step spends its time.
 
-    spent: {kind: seconds} of the open step. own_seconds: of the script's own code, in all steps. waits_for: the devices
-    that must be ready before another kind begins; none where kernels are only queued.
+    spent: {kind: seconds} of the open step. own_seconds: of the script's own code and of losses, in all steps.
+    waits_for: the devices that must be ready before another kind begins; none where kernels are only queued.
+    is_profiled: whether a profile is open, in which each kind gets a name.
     """
 
     def __init__(self):
-        self.kind = "rest"
+        self.kinds = ["rest"]  # those that are open, each inside of the one before
+        self.is_behind_forward = False
         self.own_seconds = 0.0
         self.waits_for = ()
-        self.range = None
-        self.begin()
+        self.is_profiled = False
+        self.range = None  # of the profile
+        self.begin_step()
 
-    def begin(self):
+    @property
+    def kind(self):
+        """What the time counts as. The loss is only known as one when backward() follows, and is "rest" till then."""
+        return self.kinds[-1]
+
+    def begin_step(self):
         """Begin a step."""
         self.spent = dict.fromkeys(KINDS, 0.0)
-        self.after_forward = 0.0  # seconds since a forward that no backward() has followed yet
         self.since = time.perf_counter()
 
-    def switch(self, kind):
-        """Count the time from now on as another kind. Return what the kind was before."""
+    def begin(self, kind):
+        """Count the time from now on as another kind, until that ends."""
+        self.count("loss" if kind == "backward" and self.is_behind_forward else self.kind)
+        self.kinds.append(kind)
+        self.is_behind_forward = False
+        self.name_in_profile()
+
+    def end(self, kind):
+        """Count the time from now on as what was open before a kind began."""
+        self.count(self.kind)
+        self.kinds.remove(kind)
+        self.is_behind_forward = kind == "forward"
+        self.name_in_profile()
+
+    @contextlib.contextmanager
+    def during(self, kind):
+        """Count the time of a block as another kind. Inside of a block of the same kind it is a part of that."""
+        if kind in self.kinds:
+            yield
+            return
+        self.begin(kind)
+        try:
+            yield
+        finally:
+            self.end(kind)
+
+    def count(self, kind):
+        """Count the time since the last call as this kind."""
         if self.waits_for and not is_captured():
             for device in self.waits_for:
                 machine.synchronize(device)
         now = time.perf_counter()
-        seconds = now - self.since
-        before = self.kind
-        self.spent[before] += seconds
-        if before in OWN_CODE:
-            self.own_seconds += seconds
-        if before == "loss":
-            self.after_forward += seconds
-        if kind == "forward":  # what followed the forward before led to no backward(), so it was no loss
-            self.spent["loss"] -= self.after_forward
-            self.spent["rest"] += self.after_forward
-        if kind in ("forward", "backward"):
-            self.after_forward = 0.0
-        self.kind, self.since = kind, now
-        if self.range:
-            self.close_range()
-            self.open_range()
-        return before
+        self.spent[kind] += now - self.since
+        if self.kind == "rest":
+            self.own_seconds += now - self.since
+        self.since = now
 
-    def open_range(self):
+    def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
-        name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
-        self.range = torch.profiler.record_function(name)
-        self.range.__enter__()
-
-    def close_range(self):
-        """End the range that is open in the profile."""
-        self.range.__exit__(None, None, None)
-        self.range = None
+        if self.range:
+            self.range.__exit__(None, None, None)
+            self.range = None
+        if self.is_profiled:
+            name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
+            self.range = torch.profiler.record_function(name)
+            self.range.__enter__()
 
 
 def is_captured():
@@ -84,7 +102,7 @@ def is_captured():
 
 
 class OwnCode:
-    """The lines that run while the script is in its own code, by looks of another thread.
+    """The lines that run while the script is in its own code, or makes a loss, by looks of another thread.
 
     seconds: a Counter by place. A look stands for all the time in own code since the look before, because a line that
     holds the interpreter's lock, as sorting or json do, is only seen when it lets go. looks: how many there were.
@@ -98,7 +116,7 @@ class OwnCode:
 
     def look(self):
         """Note the line that runs, where the script is in its own code."""
-        if self.clock.kind in OWN_CODE:
+        if self.clock.kind == "rest":
             seconds = self.clock.own_seconds + time.perf_counter() - self.clock.since
             self.seconds[place_of(frame_of_script())] += seconds - self.seconds_before
             self.seconds_before = seconds

@@ -52,7 +52,6 @@ class Watcher:
         self.optimizer = None  # the one that ends a step; where there are more, they share its step
         self.steps_of_others = set()  # ids of other optimizers that stepped since the last step ended
         self.devices = []
-        self.in_update = self.in_backward = False
         self.is_between_steps = False  # while it reports, or waits for the bench
         self.is_last_step = False  # one more than was asked for, which is profiled
         self.techniques = None
@@ -60,34 +59,29 @@ class Watcher:
     # what PyTorch tells
 
     def saw_forward(self, module, args, kwargs):
-        """Note a call of an outermost module that has parameters, and add to it what is to be added."""
+        """Note a call of an outermost module that has parameters, and add to it what is to be added.
+
+        Return the kind that its time is: "forward", "evaluation", or "backward" for activation checkpointing.
+        """
         self.habits.forwards += 1
-        if self.in_backward:
-            self.habits.repeats_forward = True  # activation checkpointing
-            return
+        if "backward" in self.clock.kinds:
+            self.habits.repeats_forward = True
+            return "backward"
         if not torch.is_grad_enabled():
-            self.kind_before = self.clock.switch("evaluation")
-            return
+            return "evaluation"
         self.probe.stop_early()
-        self.clock.switch("forward")
         call = call_of(module, args, kwargs)
-        if call is None:
-            return
-        self.seen.add_call(call)
-        if self.techniques is None:
-            self.models[id(module)] = module
-        if len(self.log.steps) < WARMUP:
-            self.habits.saw_arguments(kwargs)
-        self.added.before_forward(module)
+        if call is not None:
+            self.seen.add_call(call)
+            if self.techniques is None:
+                self.models[id(module)] = module
+            if len(self.log.steps) < WARMUP:
+                self.habits.saw_arguments(kwargs)
+            self.added.before_forward(module)
+        return "forward"
 
     def saw_output(self, output):
-        """Note that an outermost module has returned."""
-        if self.in_backward:
-            return
-        if self.clock.kind == "evaluation":
-            self.clock.switch(self.kind_before)
-            return
-        self.clock.switch("loss")
+        """Note what a forward returns."""
         if self.techniques is None:
             self.habits.saw_output(output)
 
@@ -96,7 +90,7 @@ class Watcher:
         self.habits.backwards += 1
         self.added.before_backward()
         if not is_captured():
-            self.seen.add_backward(tensors, self.in_update)
+            self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
         self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
@@ -107,8 +101,7 @@ class Watcher:
     def saw_optimizer_begin(self, optimizer):
         """Note that an optimizer begins its step."""
         self.added.before_update(optimizer)
-        self.clock.switch("update")
-        self.in_update = True
+        self.clock.begin("update")
         self.seen.backwards_of_closure = 0
 
     def saw_optimizer_step(self, optimizer):
@@ -120,8 +113,7 @@ class Watcher:
             if os.getppid() != self.pid:
                 end_process(0)  # nobody waits for it any more
             return
-        self.in_update = False
-        self.clock.switch("backward" if self.in_backward else "rest")
+        self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
             return
@@ -133,7 +125,7 @@ class Watcher:
             self.end_step()
         else:
             self.steps_of_others.add(id(optimizer))
-            self.seen.in_turn = self.seen.in_turn or self.seen.backwards > 0
+            self.seen.in_turn = self.seen.in_turn or len(self.seen.batches) > 0
 
     # a step
 
@@ -160,7 +152,7 @@ class Watcher:
         self.added.before_backward()  # where a script calls no backward()
         now_queued = time.perf_counter()
         self.synchronize()
-        self.clock.switch(self.clock.kind)
+        self.clock.count(self.clock.kind)
         self.is_between_steps = True
         if not self.seen.batches:
             self.seen.close()  # where a script calls no backward()
@@ -193,20 +185,20 @@ class Watcher:
         profiles_last = self.args.profile or self.device.type != "cpu"  # what profiles a card slows all that follows
         if not is_asked_for_more or steps == self.args.steps:
             if profiles_last:
-                self.probe.start(self.device, self.in_backward)
+                self.probe.start(self.device)
             if not self.probe.profiler:
                 self.finish()
                 self.leave(0)
             self.is_last_step = True
         elif steps < WARMUP and not profiles_last and not (steps and self.techniques["profiled"]):
-            self.probe.start(self.device, self.in_backward)
+            self.probe.start(self.device)
         if self.device.type != "cpu":  # some steps of the warm-up tell what kernels belong to
             self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
         if steps <= WARMUP:
             self.habits.graphs = compiled_graphs()
         self.seen = MicroBatches(self.seen.in_turn)
         self.synchronize()
-        self.clock.begin()
+        self.clock.begin_step()
         self.t0 = self.clock.since
         self.is_between_steps = False
 

@@ -33,15 +33,19 @@ def shares_of(watcher):
     steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
     if watcher.device.type != "cpu":
         steps = watcher.log.steps[1:WARMUP] or steps
-    return mean_shares(steps, watcher.techniques)
+    return mean_shares(steps)
 
 
-def mean_shares(steps, techniques):
-    """Return {kind: share of the time} of some steps. What follows the loss is not "loss" but "rest"."""
+def mean_shares(steps):
+    """Return {kind: share of the time} of some steps.
+
+    A loss takes no longer than the backward, which goes through it, too. What is above that is the script's own code
+    between the loss and backward().
+    """
     total = sum(step["dt"] for step in steps)
     shares = {kind: sum(step["spent"][kind] for step in steps) / total for kind in KINDS}
-    behind_loss = shares["loss"] * (1 - techniques["loss_share"])
-    return shares | {"loss": shares["loss"] - behind_loss, "rest": shares["rest"] + behind_loss}
+    loss = min(shares["loss"], shares["backward"])
+    return shares | {"loss": loss, "rest": shares["rest"] + shares["loss"] - loss}
 
 
 def answer(watcher, shares):
@@ -70,7 +74,7 @@ def causes(watcher, shares):
     dt = statistics.mean(step["dt"] for step in steps)
     words = []
     if watcher.device.type != "cpu":
-        shares = mean_shares(steps, techniques)
+        shares = mean_shares(steps)
     if techniques["busy_ms"] is not None:
         median_ms = 1e3 * statistics.median(step["dt"] for step in steps)
         shares = shares_of_idle(shares, 1 - techniques["busy_ms"] / median_ms)
