@@ -18,7 +18,7 @@ from harness.flags import Parser, positive, seed
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
 from harness.watch import hooks
-from harness.watch.watcher import STEPS_ON_A_CARD, Watcher, end_process
+from harness.watch.watcher import STEPS_ON_A_CARD, Watcher
 
 import builtins
 import os
@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 DEFAULT_STEPS = f"{WARMUP + COUNTED_STEPS}, on a GPU {STEPS_ON_A_CARD}"
-ENDED = "ended"
 
 
 def parse_command(argv):
@@ -42,9 +41,7 @@ def parse_command(argv):
     It also has added, the techniques to add; folder, where the script runs; and title, the script as it was typed.
     Exits with one line and status 2 where there is no script, or it can't be watched.
     """
-    own, script, is_module, script_argv = split_command(argv)
-    if script is None:
-        refuse_what_is_no_script(own)
+    own, command, is_module = split_command(argv)
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     add = parser.add_argument
     steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
@@ -53,44 +50,37 @@ def parse_command(argv):
     add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     args = parser.parse_args([word for word in own if not word.startswith("+")])
-    if args.steps == "all" and args.profile:
-        refuse("--profile shows the step behind the last one, and --steps all has none: pass a number")
+    if not command:
+        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
+    args.script, *args.script_argv = command
+    args.is_module = is_module
     args.added = [word[1:] for word in own if word.startswith("+")]
     for name in args.added:
         if name not in ladder.ADDED:
             refuse(f"+{name} is no technique that can be added from outside: --help lists them")
-    args.script, args.is_module, args.script_argv = script, is_module, script_argv
-    args.title = f"-m {script}" if is_module else script
-    args.folder = Path.cwd() if is_module else folder_of(script)
-    if not is_module and not Path(script).is_file():
-        refuse(f"there is no script {script}")
-    if not is_module and logs_by_itself(script):
-        refuse(f"{script} logs its steps by itself: start it by python {script}")
+    if args.steps == "all" and args.profile:
+        refuse("--profile shows the step behind the last one, and --steps all has none: pass a number")
+    if is_module:
+        args.title, args.folder = f"-m {args.script}", Path.cwd()
+        return args
+    if not Path(args.script).is_file():
+        refuse(f"there is no script {args.script}")
+    if logs_by_itself(args.script):
+        refuse(f"{args.script} logs its steps by itself: start it by python {args.script}")
+    args.title, args.folder = args.script, folder_of(args.script)
     if args.folder != Path.cwd():
-        args.script = str(Path(script).resolve())
+        args.script = str(Path(args.script).resolve())
     return args
 
 
 def split_command(argv):
-    """Return (own flags, script or module or None, whether it is a module, the script's own flags)."""
+    """Return (own flags, script or module with its own flags, whether it is a module)."""
     for place, word in enumerate(argv):
-        if word == "-m" and place + 1 < len(argv):
-            return argv[:place], argv[place + 1], True, argv[place + 2 :]
-        if word.endswith(".py") and (place == 0 or argv[place - 1] != "--record"):
-            return argv[:place], word, False, argv[place + 1 :]
-    return argv, None, False, []
-
-
-def refuse_what_is_no_script(words):
-    """Exit with one line, where a command has no script among its words."""
-    for word in words:
-        stage = ladder.stage_of(word)
-        if stage:
-            refuse(f"{word} is a stage, and logs its steps by itself: python stages/{stage.name}.py")
-        if word.endswith(".ipynb"):
-            refuse(f"{word} is a notebook: jupyter nbconvert --to script {word} makes a script of it")
-    if not {"-h", "--help"} & set(words):
-        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
+        if word == "-m":
+            return argv[:place], argv[place + 1 :], True
+        if word.endswith(".py"):
+            return argv[:place], argv[place:], False
+    return argv, [], False
 
 
 def steps_or_all(text):
@@ -128,7 +118,7 @@ def run(args):
             _, spec, code = runpy._get_module_details(args.script)  # as python -m and pdb do
         except ImportError as error:
             print(f"error: -m {args.script}: {error}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
-            end_process(2)
+            os._exit(2)
         path, package = spec.origin, spec.parent
         sys.argv[0] = path
     else:
@@ -141,25 +131,13 @@ def run(args):
 
 def watch(args, watcher):
     """Run the script under the watcher, and tell how it ended. Return the exit status, 2 without a timed step."""
-
-    def exit_at_once(status):
-        """What os._exit is for the script: in this process it first tells what was timed."""
-        if os.getpid() == watcher.pid:
-            tell_end(watcher, f"called os._exit({status})")
-            watcher.leave(status)
-        end_process(status)
-
-    os._exit = exit_at_once
-    status, reason, last_words = 0, ENDED, ""
+    status, reason = 0, "ended"
     try:
         run(args)
     except SystemExit as end:
-        status = end.code or 0
-        if not isinstance(status, int):  # Python prints anything else, and exits with 1
-            status, last_words = 1, str(end.code)
-            print(last_words, file=sys.stderr)
-        if status:
-            reason = f"ended with exit status {status}"
+        if end.code:
+            status = end.code if isinstance(end.code, int) else 1  # as Python has it
+            reason = f"ended by sys.exit({end.code!r})"
     except KeyboardInterrupt:
         status, reason = 130, "was interrupted"
     except BaseException as error:
@@ -170,32 +148,24 @@ def watch(args, watcher):
         if args.log.is_led:
             return 1
         status, reason = 1, f"failed by {type(error).__name__}"
-    tell_end(watcher, reason, last_words)
-    if status == 0 and not watcher.log.steps:
-        return 2
-    return status
-
-
-def tell_end(watcher, reason, last_words=""):
-    """Print the summary of the steps that a script took, and how it ended where more steps were asked for."""
-    args, steps = watcher.args, len(watcher.log.steps)
     if os.getpid() != watcher.pid:  # a child that the script forked
-        return
-    if reason == ENDED and args.steps == "all" and steps:
+        return status
+    steps = len(watcher.log.steps)
+    if args.steps == "all" and steps and not status:
         watcher.finish()
-        return
+        return 0
+    asked = "" if args.steps == "all" else f" of {args.steps}"
+    line = f"{reason} after {steps}{asked} timed steps"
     if watcher.optimizer is None:
         line = f"{reason}, and no step of a torch optimizer was seen in this process"
-        if reason == ENDED and not args.log.is_led:
+        if not status:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
-    else:
-        asked = "" if args.steps == "all" else f" of {args.steps}"
-        line = f"{reason} after {steps}{asked} timed steps"
     if args.log.is_led:
-        args.log.write_error(line, last_words)
+        args.log.write_error(line)
     else:
         watcher.finish()
         print(f"{args.title} {line}", file=sys.stderr)
+    return status if status or steps else 2
 
 
 def main(argv):

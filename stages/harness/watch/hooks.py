@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .added import is_compiled
-from .timeline import frame_of_script, is_compiling, place_of
+from .timeline import frame_of_script, place_of
 
 LOOK_EVERY = 0.01  # seconds between two looks at the line that runs
-SILENCE = 60  # seconds without a step that are told, and each time that they have passed again
+SILENCE = 60  # seconds without a step that are told
 
 
 def watch_pytorch(watcher):
@@ -152,18 +152,10 @@ def look_at_own_code(watcher):
 
 
 def tell_of_silence(watcher):
-    """Tell now and then where a script is that shows no step: compiling, evaluating, or in a loop without an end.
-
-    This is a thread, as long as the process.
-    """
+    """Tell now and then where a script is that shows no step. This is a thread, as long as the process."""
     while True:
         t0 = watcher.t0
         time.sleep(SILENCE)
-        if watcher.t0 != t0 or watcher.is_between_steps:
-            continue
-        seconds = time.perf_counter() - (t0 or watcher.began)
-        frame = frame_of_script()
-        work = "compiling" if is_compiling(frame) else "at"
-        place, _ = place_of(frame)
-        counts = f"{watcher.habits.forwards} forwards and {watcher.habits.backwards} backwards"
-        watcher.log.notice(f"no step in {seconds:.0f} s: it is {work} {place}, after {counts}")
+        if watcher.t0 == t0 and not watcher.is_between_steps:
+            place, _ = place_of(frame_of_script())
+            watcher.log.notice(f"no step in the last {SILENCE} s: it is at {place}")

@@ -33,8 +33,6 @@ class Habits:
     autocast: the dtype of the last autocast that was entered with gradients on, as "bfloat16", or None.
     """
 
-    forwards: int = 0
-    backwards: int = 0
     autocast: str | None = None
     first_lr: float = 0.0  # of the optimizer
     output_dtype: torch.dtype | None = None
@@ -143,9 +141,6 @@ def find_techniques(watcher):
         "schedules": float(groups[0]["lr"]) != habits.first_lr or "initial_lr" in groups[0],
         "groups": len({group.get("weight_decay") for group in groups}) > 1,
         "accum": watcher.seen.accum,
-        "kernels": None,
-        "busy_ms": None,
-        "reads": None,
         "failed": watcher.added.failed,
         "framework": framework_of(sys._getframe()),
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),

@@ -128,15 +128,6 @@ def frame_of_script():
     return sys._current_frames()[threading.main_thread().ident]
 
 
-def is_compiling(frame):
-    """Tell whether a frame was called by torch.compile at work."""
-    while frame:
-        if "_inductor" in frame.f_code.co_filename or frame.f_code.co_name == "convert_frame":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def place_of(frame):
     """Return the place in the script's own code that a frame belongs to, and the function of a library that it is in.
 

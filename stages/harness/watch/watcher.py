@@ -24,7 +24,6 @@ from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, par
 from .timeline import OwnCode, StepClock, is_captured
 from .words import answer, end_bars, shares_of
 
-end_process = os._exit  # watch.py replaces os._exit for the script
 STEPS_ON_A_CARD = 50
 
 
@@ -40,7 +39,6 @@ class Watcher:
         self.log = args.log
         self.pid = os.getpid()
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
-        self.began = time.perf_counter()
         self.t0 = None  # when the clock started, behind the first step
         self.clock = StepClock()
         self.own_code = OwnCode(self.clock)
@@ -63,7 +61,6 @@ class Watcher:
 
         Return the kind that its time is: "forward", "evaluation", or "backward" for activation checkpointing.
         """
-        self.habits.forwards += 1
         if "backward" in self.clock.kinds:
             self.habits.repeats_forward = True
             return "backward"
@@ -87,7 +84,6 @@ class Watcher:
 
     def saw_backward(self, tensors):
         """Note what backward() is called on."""
-        self.habits.backwards += 1
         self.added.before_backward()
         if not is_captured():
             self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
@@ -110,8 +106,6 @@ class Watcher:
         The first optimizer's ends the step. Where another one steps twice before it, that takes its place.
         """
         if os.getpid() != self.pid:  # a child that the script forked
-            if os.getppid() != self.pid:
-                end_process(0)  # nobody waits for it any more
             return
         self.clock.end("update")
         if is_captured():
@@ -156,12 +150,13 @@ class Watcher:
         self.is_between_steps = True
         if not self.seen.batches:
             self.seen.close()  # where a script calls no backward()
-        flush(sys.stdout)  # so that the script's own lines stand before ours
+        flush_stdout()  # so that the script's own lines stand before ours
         end_bars()
         if self.t0 is None:
             self.begin_steps()
         elif self.is_last_step:
-            self.finish(self.keep_profile())
+            self.keep_profile()
+            self.finish()
             self.leave(0)
         else:
             self.report_step(self.clock.since - self.t0, now_queued - self.t0)
@@ -190,7 +185,7 @@ class Watcher:
                 self.finish()
                 self.leave(0)
             self.is_last_step = True
-        elif steps < WARMUP and not profiles_last and not (steps and self.techniques["profiled"]):
+        elif steps == 0 and not profiles_last:
             self.probe.start(self.device)
         if self.device.type != "cpu":  # some steps of the warm-up tell what kernels belong to
             self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
@@ -207,21 +202,15 @@ class Watcher:
 
         The first one shows what is trained, and what it uses.
         """
-        seen = self.seen
-        if self.probe.profiler:
-            self.log.profiled_step = 1 + len(self.log.steps)
-        self.probe.stop()
         if self.log.header is None:
             self.begin_report()
             self.techniques = find_techniques(self)
             self.models = {}
             self.keep_profile()
-        elif self.probe.events is not None:
-            self.keep_profile()
-        header = self.log.header
-        tokens = seen.count_of(header["unit"]) * header["settings"]["world_size"]
+            self.probe.forget()
+        tokens = self.seen.count_of(self.log.header["unit"]) * self.ranks
         spent = {kind: round(seconds, 6) for kind, seconds in self.clock.spent.items()}
-        loss = None if seen.loss is None else seen.loss.item()
+        loss = None if self.seen.loss is None else self.seen.loss.item()
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
         self.log.step(loss, dt, tokens, {}, spent=spent, **on_card)
 
@@ -252,31 +241,24 @@ class Watcher:
         self.log.say("step    0 started the clock")
 
     def keep_profile(self):
-        """Add to the techniques what the profiled step has shown, where there was one, and write them to the record.
-
-        Return a StepProfile with --profile, and otherwise None.
-        """
+        """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""
         self.probe.stop()
-        profile = None
         if self.probe.events is not None:
             self.techniques |= seen_in(self.probe.events, self.techniques, self.device)
-            if self.args.profile and self.is_last_step:
-                profile = StepProfile(self.probe.events, self.device, 1e3 * (self.clock.since - self.t0))
-            self.probe.forget()
+            self.log.profiled_step = 1 + len(self.log.steps)
         self.techniques["unseen"] = None if self.techniques["profiled"] else self.probe.unseen
         self.log.write("techniques", **self.techniques)
-        return profile
 
     # the end
 
-    def finish(self, profile=None):
+    def finish(self):
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
         if not self.log.steps:
             return
         shares = shares_of(self)
-        summary = {"sdpa": self.techniques["sdpa"], "shares": shares}
-        lines = []
-        if profile:
+        summary, lines = {"sdpa": self.techniques["sdpa"], "shares": shares}, []
+        if self.args.profile and self.probe.events is not None:
+            profile = StepProfile(self.probe.events, self.device, 1e3 * (self.clock.since - self.t0))
             summary["parts"] = profile.parts
             lines = profile.lines({})  # nothing is predicted of a script that is no stage
         self.log.finish(summary, lines)
@@ -298,14 +280,13 @@ class Watcher:
 
     def leave(self, status):
         """End the process at once: threads of the script, its children and its `finally` may hang."""
-        flush(sys.stdout)
-        flush(sys.stderr)
+        flush_stdout()
         for child in multiprocessing.active_children():
             child.terminate()
-        end_process(status)
+        os._exit(status)
 
 
-def flush(stream):
-    """Flush a stream of the script, which may be closed by now or be something else."""
+def flush_stdout():
+    """Flush the script's own stdout, which may be closed by now or be something else."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        stream.flush()
+        sys.stdout.flush()

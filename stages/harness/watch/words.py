@@ -75,20 +75,20 @@ def causes(watcher, shares):
     words = []
     if watcher.device.type != "cpu":
         shares = mean_shares(steps)
-    if techniques["busy_ms"] is not None:
+    shares = shares | {"own": shares["rest"] + shares["loss"]}  # a line that makes a loss is not told from others
+    if "busy_ms" in techniques:
         median_ms = 1e3 * statistics.median(step["dt"] for step in steps)
         shares = shares_of_idle(shares, 1 - techniques["busy_ms"] / median_ms)
     if shares["data"] > LONG_WAIT:
         words += words_on_loaders(habits, shares["data"])
     if shares["evaluation"] > LONG_EVALUATION:
         words.append(f"{percent(shares['evaluation'])} is forwards without gradients, as in an evaluation")
-    if shares["rest"] > LONG_OWN_CODE and shares["rest"] * dt > SHORT_OWN_CODE:
-        words += words_on_own_code(watcher.own_code, shares["rest"], shares["loss"])
+    if shares["own"] > LONG_OWN_CODE and shares["own"] * dt > SHORT_OWN_CODE:
+        words += words_on_own_code(watcher.own_code, shares["own"])
     if shares.get("idle", 0.0) > LONG_IDLE:
         words.append(f"{percent(shares['idle'])} the card waits for Python: compile, or a larger batch")
-    reads = techniques["reads"] or 0
-    if reads >= MANY_READS:
-        words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
+    if techniques.get("reads", 0) >= MANY_READS:
+        words.append(f"{techniques['reads']} numbers a step are read from the card, as by .item(), and each waits for it")
     graphs = compiled_graphs() - habits.graphs
     if graphs >= FEWEST_GRAPHS:
         words.append(f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic")
@@ -120,7 +120,7 @@ def shares_of_idle(shares, idle):
     idle: the share of the time in which no kernel ran. In the result it is what Python's own work on operations took.
     """
     shares = {kind: min(share, max(idle, 0.0)) for kind, share in shares.items()}
-    return shares | {"idle": idle - shares["data"] - shares["rest"] - shares["evaluation"]}
+    return shares | {"idle": idle - shares["data"] - shares["own"] - shares["evaluation"]}
 
 
 def words_on_loaders(habits, share):
@@ -135,18 +135,15 @@ def words_on_loaders(habits, share):
     return words
 
 
-def words_on_own_code(own_code, share, share_of_loss):
-    """Return words on the script's own code, which takes this share of the time, and its lines that take the most.
-
-    own_code: an OwnCode, whose looks have also met the loss.
-    """
+def words_on_own_code(own_code, share):
+    """Return words on the script's own code, which takes this share of the time, and its lines that take the most."""
     words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
     if own_code.looks < FEWEST_LOOKS:
         return words
     total = own_code.seconds.total()
     for (place, function), seconds in own_code.seconds.most_common(3):
         if seconds > SLOW_LINE * total:
-            line = f"    {percent((share + share_of_loss) * seconds / total)} {place_and_text(place)}"
+            line = f"    {percent(share * seconds / total)} {place_and_text(place)}"
             words.append(f"{line}, in {function}" if function else line)
     return words
 
