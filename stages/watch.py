@@ -112,19 +112,19 @@ def run(args):
     runpy would do the same, but a loader that starts processes also finds the script's classes in __mp_main__, which
     multiprocessing set to watch.py.
     """
-    path, spec, package = args.script, None, None
+    spec = None
     if args.is_module:
         try:
             _, spec, code = runpy._get_module_details(args.script)  # as python -m and pdb do
         except ImportError as error:
             print(f"error: -m {args.script}: {error}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
             os._exit(2)
-        path, package = spec.origin, spec.parent
-        sys.argv[0] = path
+        sys.argv[0] = spec.origin
     else:
-        code = compile(Path(path).read_bytes(), path, "exec")
+        code = compile(Path(args.script).read_bytes(), args.script, "exec")
     main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__file__=path, __spec__=spec, __package__=package, __builtins__=builtins)
+    main_module.__file__, main_module.__spec__, main_module.__builtins__ = sys.argv[0], spec, builtins
+    main_module.__package__ = spec.parent if spec else None
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)
 

@@ -1,5 +1,6 @@
 """Adds techniques of the ladder to a script from outside, each where the script does not use it by itself."""
 
+import contextlib
 import functools
 import inspect
 
@@ -60,15 +61,14 @@ def with_fused_kernel(make):
     @functools.wraps(make)
     def make_fused(optimizer, params, *args, **kwargs):
         params = list(params)  # it may be a generator, and is needed twice
-        if any(kwargs.get(name) is not None for name in ("fused", "foreach")) or kwargs.get("differentiable"):
-            return make(optimizer, params, *args, **kwargs)
-        try:
-            make(optimizer, params, *args, **kwargs | {"fused": True})
-        except RuntimeError:  # no fused kernel for these parameters
-            return make(optimizer, params, *args, **kwargs)
-        optimizer.is_fused_by_watch = True
-        # Let a GradScaler unscale gradients before the step, as it does without fused. Lightning clips no others.
-        optimizer._step_supports_amp_scaling = False
+        if kwargs.get("fused") is None:
+            with contextlib.suppress(RuntimeError):  # no fused kernel for these parameters, or beside foreach=True
+                make(optimizer, params, *args, **kwargs | {"fused": True})
+                optimizer.is_fused_by_watch = True
+                # Let a GradScaler unscale gradients before the step, as without fused. Lightning clips no others.
+                optimizer._step_supports_amp_scaling = False
+                return
+        make(optimizer, params, *args, **kwargs)
 
     return make_fused
 

@@ -32,7 +32,7 @@ class Call:
 
     @property
     def rank(self):
-        """What decides which of several calls is the micro-batch: calls that are not in training may be a validation."""
+        """What decides which of several calls is the micro-batch: those not in training may be a validation."""
         return self.is_training, self.tokens, self.batch_size
 
 

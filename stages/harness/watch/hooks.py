@@ -4,6 +4,7 @@ Functions of PyTorch are replaced by ones that call the watcher first. torch.com
 of optimizers are kept from it, and the others are skipped where it works.
 """
 
+import contextlib
 import functools
 import importlib
 import os
@@ -31,10 +32,11 @@ def watch_pytorch(watcher):
         threading.Thread(target=work, args=[watcher], daemon=True).start()
     os.register_at_fork(before=watcher.probe.give_up)
     watch_modules(watcher)
-    watch_backward(watcher)
-    watch_loaders(watcher)
     use_free_ports(watcher)
-    habits = watcher.habits
+    habits, during = watcher.habits, watcher.clock.during
+    call_first(DataLoader, "__iter__", habits.saw_loader, lambda: during("data"))
+    call_first(_BaseDataLoaderIter, "__next__", lambda batches: None, lambda: during("data"))
+    call_first(torch.autograd, "backward", watcher.saw_backward, lambda: during("backward"))
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
     call_first(torch.autocast, "__enter__", habits.saw_autocast)
     call_first(autocast_mode, "_enter_autocast", habits.saw_autocast_of_compiler)  # which runs outside of its traces
@@ -49,15 +51,17 @@ def watch_pytorch(watcher):
     register_optimizer_step_post_hook(ends)
 
 
-def call_first(owner, name, note):
-    """Let a function of PyTorch call `note` with its own arguments first."""
+def call_first(owner, name, note, block=contextlib.nullcontext):
+    """Let a function of PyTorch call `note` with its own arguments first, and then run in a `with block()`."""
     call = getattr(owner, name)
 
     @functools.wraps(call)
     def noted_call(*args, **kwargs):
-        if not torch.compiler.is_dynamo_compiling():
-            note(*args, **kwargs)
-        return call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return call(*args, **kwargs)
+        note(*args, **kwargs)
+        with block():
+            return call(*args, **kwargs)
 
     setattr(owner, name, noted_call)
 
@@ -94,39 +98,6 @@ def watch_modules(watcher):
         return output
 
     nn.Module.__call__ = watched_call
-
-
-def watch_backward(watcher):
-    """Tell of each backward(). One inside of another, as of activation checkpointing, is a part of that."""
-    backward = torch.autograd.backward
-
-    @functools.wraps(backward)
-    def watched_backward(tensors, *args, **kwargs):
-        if "backward" not in watcher.clock.kinds:
-            watcher.saw_backward(tensors)
-        with watcher.clock.during("backward"):
-            return backward(tensors, *args, **kwargs)
-
-    torch.autograd.backward = watched_backward
-
-
-def watch_loaders(watcher):
-    """Tell of the time in which the script waits for a DataLoader, and for the start of its processes."""
-    DataLoader.__iter__ = timed_as_data(DataLoader.__iter__, watcher.habits.saw_loader_begin, watcher.clock)
-    next_batch = _BaseDataLoaderIter.__next__
-    _BaseDataLoaderIter.__next__ = timed_as_data(next_batch, watcher.habits.saw_loader, watcher.clock)
-
-
-def timed_as_data(function, note, clock):
-    """Return a method of a DataLoader that calls `note` first, and whose time is a wait for data."""
-
-    @functools.wraps(function)
-    def timed_function(loader):
-        note(loader)
-        with clock.during("data"):
-            return function(loader)
-
-    return timed_function
 
 
 def use_free_ports(watcher):

@@ -78,15 +78,12 @@ class Habits:
         """Note that gradients are clipped, and not only measured."""
         self.clips = self.clips or max_norm < math.inf
 
-    def saw_loader_begin(self, loader):
-        """Note that a DataLoader starts its processes."""
+    def saw_loader(self, loader):
+        """Note how many processes a DataLoader has, and whether it starts them now."""
+        self.loader_processes.add(loader.num_workers)
         is_running = loader.persistent_workers and loader._iterator
         if loader.num_workers > 0 and not is_running:
             self.starts_of_loaders[id(loader)] += 1
-
-    def saw_loader(self, iterator):
-        """Note how many processes a DataLoader has."""
-        self.loader_processes.add(iterator._num_workers)
 
 
 def compiled_graphs():
@@ -99,7 +96,7 @@ def find_techniques(watcher):
     """Return what PyTorch's flags tell of a step, a dict for JSON. What only operations tell is None, or not there.
 
     profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it.
-    weights: the dtype of the largest weight. compile: whether compiled code multiplies matrices outside of the optimizer.
+    weights: the dtype of the largest one. compile: whether compiled code multiplies matrices outside of the optimizer.
     sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was seen. drops: whether
     dropout was inside of attention, or may have been. vocabulary: among how many the loss chooses, else the rows of the
     last layer, or None. fused: whether one kernel does the update, or None for an optimizer that can't. optimizer: its
@@ -190,8 +187,6 @@ def seen_in(events, flags, device):
         seen["vocabulary"] = logits
     if kernels:
         seen["drops"] = any("bernoulli" in each[0] and "scaled_dot_product" in " ".join(each) for each in operations)
-    if flags["fused"] is not None:
-        seen["fused"] = flags["fused"] or any("aten::_fused_" in name for name in names)
     if device.type != "cpu":
         seen["kernels"], seen["busy_ms"] = kernels_and_busy_ms(events)
         seen["reads"] = sum("DtoH" in name or "DeviceToHost" in name for name, *callers in operations)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -12,13 +13,13 @@ import torch
 
 from .. import machine
 
-# What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer, a
-# forward without gradients, and what is left, the script's own code.
+# What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
+# a forward without gradients, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
-HARNESS = os.path.dirname(os.path.dirname(__file__))
 TORCH = os.path.dirname(torch.__file__)
-LIBRARIES = (sysconfig.get_path("stdlib"), TORCH, HARNESS, "<")
-PACKAGES = ("site-packages", "dist-packages")
+# Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
+LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), "<")
+INSTALLED = re.compile("(site|dist)-packages")
 
 
 class StepClock:
@@ -137,7 +138,7 @@ def place_of(frame):
     function = ""
     while frame.f_back and is_of_a_library(frame):
         code = frame.f_code
-        if not function and not code.co_filename.startswith(LIBRARIES):
+        if not function and INSTALLED.search(code.co_filename) and not code.co_filename.startswith(TORCH):
             function = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}", function
@@ -146,7 +147,7 @@ def place_of(frame):
 def is_of_a_library(frame):
     """Tell whether a frame is not in the reader's own code."""
     path = frame.f_code.co_filename
-    return path.startswith(LIBRARIES) or any(name in path for name in PACKAGES)
+    return path.startswith((TORCH, *LIBRARIES)) or INSTALLED.search(path) is not None
 
 
 def count_threads_of_script():

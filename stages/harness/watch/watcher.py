@@ -82,8 +82,10 @@ class Watcher:
         if self.techniques is None:
             self.habits.saw_output(output)
 
-    def saw_backward(self, tensors):
-        """Note what backward() is called on."""
+    def saw_backward(self, tensors, *args, **kwargs):
+        """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
+        if "backward" in self.clock.kinds:
+            return
         self.added.before_backward()
         if not is_captured():
             self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)

@@ -87,8 +87,9 @@ def causes(watcher, shares):
         words += words_on_own_code(watcher.own_code, shares["own"])
     if shares.get("idle", 0.0) > LONG_IDLE:
         words.append(f"{percent(shares['idle'])} the card waits for Python: compile, or a larger batch")
-    if techniques.get("reads", 0) >= MANY_READS:
-        words.append(f"{techniques['reads']} numbers a step are read from the card, as by .item(), and each waits for it")
+    reads = techniques.get("reads", 0)
+    if reads >= MANY_READS:
+        words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
     graphs = compiled_graphs() - habits.graphs
     if graphs >= FEWEST_GRAPHS:
         words.append(f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic")
