@@ -18,7 +18,7 @@ from harness.flags import Parser, positive, seed
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
 from harness.watch import hooks
-from harness.watch.watcher import STEPS_ON_A_CARD, Watcher
+from harness.watch.watcher import Watcher
 
 import builtins
 import os
@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-DEFAULT_STEPS = f"{WARMUP + COUNTED_STEPS}, on a GPU {STEPS_ON_A_CARD}"
+DEFAULT_STEPS = WARMUP + COUNTED_STEPS
 
 
 def parse_command(argv):
@@ -45,7 +45,7 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     add = parser.add_argument
     steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
-    add("--steps", type=steps_or_all, metavar="N", help=f"{steps_help} ({DEFAULT_STEPS})")
+    add("--steps", type=steps_or_all, default=DEFAULT_STEPS, metavar="N", help=f"{steps_help} (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
@@ -175,7 +175,7 @@ def main(argv):
     args.log = Log(args.record_path, out=out)
     watcher = Watcher(args)
     if machine.is_rank_0() and not args.log.is_led:
-        say(f"watching {args.title} in {args.folder} for {args.steps or DEFAULT_STEPS} steps")
+        say(f"watching {args.title} in {args.folder} for {args.steps} steps")
         say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)
     leave_home_to(args)

@@ -6,7 +6,6 @@ of optimizers are kept from it, and the others are skipped where it works.
 
 import contextlib
 import functools
-import importlib
 import os
 import threading
 import time
@@ -32,7 +31,6 @@ def watch_pytorch(watcher):
         threading.Thread(target=work, args=[watcher], daemon=True).start()
     os.register_at_fork(before=watcher.probe.give_up)
     watch_modules(watcher)
-    use_free_ports(watcher)
     habits, during = watcher.habits, watcher.clock.during
     call_first(DataLoader, "__iter__", habits.saw_loader, lambda: during("data"))
     call_first(_BaseDataLoaderIter, "__next__", lambda batches: None, lambda: during("data"))
@@ -42,6 +40,7 @@ def watch_pytorch(watcher):
     call_first(autocast_mode, "_enter_autocast", habits.saw_autocast_of_compiler)  # which runs outside of its traces
     call_first(torch.profiler.profile, "__init__", watcher.probe.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
+    call_first(torch.distributed, "init_process_group", watcher.saw_process_group)
     call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
     call_first(torch.nn.utils, "clip_grads_with_norm_", habits.saw_clipping)
     # torch.compiler.disable would import all of torch.compile, and take a second, before the script's first line
@@ -93,25 +92,11 @@ def watch_modules(watcher):
             is_inside = False
             if compiled.get(module):
                 nn.Module.__call__ = watched_call
-        if kind == "forward":
-            watcher.saw_output(output)
+        if kind == "forward" and watcher.techniques is None:
+            watcher.habits.saw_output(output)
         return output
 
     nn.Module.__call__ = watched_call
-
-
-def use_free_ports(watcher):
-    """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the name is also that of a function
-    create = rendezvous._create_c10d_store
-
-    @functools.wraps(create)
-    def create_on_free_port(hostname, port, rank, world_size, *args, **kwargs):
-        if world_size == 1 and not watcher.was_launched:
-            port = 0
-        return create(hostname, port, rank, world_size, *args, **kwargs)
-
-    rendezvous._create_c10d_store = create_on_free_port
 
 
 def look_at_own_code(watcher):
@@ -119,7 +104,7 @@ def look_at_own_code(watcher):
     while True:
         time.sleep(LOOK_EVERY)
         if watcher.t0 and not watcher.is_between_steps:
-            watcher.own_code.look()
+            watcher.clock.look()
 
 
 def tell_of_silence(watcher):

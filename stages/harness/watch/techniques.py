@@ -221,9 +221,8 @@ def rows_of_last_layer(modules):
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     tied = [layer for layer in layers if id(layer.weight) in embeddings]
-    for layer in tied or layers[-1:]:
-        return layer.out_features
-    return None
+    last = (tied or layers)[-1:]
+    return last[0].out_features if last else None
 
 
 def allows_tf32():

@@ -26,14 +26,16 @@ class StepClock:
     """Measures on what a step spends its time.
 
     spent: {kind: seconds} of the open step. own_seconds: of the script's own code and of losses, in all steps.
-    waits_for: the devices that must be ready before another kind begins; none where kernels are only queued.
-    is_profiled: whether a profile is open, in which each kind gets a name.
+    own_lines: the same by the place that place_of() returns. waits_for: the devices that must be ready before another
+    kind begins; none where kernels are only queued. is_profiled: whether a profile is open, in which each kind gets a
+    name.
     """
 
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
         self.is_behind_forward = False
-        self.own_seconds = 0.0
+        self.own_seconds = self.looked_at = 0.0  # looked_at: how many of own_seconds the lines stand for
+        self.own_lines = Counter()
         self.waits_for = ()
         self.is_profiled = False
         self.range = None  # of the profile
@@ -86,6 +88,17 @@ class StepClock:
             self.own_seconds += now - self.since
         self.since = now
 
+    def look(self):
+        """Note the line that runs, where the script is in its own code. Another thread calls this now and then.
+
+        A look stands for all the time in own code since the look before, because a line that holds the interpreter's
+        lock, as sorting or json do, is only seen when it lets go.
+        """
+        if self.kind == "rest":
+            seconds = self.own_seconds + time.perf_counter() - self.since
+            self.own_lines[place_of(frame_of_script())] += seconds - self.looked_at
+            self.looked_at = seconds
+
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
         if self.range:
@@ -100,28 +113,6 @@ class StepClock:
 def is_captured():
     """Tell whether operations are only noted, for a CUDA graph. Nothing may wait for the card then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class OwnCode:
-    """The lines that run while the script is in its own code, or makes a loss, by looks of another thread.
-
-    seconds: a Counter by place. A look stands for all the time in own code since the look before, because a line that
-    holds the interpreter's lock, as sorting or json do, is only seen when it lets go. looks: how many there were.
-    """
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.seconds = Counter()
-        self.looks = 0
-        self.seconds_before = 0.0
-
-    def look(self):
-        """Note the line that runs, where the script is in its own code."""
-        if self.clock.kind == "rest":
-            seconds = self.clock.own_seconds + time.perf_counter() - self.clock.since
-            self.seconds[place_of(frame_of_script())] += seconds - self.seconds_before
-            self.seconds_before = seconds
-            self.looks += 1
 
 
 def frame_of_script():

@@ -14,24 +14,21 @@ import torch
 import torch.distributed as dist
 
 from .. import machine
-from ..figures import COUNTED_STEPS, WARMUP
+from ..figures import WARMUP
 from ..log import header_of
 from ..stepprofile import StepProfile
 from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import Probe
 from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
-from .timeline import OwnCode, StepClock, is_captured
+from .timeline import StepClock, is_captured
 from .words import answer, end_bars, shares_of
-
-STEPS_ON_A_CARD = 50
 
 
 class Watcher:
     """Times the steps of a script that runs in this process, and reports them. Rank 0 alone prints.
 
-    args: what watch.py was given: steps ("all" to let it end, None for the default of its device), profile, seed,
-    script, title and added; and log, a Log.
+    args: what watch.py was given: steps ("all" to let it end), profile, seed, script, title and added; and log, a Log.
     """
 
     def __init__(self, args):
@@ -41,7 +38,6 @@ class Watcher:
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.t0 = None  # when the clock started, behind the first step
         self.clock = StepClock()
-        self.own_code = OwnCode(self.clock)
         self.probe = Probe(self.clock, is_whole=args.profile)
         self.added = Added(args.added)
         self.habits = Habits()
@@ -72,15 +68,9 @@ class Watcher:
             self.seen.add_call(call)
             if self.techniques is None:
                 self.models[id(module)] = module
-            if len(self.log.steps) < WARMUP:
                 self.habits.saw_arguments(kwargs)
             self.added.before_forward(module)
         return "forward"
-
-    def saw_output(self, output):
-        """Note what a forward returns."""
-        if self.techniques is None:
-            self.habits.saw_output(output)
 
     def saw_backward(self, tensors, *args, **kwargs):
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
@@ -122,6 +112,13 @@ class Watcher:
         else:
             self.steps_of_others.add(id(optimizer))
             self.seen.in_turn = self.seen.in_turn or len(self.seen.batches) > 0
+
+    def saw_process_group(self, *args, world_size=-1, **kwargs):
+        """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
+        if world_size < 0:
+            world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if world_size == 1 and not self.was_launched:
+            os.environ["MASTER_PORT"] = "0"
 
     # a step
 
@@ -165,10 +162,7 @@ class Watcher:
         self.begin_next_step()
 
     def begin_steps(self):
-        """Decide how many steps are taken, and on what. Exits where the script started ranks of its own."""
-        on_cpu = self.device.type == "cpu"
-        if self.args.steps is None:
-            self.args.steps = WARMUP + COUNTED_STEPS if on_cpu else STEPS_ON_A_CARD
+        """Note what holds before the first step. Exits where the script started ranks of its own."""
         self.clock.own_seconds = 0.0
         self.habits.first_lr = float(self.optimizer.param_groups[0]["lr"])
         if self.ranks > 1 and not self.was_launched:
@@ -275,10 +269,8 @@ class Watcher:
 
     def refuse_spawn(self, function, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
-        self.refuse(
-            f"{self.args.title} starts its ranks by torch.multiprocessing.spawn, where they can't be watched: let it "
-            f"call {function.__name__}() itself, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
-        )
+        remedy = f"let it call {function.__name__}() itself, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
+        self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
         """End the process at once: threads of the script, its children and its `finally` may hang."""

@@ -17,7 +17,7 @@ LONG_OWN_CODE = 0.2
 LONG_IDLE = 0.2
 SLOW_LINE = 0.1  # of the time in the script's own code
 SHORT_OWN_CODE = 0.005  # seconds a step, below which own code is not told
-FEWEST_LOOKS = 10  # at own code, below which its lines are not told
+SELDOM_SEEN = 0.1  # seconds in own code, below which too few looks met it to tell its lines
 SHORT_COMPUTATION = 0.005  # seconds a step in forward, backward and update, for which one thread is enough
 MUCH_PADDING = 0.2
 MANY_READS = 3
@@ -64,18 +64,17 @@ def answer(watcher, shares):
     lines.append(f"time    {', '.join(parts)}")
     if watcher.device.type != "cpu":
         lines.append("        of uncounted steps in which each part waited for the card")
-    return lines + [f"slow    {words}" for words in causes(watcher, shares)]
+    return lines + [f"slow    {words}" for words in causes(watcher)]
 
 
-def causes(watcher, shares):
+def causes(watcher):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
     habits, techniques = watcher.habits, watcher.techniques
     steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
     dt = statistics.mean(step["dt"] for step in steps)
     words = []
-    if watcher.device.type != "cpu":
-        shares = mean_shares(steps)
-    shares = shares | {"own": shares["rest"] + shares["loss"]}  # a line that makes a loss is not told from others
+    shares = mean_shares(steps)
+    shares |= {"own": shares["rest"] + shares["loss"]}  # a line that makes a loss is not told from others
     if "busy_ms" in techniques:
         median_ms = 1e3 * statistics.median(step["dt"] for step in steps)
         shares = shares_of_idle(shares, 1 - techniques["busy_ms"] / median_ms)
@@ -84,7 +83,7 @@ def causes(watcher, shares):
     if shares["evaluation"] > LONG_EVALUATION:
         words.append(f"{percent(shares['evaluation'])} is forwards without gradients, as in an evaluation")
     if shares["own"] > LONG_OWN_CODE and shares["own"] * dt > SHORT_OWN_CODE:
-        words += words_on_own_code(watcher.own_code, shares["own"])
+        words += words_on_own_code(watcher.clock.own_lines, shares["own"])
     if shares.get("idle", 0.0) > LONG_IDLE:
         words.append(f"{percent(shares['idle'])} the card waits for Python: compile, or a larger batch")
     reads = techniques.get("reads", 0)
@@ -136,13 +135,13 @@ def words_on_loaders(habits, share):
     return words
 
 
-def words_on_own_code(own_code, share):
+def words_on_own_code(seconds_of_lines, share):
     """Return words on the script's own code, which takes this share of the time, and its lines that take the most."""
     words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
-    if own_code.looks < FEWEST_LOOKS:
+    total = seconds_of_lines.total()
+    if total < SELDOM_SEEN:
         return words
-    total = own_code.seconds.total()
-    for (place, function), seconds in own_code.seconds.most_common(3):
+    for (place, function), seconds in seconds_of_lines.most_common(3):
         if seconds > SLOW_LINE * total:
             line = f"    {percent(share * seconds / total)} {place_and_text(place)}"
             words.append(f"{line}, in {function}" if function else line)
