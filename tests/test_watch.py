@@ -190,7 +190,7 @@ def test_a_process_group_of_one_takes_a_free_port(tmp_path):
             DDP.replace("LAUNCH", ONE_RANK).replace("dist.init", "dist.get_world_size = lambda: 2\ndist.init"),
             "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py",
         ),
-        ("import torch\ntorch.multiprocessing.spawn(print)", "starts its ranks by torch.multiprocessing.spawn"),
+        ("import torch\ntorch.multiprocessing.spawn(print)", "starts ranks by torch.multiprocessing.spawn"),
         ("import torch", "Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun"),
     ],
 )
