@@ -59,7 +59,7 @@ an "error".
 
 A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has "spent",
 the seconds of each of timeline.KINDS, and the summary has "shares", the same as shares of the time. On a card these are
-true of steps 2 to 4, in which each kind waits for it. There what follows the loss, up to backward(), is "rest".
+true of steps 2 to 4, in which each kind waits for it. A loss that takes longer than its backward is "rest" from there on.
 
 Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
 many processes and threads the script has started, most likely to load its data. On a card, and with --profile,
