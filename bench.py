@@ -115,7 +115,7 @@ def parse_flags_of_rows(args):
         for flag in args.flags:
             if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
                 refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
-    return {row.name: parse_flags([*args.flags, *row.flags]) for row in rows}
+    return {row.name: parse_flags([*args.flags, *row.flags]) if row.flags else args.shared for row in rows}
 
 
 def choose_batch(args):
