@@ -13,9 +13,10 @@ it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. 
 in, and in its own where it lies elsewhere. Where it writes files, put {row} into a flag: each row has another number.
 
 Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
-scripts, --device cpu hides the cards from these, and --device cuda:1 all others. Each row is compared with the one
-above and with the first. Table and verdict go to results/NAME.md, a picture to results/NAME.svg, and each step, as it
-is measured, to results/NAME.jsonl. --predict only says, within a minute, what each stage should bring here.
+scripts. A script chooses its own device, so --device cpu hides all cards from it, and --device cuda:1 all but that one.
+Each row is compared with the one above and with the first. Table and verdict go to results/NAME.md, a picture to
+results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
+each stage should bring here.
 
 On a CPU all processes are alive at once and take one step each in turn. A script whose loader works ahead takes its
 steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, each row does. It then
@@ -57,13 +58,18 @@ def parse_command(argv):
     args, words = new_parser_of_bench().parse_known_args(argv)
     _, commands = new_parser(None).parse_known_args(words)  # what is no flag of the bench and none of a stage
     args.flags = [word for word in words if word not in commands]
+    for word in commands:
+        if word.startswith("-") and not word.startswith("-m "):
+            refuse(f"{word} is no flag of the bench or of a stage: put a script and its own flags into quotes")
     check_own_flags(args, commands)
     if args.render is None:
         args.shared = parse_flags(args.flags)
         rows = [row_of(command) for command in commands]
         if args.climb is not None:
             rows = rows_of_climb(args.climb, args.shared.device)
-        args.reference = rows[0].name if rows else ladder.STAGES[0].short  # not `plain`, which is above it on a CPU
+        args.reference = ladder.STAGES[0].short  # of the ladder, and not `plain`, which is above it on a CPU
+        if rows:
+            args.reference = rows[0].name
         args.rows = all_rows(rows or rows_of_ladder(args.shared.device))
         args.stage_args = parse_flags_of_rows(args)
         choose_batch(args)
@@ -130,7 +136,7 @@ def choose_batch(args):
 
 
 def prepare_text(args):
-    """Load the text once, before any stage starts. Where another one took its place, all are to take that, too.
+    """Load the text once, before any stage starts. Where its download fails, all are to take what was taken instead.
 
     Exits with one line where the text is too short for a sequence, or can't be read.
     """
@@ -243,7 +249,7 @@ def main(argv):
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:
-            return predict(Results(new_bench(args, argv, in_turn=True)), args.stage_args)
+            return predict(Results(new_bench(args, argv, in_turn=False)), args.stage_args)
         name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
         return exit_status(run(args, argv, ROOT / "results" / f"{name}.jsonl"))
     except KeyboardInterrupt as interrupted:

@@ -144,7 +144,7 @@ def gpu(monkeypatch):
         (["s01", "s05 --save w.pt"], "--save, --eval and --profile are for a stage that you start by hand"),
         (["s01", "--out", "a/b"], "'a/b': pass a name"),
         (["s01", "--climb", "mine.py"], "--climb makes the rows itself: leave out 's01'"),
-        (["s01", "mine.py", "--hidden", "128"], "'--hidden' names no stage and no script: .* or a command in quotes"),
+        (["s01", "mine.py", "--hidden", "128"], "--hidden is no flag of the bench or of a stage: .* into quotes"),
         (["mine.py", "--batch-size", "4"], "--batch-size is for stages, and no row is one"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--data=ids.bin", "--out=old"], "results/old.jsonl: File exists; pass another --out"),

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
-from fixtures.records import results_of, rows_of_names
 
 import bench
 
@@ -117,12 +116,6 @@ def error(message, out_of_memory=False):
     return {"kind": "error", "message": message, "traceback": "", "out_of_memory": out_of_memory}
 
 
-def failed_probe(line):
-    """The Row of a probe, its Run that ended with this error line or None, and the Results of their bench."""
-    results = results_of(rows=rows_of_names(["probe", "s01"]))
-    return results.rows["probe"], Run(0, WARMUP, error=line), results
-
-
 @pytest.mark.parametrize(
     "message, remedy",
     [
@@ -131,7 +124,7 @@ def failed_probe(line):
     ],
 )
 def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, message, remedy):
-    line = error_of(capsys, turns.end_where_all_would_fail, *failed_probe(error(message)))
+    line = error_of(capsys, turns.end_where_nothing_runs, Run(0, WARMUP, error=error(message)))
     assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
 
 
@@ -139,4 +132,4 @@ def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remed
     "line", [None, error("ValueError: a mistake"), error("AcceleratorError: CUDA error: out of memory", True)]
 )
 def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(line):
-    turns.end_where_all_would_fail(*failed_probe(line))
+    turns.end_where_nothing_runs(Run(0, WARMUP, error=line))

@@ -94,7 +94,8 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
         (None, row("s05"), "`F.scaled_dot_product_attention(...)`"),
         (row("s03"), row("s05"), "s04, `F.scaled_dot_product_attention(...)`"),
         (row("s01"), row("s05"), "s02 to s04, `F.scaled_dot_product_attention(...)`"),
-        (row("s11"), row("s05"), "`F.scaled_dot_product_attention(...)`"),
+        (row("s11"), row("s05"), "`s05`"),
+        (row("train"), row("s05"), "`s05`"),
         (row("s03"), row("s05 --accum 2", script="s05_flash", flags=("--accum", "2")), "s04, `s05 --accum 2`"),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_rows_figures_are_those_of_all_its_runs():
     table = table_from(first, second, run("s01", [16.0, 25.0], memory=None, number=2, end=None))
     s01 = table.reference
     assert (s01.dt_ms, s01.memory) == (9000, 2_000_000_000)
-    assert (len(s01.counted), len(s01.rounds)) == (5, 2)
+    assert (len(s01.counted), len(s01.means)) == (5, 2)
     assert s01.warmup_s == 3 * WARMUP  # of the first run, which may compile
 
 

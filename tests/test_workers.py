@@ -2,7 +2,7 @@
 
 from harness import ladder, machine
 from harness.bench import turns, workers
-from harness.bench.rows import CPU_MEMORY, WITHOUT_CPU_MEMORY
+from harness.bench.rows import CPU_MEMORY
 from harness.bench.workers import Worker
 from harness.figures import WARMUP
 from harness.leader import STEP
@@ -10,6 +10,7 @@ from harness.leader import STEP
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -92,7 +93,7 @@ def test_a_script_that_waits_for_its_data_takes_all_its_steps_at_once(order):
 
 def test_the_memory_variables_reach_all_rows_but_plain(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
-    runs = in_turn(fake_row("a"), fake_row("plain", WITHOUT_CPU_MEMORY))
+    runs = in_turn(fake_row("a"), replace(fake_row("plain"), keeps_memory=False))
     assert [run.header["variables"]["MALLOC_MMAP_MAX_"] for run in runs.values()] == ["0", None]
 
 

@@ -34,9 +34,9 @@ results/NAME.jsonl holds all runs of one bench. Its first line is the bench's ow
 
     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
-               "is_watched": false, "above": null, "control_of": null},
+               "is_watched": false, "keeps_memory": true, "above": null, "control_of": null},
               {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
-               "is_watched": false, "above": null, "control_of": null}],
+               "is_watched": false, "keeps_memory": true, "above": null, "control_of": null}],
      "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
      "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
@@ -59,7 +59,7 @@ an "error".
 
 A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has "spent",
 the seconds of each of timeline.KINDS, and the summary has "shares", the same as shares of the time. On a card these are
-true of steps 2 to 4, in which each kind waits for it. A loss that takes longer than its backward is "rest" from there on.
+true of steps 2 to 4, in which each kind waits for it. What a loss takes longer than its backward counts as "rest".
 
 Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
 many processes and threads the script has started, most likely to load its data. On a card, and with --profile,

@@ -23,7 +23,9 @@ def answer(table):
             words = f"({words})"
         title, title_of_first = quoted(table.last.row.title), quoted(table.rows[0].row.title)
         lines.append(("all together", f"the last row, {title}, is {words} times as fast as {title_of_first}"))
-    typed = dict.fromkeys(line for outcome in table.rows for line in code_of_gain(outcome))
+    typed = []
+    for outcome in table.rows:
+        typed += [line for line in code_of_gain(outcome) if line not in typed]
     for number, line in enumerate(typed, 1):
         lines.append((f"what to type {number}", line))
     return lines
@@ -70,7 +72,7 @@ def words_on_cost(table):
     bench = table.bench
     ran = [outcome for outcome in table.outcomes.values() if outcome.counted]
     counted = sum(step["dt"] for outcome in ran for step in outcome.counted)
-    seconds = counted + sum(outcome.warmup_s * max(1, len(outcome.rounds)) for outcome in ran)
+    seconds = counted + sum(outcome.warmup_s * max(1, len(outcome.means)) for outcome in ran)
     if bench["in_turn"] and bench["rounds"] == 1:
         steps = bench["warmup"] + 4 * (bench["steps"] - bench["warmup"])
         seconds += 3 * counted

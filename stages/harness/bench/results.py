@@ -93,8 +93,8 @@ class Results:
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "step":
                 self.runs[key].steps.append(line)
-            case kind:  # a header, techniques, a summary or an error; a later one replaces the first
-                setattr(self.runs[key], kind, line)
+            case "header" | "techniques" | "summary" | "error" as name:  # a later one replaces the first
+                setattr(self.runs[key], name, line)
 
     @property
     def table_rows(self):

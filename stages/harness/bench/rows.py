@@ -1,6 +1,5 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
 
-import itertools
 import os
 import re
 import shlex
@@ -18,8 +17,6 @@ LONGEST_TITLE = 32  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
-# The launcher of the row `plain`, which goes without these variables.
-WITHOUT_CPU_MEMORY = ("env", "-u", "MALLOC_MMAP_MAX_", "-u", "MALLOC_TRIM_THRESHOLD_", "-u", "THP_MEM_ALLOC_ENABLE")
 # What the names of programs in a launcher become.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
@@ -35,8 +32,9 @@ class Row:
     all rows of the bench are known. No two rows share a name or a title. script: the name of a stage, "probe", the path
     of another script, or the name of a module. launcher, flags: what stands before and behind it in the command, as
     typed. added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script
-    knows nothing of the bench, so that watch.py runs it. above: the name of the row above. control_of: in a second run,
-    the name of the row that it repeats.
+    knows nothing of the bench, so that watch.py runs it. keeps_memory: whether it has the variables of CPU_MEMORY, in a
+    bench that sets them. above: the name of the row above. control_of: in a second run, the name of the row that it
+    repeats.
     """
 
     name: str
@@ -46,6 +44,7 @@ class Row:
     flags: tuple = ()
     added: tuple = ()
     is_watched: bool = False
+    keeps_memory: bool = True
     above: str | None = None
     control_of: str | None = None
 
@@ -104,29 +103,22 @@ class Row:
             return ROOT / "stages" / "harness" / "bench" / "probe.py"
         return self.stage.path if self.stage else Path(self.script).resolve()
 
-    def variables(self, bench):
-        """Return what the bench adds to the environment of its process. A script's own is left as it is otherwise."""
+    def environment(self, bench):
+        """Return the environment of its process: the bench's own, and what the bench adds to it."""
+        variables = os.environ | bench["variables"]
+        if not self.keeps_memory:
+            variables = {name: value for name, value in variables.items() if name not in CPU_MEMORY}
         if self.is_watched:
-            return bench["variables"] | bench["variables_of_scripts"]
+            return variables | bench["variables_of_scripts"]
         python_path = str(ROOT / "stages")  # where the harness is
         if os.environ.get("PYTHONPATH"):
             python_path += os.pathsep + os.environ["PYTHONPATH"]
-        return bench["variables"] | {"PYTHONPATH": python_path}
-
-
-def goes_without_cpu_memory(row):
-    """Tell whether a row runs without the variables that keep memory on a CPU."""
-    return row.launcher[: len(WITHOUT_CPU_MEMORY)] == WITHOUT_CPU_MEMORY
+        return variables | {"PYTHONPATH": python_path}
 
 
 def runs_the_same(row, above):
     """Tell whether a row runs the script of the row above, with the same flags. above: a Row, or None."""
     return above is not None and (row.script, row.flags) == (above.script, above.flags)
-
-
-def gains_cpu_memory(row, above):
-    """Tell whether a row runs what the row above runs, and has the variables of memory that this one goes without."""
-    return runs_the_same(row, above) and goes_without_cpu_memory(above) and not goes_without_cpu_memory(row)
 
 
 def starts_python(launcher):
@@ -173,7 +165,8 @@ def place_of_script(words, command):
     --flag=value. Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it. Exits
     with one line where there is none.
     """
-    for place, (word, next_word) in enumerate(itertools.pairwise([*words, ""])):
+    for place, word in enumerate(words):
+        next_word = "".join(words[place + 1 : place + 2])  # "" behind the last one
         is_file = word.endswith(".py") and "=" not in word
         is_name = next_word.replace(".", "_").isidentifier()
         is_module = word == "-m" and is_name and not next_word.startswith(LAUNCHERS)
@@ -232,27 +225,35 @@ def plain(row, device):
     """Return, on a CPU, the row that stands above the first one: the same without the variables of memory."""
     if device.type != "cpu":
         return []
-    return [replace(row, name="plain", title="plain", launcher=(*WITHOUT_CPU_MEMORY, *row.launcher))]
+    return [replace(row, name="plain", title="plain", keeps_memory=False)]
 
 
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: the probe first, and the control.
 
-    Titles tell the rows apart; `plain` and the rows of a climb have theirs. Where one is long, or the same twice, it is
-    the script and the number of the row. Exits with one line where two rows have one name.
+    Titles tell the rows apart; `plain` and the rows of a climb have theirs. Where two are the same, they are the script
+    and the number of the row. Exits with one line where two rows have one name.
     """
     names = [row.name for row in rows]
-    titles = [row.title or title_of(row, rows) for row in rows]
+    titles = [row.title or shortened(title_of(row, rows), LONGEST_TITLE) for row in rows]
     in_order = []
     above = None
     for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
         if names.count(row.name) > 1:
             refuse(f"two rows are {row.name!r}: leave one out, since the bench runs a row a second time by itself")
-        if len(title) > LONGEST_TITLE or titles.count(title) > 1:
+        if titles.count(title) > 1:
             title = f"{row.name_of_script} #{number}"
         in_order.append(replace(row, title=title, above=above))
         above = row.name
     return [Row(PROBE, PROBE, PROBE), *with_control(in_order)]
+
+
+def shortened(label, most):
+    """Return a label of at most `most` letters, without its middle: rows of one script differ at their ends."""
+    if len(label) <= most:
+        return label
+    half = (most - 1) // 2
+    return f"{label[:half]}…{label[-half:]}"
 
 
 def title_of(row, rows):

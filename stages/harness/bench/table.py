@@ -14,7 +14,7 @@ from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_dat
 from ..scripts import uses, work_of
 from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge, noise_of_pairs, ratio_of_rounds, seconds_of_a_token
 from .results import first_known
-from .rows import Row, gains_cpu_memory, runs_the_same
+from .rows import Row, runs_the_same
 
 LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
 
@@ -39,19 +39,18 @@ class Outcome:
     techniques: dict | None = None  # of a watched script
     added: list = field(default_factory=list)  # the Stages whose techniques it has, and its base has not
     added_in_vain: list = field(default_factory=list)  # the names of those that took no effect, as "bf16"
-    adds_nothing: bool = False  # whether it should add some of them, and none took effect
     gains_memory: bool = False  # whether it has the variables of memory, and its base goes without them
     is_same_computation: bool = False  # as the base's
     counted: list = field(default_factory=list)  # the steps of all runs, without their warm-up
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in the median step alone}
-    rounds: dict = field(default_factory=dict)  # {round that came to its end: [seconds of a token in all its steps]}
+    means: dict = field(default_factory=dict)  # {round that came to its end: [seconds of a token in all its steps]}
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
     warmup_s: float | None = None
     by_all_steps: bool = False  # whether a script's speed is that of all its steps, since no step is typical
     is_out_of_turn: bool = False  # whether it took its steps at once, in a bench that takes turns
-    words_on_card: list = field(default_factory=list)
+    remarks_on_card: list = field(default_factory=list)  # in words
 
     # beside other rows: table_of() fills these in
     ratio: Ratio | None = None  # to the base
@@ -60,6 +59,20 @@ class Outcome:
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
+
+    @property
+    def adds_its_stage(self):
+        """Whether it shows what its own stage adds: it is the first row, or below one of an earlier stage."""
+        stage = self.row.stage
+        if self.base is None or stage is None:
+            return stage is not None
+        stage_of_base = self.base.row.stage
+        return stage_of_base is not None and stage in ladder.between(stage_of_base, stage)
+
+    @property
+    def adds_nothing(self):
+        """Whether it should add techniques to its base, and none of them took effect."""
+        return bool(self.added_in_vain) and not self.added
 
 
 @dataclass
@@ -100,8 +113,9 @@ def table_of(results):
     for outcome in table.outcomes.values():
         outcome.ratio = compare(outcome, outcome.base)
         ratio_to_reference = compare(outcome, table.reference)
-        outcome.x_reference = ratio_to_reference and ratio_to_reference.value
-        outcome.predicted = predict(outcome, table.rates)
+        if ratio_to_reference:
+            outcome.x_reference = ratio_to_reference.value
+        outcome.predicted = predicted_ratio(outcome, table.rates)
         outcome.peak_share = peak_share(outcome, table.probe_times)
     find_noise(table)
     for outcome in table.rows:
@@ -179,7 +193,7 @@ def add_techniques(outcome):
     row, base = outcome.row, outcome.base
     if base is None:
         return
-    outcome.gains_memory = gains_cpu_memory(row, base.row)
+    outcome.gains_memory = runs_the_same(row, base.row) and row.keeps_memory and not base.row.keeps_memory
     if row.control_of:
         outcome.is_same_computation = True
     elif row.stage and base.row.stage and outcome.facts:
@@ -208,8 +222,7 @@ def add_from_outside(outcome):
             outcome.added_in_vain.append(name)
         else:
             outcome.added.append(ladder.ADDED[name])
-    if outcome.added_in_vain and not outcome.added:
-        outcome.adds_nothing = outcome.is_same_computation = True
+    outcome.is_same_computation = outcome.adds_nothing
 
 
 def add_losses(outcome, run):
@@ -226,11 +239,11 @@ def add_figures(outcome, runs, bench):
     """Fill in what the counted steps of a row tell."""
     outcome.times = times_of(runs, bench, lambda step: seconds_of_a_token([step]))
     outcome.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
-    outcome.words_on_card = words_on_card([run.counted for run in runs])
+    outcome.remarks_on_card = words_on_card([run.counted for run in runs])
     for run in runs:
         outcome.counted += run.counted
         if run.summary:
-            outcome.rounds[run.round] = [seconds_of_a_token(run.counted)]
+            outcome.means[run.round] = [seconds_of_a_token(run.counted)]
     if not outcome.counted:
         return
     figures = figures_of(outcome.counted)
@@ -249,16 +262,17 @@ def add_figures(outcome, runs, bench):
 def compare(outcome, base):
     """Return the Ratio of the speeds of two rows, or None where no samples pair up, and where one of them failed.
 
-    Two models are not compared, nor are tokens with samples of another kind, or with steps.
+    Two models are not compared, nor are tokens with samples of another kind, or with steps. Where one of the two took
+    its steps at once, or has long ones among them, its rounds are compared as wholes.
     """
     if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
         return None
     if any(each.is_out_of_turn or each.by_all_steps for each in (outcome, base)):
-        return ratio_of_rounds(outcome.rounds, base.rounds)
+        return ratio_of_rounds(outcome.means, base.means)
     return ratio_of_rounds(outcome.times, base.times)
 
 
-def predict(outcome, rates):
+def predicted_ratio(outcome, rates):
     """Return how many times as fast as its base a row should be, or None where nothing can be said.
 
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
@@ -279,7 +293,9 @@ def predict(outcome, rates):
     elif outcome.row.script != base.row.script:
         return None  # more differs than their techniques tell
     before, after = seconds_per_token(work_of_base, rates), seconds_per_token(work, rates)
-    return before / after if before and after else None
+    if before is None or after is None:  # a rate is not known
+        return None
+    return before / after
 
 
 def peak_share(outcome, probe_times):
@@ -300,17 +316,19 @@ def peak_share(outcome, probe_times):
 
 
 def find_noise(table):
-    """Fill in the pairs of one computation, which of them contradict our claim that they are, and the noise.
+    """Fill in the pairs of one computation, and the noise that they show.
 
-    A claim is contradicted where its ratio is further from 1 than second runs alone and its ± explain, and than 5 %.
-    Such a pair is left out of the noise.
+    A pair that is only said to be one computation, and whose ratio says otherwise, is contradicted and left out of the
+    noise. Its ratio is judged by the noise of second runs alone, or by 5 % where these differ by less.
     """
     table.pairs = [each for each in table.outcomes.values() if each.is_same_computation and each.ratio]
-    sizes = [distance(outcome.ratio.value) for outcome in table.pairs if outcome.row.control_of]
-    allowed = Noise(max([ALIKE, *sizes]), len(sizes))
+    second_runs = [outcome for outcome in table.pairs if outcome.row.control_of]
+    largest = max([distance(outcome.ratio.value) for outcome in second_runs], default=0)
+    noise_of_second_runs = Noise(max(largest, ALIKE), len(second_runs))
     for outcome in table.pairs:
-        is_apart = judge(outcome.ratio, allowed) in (Verdict.FASTER, Verdict.SLOWER)
-        outcome.is_contradicted = is_apart and not outcome.row.control_of
+        if not outcome.row.control_of:
+            verdict = judge(outcome.ratio, noise_of_second_runs)
+            outcome.is_contradicted = verdict in (Verdict.FASTER, Verdict.SLOWER)
     table.noise = noise_of_pairs([outcome.ratio for outcome in table.pairs if not outcome.is_contradicted])
 
 
@@ -330,7 +348,7 @@ def add_verdict(outcome, table):
 
 
 def add_together(table):
-    """Fill in what all rows bring together: the last row of one process that trains the first row's model."""
+    """Fill in what all rows bring together: the last row of one process, beside the first row, which may be `plain`."""
     first, *others = table.rows
     for outcome in others:
         ratio = compare(outcome, first)

@@ -67,11 +67,14 @@ def predict(results, stage_args):
     probe = results.rows[PROBE]
     with contextlib.closing(Worker(probe, results, 0)) as worker:
         worker.take_steps(WARMUP)
-        end_where_all_would_fail(probe, worker.run, results)
+        end_where_nothing_runs(worker.run)
         worker.ask(END)
     words = expectations(results, stage_args)
-    say(words or "nothing can be predicted: no row is a stage")
-    return 0 if words else 1
+    if words is None:
+        say("nothing can be predicted of these rows")
+        return 1
+    say(words)
+    return 0
 
 
 def expectations(results, stage_args):
@@ -84,32 +87,36 @@ def expectations(results, stage_args):
 def warm_up(worker, stage_args):
     """Take a worker through its warm-up. In round 0 this may end the bench, or show what each row should bring."""
     worker.take_steps(WARMUP)
-    if worker.round_number == 0:
-        end_where_all_would_fail(worker.row, worker.run, worker.results)
-        if worker.row.is_probe:
-            words = expectations(worker.results, stage_args)
-            if words:
-                tell(words)
+    row, results = worker.row, worker.results
+    if worker.round_number > 0:
+        return
+    if row.is_probe:
+        end_where_nothing_runs(worker.run)
+        words = expectations(results, stage_args)
+        if words:
+            tell(words)
+    elif row == results.table_rows[0] and all(other.script == row.script for other in results.table_rows):
+        end_where_no_row_starts(worker.run, row)
 
 
-def end_where_all_would_fail(row, run, results):
-    """Exit with one line where a row failed before its first step, and all others would fail by the same.
+def end_where_nothing_runs(run):
+    """Exit with one line where the probe could run nothing on a card, since every row would fail by it."""
+    if run.error is None or run.error["out_of_memory"] or not re.search("(CUDA|HIP) error", run.error["message"]):
+        return
+    remedy = "another process may hold it, or its driver may be broken"
+    if "no kernel image" in run.error["message"]:
+        remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
+    refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
 
-    The probe shows that of a card on which nothing runs. The first row shows it where all rows run the same script.
-    """
+
+def end_where_no_row_starts(run, row):
+    """Exit with one line where a script failed before its first step. All rows of the bench run it."""
     if run.steps or run.error is None or run.error["out_of_memory"]:
         return
-    message = run.error["message"]
-    if row.is_probe and re.search("(CUDA|HIP) error", message):
-        remedy = "another process may hold it, or its driver may be broken"
-        if "no kernel image" in message:
-            remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
-        refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
-    if row == results.table_rows[0] and all(other.script == row.script for other in results.table_rows):
-        reason = f"{row.script} failed before its first step: {message}"
-        if message.startswith("ModuleNotFoundError"):
-            reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
-        refuse(reason)
+    reason = f"{row.script} failed before its first step: {run.error['message']}"
+    if run.error["message"].startswith("ModuleNotFoundError"):
+        reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
+    refuse(reason)
 
 
 def take_counted_steps(worker):
@@ -128,14 +135,13 @@ def take_round(rows, round_number, results, stage_args):
     """Take a fresh process of each row through its warm-up, and then through its counted steps, in turn or at once.
 
     In turn, processes of all rows are alive at once, but for a script that may load its data ahead. Return False where
-    memory does not hold them, which round 0 tells: the next one may need half as much again as the largest so far.
+    memory does not hold them, which round 0 tells.
     """
     workers = []  # that take turns
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number, row in enumerate(rows, 1):
-            largest = max((other.run.memory for other in workers), default=0)  # 0 without a meter, as what is free
-            if round_number == 0 and machine.free_memory() < 1.5 * largest:
+            if round_number == 0 and memory_is_short(workers):
                 tell(f"memory does not hold all {len(rows)} processes at once, so they run one after the other")
                 return False
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number)))
@@ -150,6 +156,15 @@ def take_round(rows, round_number, results, stage_args):
         if workers:
             step_in_turn(workers, results)
     return True
+
+
+def memory_is_short(workers):
+    """Tell whether memory may not hold another process, which may need half as much again as the largest so far.
+
+    On a system without meters of memory both sides are 0.
+    """
+    largest = max((worker.run.memory for worker in workers), default=0)
+    return machine.free_memory() < 1.5 * largest
 
 
 def step_in_turn(workers, results):

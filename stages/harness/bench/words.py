@@ -6,7 +6,7 @@ import textwrap
 from .. import ladder, scripts
 from ..figures import waiting_share, waits_for_data
 from .ratios import Verdict
-from .rows import goes_without_cpu_memory
+from .rows import shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
@@ -65,15 +65,7 @@ def code(text):
 
 def quoted(title):
     """Return a title for a page, in backticks where markdown would read its signs."""
-    return title if re.fullmatch(r"[\w+./ ]*", title) else code(title)
-
-
-def shortened(label, most):
-    """Return a label of at most `most` letters, without its middle: rows of one script differ at their ends."""
-    if len(label) <= most:
-        return label
-    half = (most - 1) // 2
-    return f"{label[:half]}…{label[-half:]}"
+    return title if re.fullmatch(r"[\w+./ -]*", title) else code(title)
 
 
 def linked_title(row, path_to_stages):
@@ -90,14 +82,16 @@ def name_of_change(outcome):
     skipped = skipped_stages(outcome)
     if skipped:
         return f"{row.title} with {ladder.words_on_stages(skipped)}"
-    if row.stage and row.stage.technique and row.title == row.stage.short:
+    if outcome.adds_its_stage and row.stage.technique and row.title == row.stage.short:
         return f"{row.title} {row.stage.technique}"
     return row.title
 
 
 def skipped_stages(outcome):
     """Return the Stages between the row above and a row of the ladder, as far as they do something here."""
-    return [stage for stage in outcome.added if outcome.row.stage and stage is not outcome.row.stage]
+    if outcome.row.stage is None:
+        return []
+    return [stage for stage in outcome.added if stage is not outcome.row.stage]
 
 
 def typed_cell(outcome):
@@ -106,7 +100,7 @@ def typed_cell(outcome):
     Where a row skips stages, these are named first, because the ratio includes their gains.
     """
     row, skipped = outcome.row, skipped_stages(outcome)
-    if goes_without_cpu_memory(row):
+    if not row.keeps_memory:
         return "without the memory variables"
     if outcome.gains_memory:
         return "three variables of the environment"
@@ -115,7 +109,7 @@ def typed_cell(outcome):
     if outcome.added and not row.stage:
         return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
     text = code(shortened(row.name, MOST_OF_A_COMMAND))
-    if row.stage and not row.launcher and not row.flags:
+    if outcome.adds_its_stage and not row.launcher and not row.flags:
         text = row.stage.line
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
 
@@ -131,11 +125,11 @@ def code_of_technique(stage, outcome):
 def note_cell(outcome, bench):
     """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
     parts = words_on_comparison(outcome)
-    if len(outcome.rounds) < bench["rounds"] and not outcome.error:
-        parts.append(f"{len(outcome.rounds)} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
+    if len(outcome.means) < bench["rounds"] and not outcome.error:
+        parts.append(f"{len(outcome.means)} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.effect and outcome.effect.words:
         parts.append(outcome.effect.words)
-    parts += words_on_script(outcome) + outcome.words_on_card
+    parts += words_on_script(outcome) + outcome.remarks_on_card
     if outcome.is_same_computation:
         parts.append("same computation as the row above")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:

@@ -65,7 +65,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self.row.variables(self.results.bench) | {leader.PATH: path},
+                env=self.row.environment(self.results.bench) | {leader.PATH: path},
                 start_new_session=True,  # Ctrl-C reaches the bench alone
             )
         self.to_close.callback(self.process.wait)
