@@ -70,12 +70,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):  # no memory and no random numbers yet: _draw_weights() draws each weight once
-            self.transformer = nn.ModuleDict()
-            self.transformer.wte = nn.Embedding(config.vocab_size, config.n_embd)
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
-            blocks = [Block(config, attention) for _ in range(config.n_layer)]
-            self.transformer.h = nn.Sequential(*blocks)
-            self.transformer.ln_f = nn.LayerNorm(config.n_embd)
+            wte = nn.Embedding(config.vocab_size, config.n_embd)
+            wpe = nn.Embedding(config.block_size, config.n_embd)
+            h = nn.Sequential(*[Block(config, attention) for _ in range(config.n_layer)])
+            ln_f = nn.LayerNorm(config.n_embd)
+            self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, h=h, ln_f=ln_f))
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.to_empty(device="cpu")
         # one matrix in both places (Press & Wolf, arXiv:1608.05859)

@@ -67,7 +67,7 @@ for step in range(args.steps):
     optimizer.zero_grad()
     loss_sum = 0.0
     for micro in range(micro_batches):
-        model.require_backward_grad_sync = micro == micro_batches - 1  # the forward looks at it
+        model.require_backward_grad_sync = micro == micro_batches - 1  # DDP reads this in the forward
         x, y = loader.next_batch(device)
         with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
             loss = model(x, y)
@@ -76,7 +76,7 @@ for step in range(args.steps):
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+    dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # for the log: the mean over ranks
     lr = get_lr(step)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -258,5 +258,5 @@ def test_float16_has_two_bytes_and_unscales_its_gradients():
     run = RUN_ON_A100 | {"settings": RUN_ON_A100["settings"] | {"amp_dtype": "float16"}}
     bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
     assert float16 == replace(bfloat16, amp_dtype="float16", matmul_dtype="float16", update=20 + 2)
-    for tensor in arithmetic.BYTES:
+    for tensor in arithmetic.BYTES_UNDER_AUTOCAST:
         assert arithmetic.bytes_moved(tensor, float16) == arithmetic.bytes_moved(tensor, bfloat16)

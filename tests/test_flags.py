@@ -39,7 +39,9 @@ def parse(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
     cards = []
     monkeypatch.setattr(torch.cuda, "set_device", cards.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", [CARD_OF_24_GB, CARD_OF_12_GB, CARD_OF_24_GB].__getitem__)
+    cards = [CARD_OF_24_GB, CARD_OF_12_GB, CARD_OF_24_GB]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
 
     def parse(
         *words, stage="s05", doc=DOC, device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None

@@ -346,7 +346,7 @@ class Bench:
         self.card = card
         self.lines = []
 
-    def tell(self, line):
+    def send(self, line):
         self.lines.append(line)
 
     def wait_for_request(self):

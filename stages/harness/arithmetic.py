@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
 FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so the same
-functions work with the rates of a datasheet and with those that the bench's probe measured. But BYTES_ON_CUDA adds
-kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
+functions work with the rates of a datasheet and with those that the bench's probe measured. But the tables for CUDA
+have kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,28 @@ from model import SIZES
 
 PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 
-# The bytes that all operations but matmuls read and write for each number of a tensor: in float32 one operation after
-# the other and fused, under autocast one after the other and fused. stages/arithmetic.md adds them up.
-BYTES = {
-    "scores": (68, 20, 34, 10),
-    "logits": (24, 12, 36, 6),
-    "residual": (44, 36, 60, 28),
-    "gelu": (20, 20, 10, 10),
-    "projections": (116, 60, 58, 30),
-    "casts": (0, 0, 12, 12),
+# The bytes that all operations but matmuls read and write for each number of a tensor: one operation after the other,
+# and fused by a compiler. stages/arithmetic.md adds them up.
+BYTES_IN_FLOAT32 = {
+    "scores": (68, 20),
+    "logits": (24, 12),
+    "residual": (44, 36),
+    "gelu": (20, 20),
+    "projections": (116, 60),
+    "casts": (0, 0),
+}
+BYTES_UNDER_AUTOCAST = {
+    "scores": (34, 10),
+    "logits": (36, 6),
+    "residual": (60, 28),
+    "gelu": (10, 10),
+    "projections": (58, 30),
+    "casts": (12, 12),
 }
 # On CUDA the backward of a softmax makes three passes more, autocast computes the softmax in float32, and a compiler
 # leaves the cast of LayerNorm's gradient as a kernel of its own.
-BYTES_ON_CUDA = BYTES | {"scores": (80, 20, 80, 10), "residual": (44, 36, 60, 32)}
+BYTES_IN_FLOAT32_ON_CUDA = BYTES_IN_FLOAT32 | {"scores": (80, 20)}
+BYTES_UNDER_AUTOCAST_ON_CUDA = BYTES_UNDER_AUTOCAST | {"scores": (80, 10), "residual": (60, 32)}
 
 # How many numbers an update reads or writes for each parameter.
 ADAMW = 20  # in single operations: 2 decay the weight, 3 + 5 update the moments, 6 make the divisor, 4 the weight
@@ -163,15 +172,18 @@ def numbers_in(work):
 
 
 def bytes_per_number(tensor, work):
-    """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in BYTES."""
-    columns = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
-    one_by_one, fused = columns[:2] if work.amp_dtype == "float32" else columns[2:]
+    """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in the tables."""
+    if work.amp_dtype == "float32":
+        table = BYTES_IN_FLOAT32_ON_CUDA if work.on_cuda else BYTES_IN_FLOAT32
+    else:
+        table = BYTES_UNDER_AUTOCAST_ON_CUDA if work.on_cuda else BYTES_UNDER_AUTOCAST
+    one_by_one, fused = table[tensor]
     needs_no_copies = tensor == "projections" and work.flash  # the kernel reads q, k and v in place
     return fused if work.compiled or needs_no_copies else one_by_one
 
 
 def bytes_moved(tensor, work):
-    """Return the bytes that a micro-batch reads and writes for a whole tensor, one of those in BYTES."""
+    """Return the bytes that a micro-batch reads and writes for a whole tensor, one of those in the tables."""
     return numbers_in(work)[tensor] * bytes_per_number(tensor, work)
 
 

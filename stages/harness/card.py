@@ -1,4 +1,4 @@
-"""The state of an NVIDIA card while it trains: its clock, power and temperature, and whether it is slowed down."""
+"""What an accelerator was like while it trained: whether it waited and, on NVIDIA's, its clock, power and heat."""
 
 import ctypes
 import functools

@@ -18,7 +18,7 @@ def refuse(message):
 
 
 def say(line, file=None):
-    """Print a line at once. Where nobody reads any more, as behind `| head`, this and all later lines go nowhere.
+    """Print a line at once. Where that fails, as behind `| head` or on a full disk, it and all later lines go nowhere.
 
     file: where to print, instead of sys.stdout.
     """

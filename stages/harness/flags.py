@@ -55,7 +55,7 @@ def parse_args(doc):
     ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
     """
     machine.check_ranks()
-    machine.become_a_world_of_one()
+    machine.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
     for name in machine.variables_set(machine.TURN_COMPILE_OFF):
         del os.environ[name]  # --no-compile turns it off
     args = parse(doc, sys.argv[1:])
@@ -77,9 +77,9 @@ def parse(doc, argv, free_memory=None):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
     doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
-    machine.free_memory_of_card(). The namespace also has `fallbacks`, {flag: why its usual default does not work on
-    this machine}, with "batch_size" where the memory of a card chose it. Exits with one line and status 2 for a wrong
-    flag.
+    machine.free_memory_of_card(). The namespace also has `fallbacks`, a dict of what the user should know, in words:
+    why "device", "amp_dtype" or "compile" is not what it usually is, how "batch_size" was chosen, and what in the
+    "environment" slows all down. Exits with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.fallbacks = {}

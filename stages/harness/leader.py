@@ -34,10 +34,10 @@ class Leader:
         os.register_at_fork(after_in_child=self.connection.close)  # a child would keep it open after our death
         self.lock = threading.Lock()  # a notice comes from a thread of its own
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
-        self.tell({"kind": "hello", "ranks": ranks, "group": os.getpgrp()})
+        self.send({"kind": "hello", "ranks": ranks, "group": os.getpgrp()})
         threading.Thread(target=self.end_with_the_bench, daemon=True).start()
 
-    def tell(self, line):
+    def send(self, line):
         """Send a line, a dict."""
         with self.lock:
             self.connection.send_bytes(json.dumps(line).encode())
@@ -51,7 +51,7 @@ class Leader:
 
     def wait_for_request(self):
         """Wait until the bench asks for a step or for the end. Return whether to take another step."""
-        self.tell({"kind": "ready"})
+        self.send({"kind": "ready"})
         return self.connection.recv_bytes() == STEP
 
 

@@ -11,7 +11,7 @@ header, a line for each step, and a summary. An example of each, the header wrap
                   "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
                   "corpus": "Tiny Shakespeare"},
      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
-     "parameters": 16287488, "unit": "tok",
+     "parameters": 16299520, "unit": "tok",
      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
                      "system": "Linux x86_64", "python": "3.11.7",
                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
@@ -91,8 +91,8 @@ OUT_OF_MEMORY = (
     r"|could not create a primitive(?! descriptor)"
 )
 STEPS_PER_CARD_STATE = 5  # asking the driver at each step would take time from small ones
-# After the first steps, a line is printed and the peak of memory is read at most a hundred times a second: each takes
-# a twentieth of a step of 1 ms.
+# After the first steps, a line is printed and the peak of memory is read at most a hundred times a second. Neither is
+# on the clock of a step, but each makes a run of steps of 1 ms take a twentieth longer.
 FIRST_LINES = 100
 SECONDS_PER_LINE = 0.01
 
@@ -139,6 +139,8 @@ class Log:
         self.header = None
         self.steps = []
         self.profiled_step = None
+        self.device = None  # that the steps run on, from begin() on
+        self.first_step = 0
         self.next_line = 0.0  # when the next step's line may be printed
         if self.leader is None and record_path and self.is_rank_0:
             try:
@@ -217,15 +219,18 @@ class Log:
         self.write("step", **entry)
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
-        if not is_shown:
-            return
+        if is_shown:
+            self.say(self.line_of(entry, figures))
+
+    def line_of(self, entry, figures):
+        """Return the line of a step for people. entry: its line of the record. figures: what the script logs."""
         words = [f"step {entry['step']:4d}"]
-        if loss is not None:
-            words.append(f"loss {loss:.4f}")
+        if entry["loss"] is not None:
+            words.append(f"loss {entry['loss']:.4f}")
         for name, value in figures.items():
             words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
-        words.append(f"{1e3 * dt:.2f}ms")
-        self.say(" | ".join(words + self.words_on_speed(tokens / dt)))
+        words.append(f"{1e3 * entry['dt']:.2f}ms")
+        return " | ".join(words + self.words_on_speed(entry["tokens"] / entry["dt"]))
 
     def words_on_speed(self, tokens_per_second):
         """Return a speed in words: tokens per second and, for a GPT, the FLOP/s that they need."""
@@ -276,7 +281,7 @@ class Log:
             return
         line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
         if self.leader:
-            self.leader.tell(line)
+            self.leader.send(line)
         if self.file:
             try:
                 print(json.dumps(line), file=self.file, flush=True)
@@ -324,5 +329,5 @@ class Log:
 
 
 def finite_or_none(value):
-    """Return a figure, or None where it is not finite: JSON has no infinity, and a norm has where float16 overflows."""
+    """Return a figure, or None where it is not finite, as a norm is where float16 overflows: JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None

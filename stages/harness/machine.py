@@ -138,10 +138,10 @@ def synchronize(device):
 
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
-    has_float16, has_tf32 = True, False
     if device.type == "cuda" and torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
         has_bfloat16 = architecture.startswith(AMD_WITH_BFLOAT16)
+        has_float16 = True
         has_tf32 = torch.cuda.is_tf32_supported()  # by the current card, since PyTorch asks no other one
     elif device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -149,10 +149,14 @@ def units_of(device):
         has_bfloat16 = has_tf32 = capability >= (8, 0)  # Ampere
     elif device.type == "mps":
         has_bfloat16 = not device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
+        has_float16 = True
+        has_tf32 = False
     else:
         has_bfloat16 = cpu_has_bfloat16()
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has no such function
-        has_float16 = has_tf32 = capabilities.get("amx_fp16", False)  # PyTorch multiplies in TF32 by the same units
+        has_float16 = False
+        if hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 can't tell
+            has_float16 = torch.cpu.get_capabilities().get("amx_fp16", False)
+        has_tf32 = has_float16  # PyTorch multiplies in TF32 by the same units
     units = {"bfloat16": has_bfloat16, "float16": has_float16, "tf32": has_tf32}
     return {name for name, has_units in units.items() if has_units}
 
@@ -267,7 +271,8 @@ def free_memory_by_a_child(device):
 def memory_of_smallest_card():
     """Return the bytes of the smallest card that the ranks of this node use, the same number on each of them."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
-    return min(torch.cuda.get_device_properties(index).total_memory for index in range(ranks_here))
+    cards = range(min(ranks_here, torch.cuda.device_count()))  # a rank without a card is refused in its own process
+    return min(torch.cuda.get_device_properties(card).total_memory for card in cards)
 
 
 def free_memory():

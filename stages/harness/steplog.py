@@ -82,29 +82,31 @@ class StepLog:
             self.log.profiled_step = step
         if step == 0 and self.is_compiled and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             refuse("torch.compile has compiled nothing, so this would be measured as it is without: pass --no-compile")
-        loss = number(loss)
-        figures = {name: number(value) for name, value in figures.items()}
+        loss = as_float(loss)
+        figures = {name: as_float(value) for name, value in figures.items()}
         unprinted = {} if self.device.type == "cpu" else {"queued": queued}
         self.log.step(loss, dt, self.tokens_per_step, figures, **unprinted)
         if not math.isfinite(loss):
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
     def finish(self):
-        """End the run: save the weights with --save, then write and print the summary.
-
-        Exits with one line where the weights can't be written, for example where the disk is full.
-        """
+        """End the run: save the weights with --save, then write and print the summary."""
         self.log.wait_for_request()  # a process that exits would slow down a step of another row
+        try:
+            if self.args.save and machine.is_rank_0():
+                self.save_weights()
+        finally:  # the summary comes, too, where the weights could not be written
+            self.end()
+
+    def save_weights(self):
+        """Save the weights. Exits with one line where they can't be written, for example where the disk is full."""
         path = self.args.save
         try:
-            if path and machine.is_rank_0():
-                save(self.model, path, self.corpus.in_bytes)
-                self.log.say(f"saved to {path}")
+            save(self.model, path, self.corpus.in_bytes)
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             refuse(f"--save {path} was not written: {reason}; look whether its disk is full")
-        finally:
-            self.end()
+        self.log.say(f"saved to {path}")
 
     def end(self):
         """Write and print the summary, where a step was taken. Then let torch.distributed release its last tensors.
@@ -149,6 +151,6 @@ def unwrapped(model):
             return part
 
 
-def number(value):
+def as_float(value):
     """Return a scalar tensor or a number as a float."""
     return value.item() if torch.is_tensor(value) else float(value)
