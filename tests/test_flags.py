@@ -37,8 +37,8 @@ def parse(monkeypatch, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
-    cards = []
-    monkeypatch.setattr(torch.cuda, "set_device", cards.append)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     cards = [CARD_OF_24_GB, CARD_OF_12_GB, CARD_OF_24_GB]
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
@@ -53,7 +53,7 @@ def parse(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
         monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
         args = parse_args(doc)
-        assert cards == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
+        assert chosen == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
         return args
 
     return parse
