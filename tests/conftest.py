@@ -19,18 +19,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whatever folder pytest was started in
 
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS")
+for name in OF_TORCHRUN + OF_MAKE:
     os.environ.pop(name, None)  # these tests are one process, whatever started them
-for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS"):
-    os.environ.pop(name, None)  # what make test was given is not for the make commands of the tests
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and make test starts two processes
+os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts two processes
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
-from harness.bench import workers
+from harness import machine
+from harness.bench import turns, workers
 from harness.bench.results import Results
 from harness.figures import WARMUP
 from harness.leader import END
@@ -38,6 +39,7 @@ from harness.leader import END
 import tiktoken
 import torch
 import torch.distributed as dist
+from fixtures.fake_stage import all_have_ended
 
 WATCH = ROOT / "stages" / "watch.py"
 STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
@@ -113,9 +115,15 @@ def run_stage(stage, *flags, folder):
     record = folder / f"{stage}.jsonl"
     record.unlink(missing_ok=True)
     ended = run_script(STAGE_FILES[stage], *flags, "--record", record, folder=folder)
-    if record.exists():
-        ended.lines = [json.loads(line) for line in record.read_text().splitlines()]
+    ended.lines = lines_of(record)
     return ended
+
+
+def lines_of(record):
+    """The lines of a record, as dicts; none where it is not there."""
+    if not record.exists():
+        return []
+    return [json.loads(line) for line in record.read_text("utf-8").splitlines()]
 
 
 def definitions(stage, *names, **given):
@@ -142,11 +150,11 @@ def error_of(capsys, function, *arguments):
     return line
 
 
-def python(*words, folder=ROOT, stdin="", **env):
+def python(*words, folder=ROOT, **env):
     """The Ended of a process `python WORDS` of its own, in a folder; env: variables beside those of this process."""
     command = [sys.executable, *(str(word) for word in words)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
-    done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    env = os.environ | env
+    done = subprocess.run(command, cwd=folder, env=env, input="", capture_output=True, text=True, timeout=300)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -155,8 +163,7 @@ def watch(folder, text, *words, own_flags=(), launcher=(), **env):
     (folder / "train.py").write_text(text)
     record = folder / "record.jsonl"
     ended = python(*launcher, WATCH, "--record", record, *words, "train.py", *own_flags, folder=folder, **env)
-    if record.exists():
-        ended.lines = [json.loads(line) for line in record.read_text().splitlines()]
+    ended.lines = lines_of(record)
     return ended
 
 
@@ -190,12 +197,6 @@ def stages(tmp_path_factory):
     return run_once
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Compute on one thread: tensors are small here, and pytest runs two processes."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     """Let every download fail."""
@@ -205,6 +206,31 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", fail)
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
+
+
+@pytest.fixture
+def a_card(monkeypatch):
+    """A machine of which the second card is taken, as far as flags and the bench look at it."""
+    environment = machine.environment(torch.device("cpu")) | {"device": "cuda"}
+    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 1))
+    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 80e9)
+    monkeypatch.setattr(machine, "free_memory_by_a_child", lambda device: 80e9)
+    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(machine, "compile_problem", lambda device: None)
+    monkeypatch.setattr(machine, "environment", lambda device: environment)
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Fakes in place of stages: without pauses, with little patience, and memory for all. None outlives its test."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setenv("FAKE_LOCK", str(lock))
+    monkeypatch.setattr(turns, "PAUSE", 0)
+    monkeypatch.setattr(workers, "PATIENCE", 60)
+    monkeypatch.setattr(machine, "free_memory", lambda: 10**15)
+    yield
+    assert all_have_ended(lock)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
-"""What all rooms share: refusals, lines of progress, whole files."""
+"""What all rooms share: whole files."""
 
-from harness.common import say, whole_file
-
-import os
+from harness.common import whole_file
 
 import pytest
 
@@ -20,11 +18,3 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
     assert path.read_text() == "two"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_lines_for_a_reader_who_has_left_go_nowhere():
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with os.fdopen(write_end, "w") as stream:
-        for _ in range(2):
-            say("nobody reads this", stream)

@@ -1,6 +1,6 @@
 """What a card alone can show: its kernels, its dtypes, its meter of memory and its rates."""
 
-from harness import rates
+from harness import card, rates
 
 import pytest
 import torch
@@ -41,3 +41,10 @@ def test_a_card_multiplies_faster_in_16_bits_and_in_tf32_where_it_has_it():
     assert ("tf32" in measured["peak"]) == (torch.cuda.get_device_capability() >= (8, 0))
     assert measured["peak"]["float16"] > measured["peak"]["float32"]
     assert measured["copy"] > 1e10
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="NVML knows NVIDIA's cards alone")
+def test_the_driver_tells_the_clock_and_the_temperature_of_the_card():
+    state = card.card_state(torch.device("cuda", 0))
+    assert 100 < state["mhz"] < 5000
+    assert 10 < state["celsius"] < 120

@@ -3,9 +3,8 @@
 import hashlib
 import http.client
 import io
-import os
-import resource
 import urllib.request
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,17 +38,11 @@ def merges(monkeypatch):
 
 @pytest.fixture
 def online(monkeypatch, merges):
-    """TEXT is what the address of Tiny Shakespeare answers with. Returns the list of what was asked for."""
-    asked = []
-
-    def urlopen(url, timeout):
-        assert timeout <= 30  # a silent server is not waited for
-        asked.append(url)
-        return io.BytesIO(TEXT.encode())
-
+    """TEXT is what the address of Tiny Shakespeare answers with. Returns what is called for it."""
+    urlopen = mock.Mock(side_effect=lambda url, timeout: io.BytesIO(TEXT.encode()))
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
-    return asked
+    return urlopen
 
 
 def complaint(function, *arguments):
@@ -125,11 +118,10 @@ def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn(tmp_path):
     assert line == "ids.bin: it has ids from 0 to 50257, and GPT-2's are from 0 to 50256"
 
 
-def test_a_text_is_tokenized_as_it_is(text_file, merges, capsys):
+def test_a_text_is_tokenized_as_it_is(text_file, merges):
     ids = whole(text_file)
     assert merges.decode(ids) == TEXT
     assert ids.max() == 256  # in a text, <|endoftext|> is text like any other
-    assert capsys.readouterr().err == ""
 
 
 IDS = np.random.default_rng(1).integers(0, VOCAB, 500)
@@ -148,16 +140,12 @@ def npy(array):
     [
         ("missing.txt", None, "No such file"),
         ("latin1.txt", b"caf\xe9 au lait", "can't decode byte 0xe9 in position 3"),
-        ("empty.bin", b"", "empty"),
         ("odd.bin", b"\x01\x00\x02", "multiple"),
         ("of 32 bits.bin", IDS.astype(np.uint32).tobytes(), "every second id is 0"),
-        ("of 64 bits.bin", IDS.tobytes(), "every second id is 0"),
         ("of 8 bits.bin", np.tile(np.arange(65, dtype=np.uint8), 100).tobytes(), "has ids of 8 bits"),
         ("of 8 bits.npy", npy(IDS.astype(np.uint8)), "no row of ids of 16 bits"),
         ("cut.npy", b"\x93NUMPY\x01", "EOF"),
-        ("floats.npy", npy(IDS.astype(np.float32)), "no row of ids"),
         ("table.npy", npy(IDS.reshape(50, 10)), "no row of ids"),
-        ("objects.npy", npy(np.array(["a text"], dtype=object)), "Python objects"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(tmp_path, merges, name, content, problem):
@@ -193,8 +181,7 @@ def test_a_folder_of_shards_is_one_ring_and_its_val_files_are_held_out(tmp_path)
     """By the names of build-nanogpt's and modded-nanogpt's files."""
     np.save(tmp_path / "edufineweb_val_000000.npy", IDS[:100].astype(np.uint16))
     np.save(tmp_path / "edufineweb_train_000001.npy", IDS[100:300].astype(np.uint16))
-    header = np.array([20240520, 1, 200] + 253 * [0], np.int32).tobytes()
-    (tmp_path / "fineweb_train_000002.bin").write_bytes(header + IDS[300:].astype(np.uint16).tobytes())
+    (tmp_path / "fineweb_train_000002.bin").write_bytes(HEADER + IDS[300:].astype(np.uint16).tobytes())
     for name in ("README.txt", "._edufineweb_train_000001.npy"):
         (tmp_path / name).touch()
     corpus = load_tokens(tmp_path)
@@ -211,21 +198,6 @@ def test_without_val_in_a_name_the_last_file_of_a_folder_is_held_out(tmp_path):
     corpus = load_tokens(tmp_path)
     assert corpus.ids[np.arange(20)].tolist() == [1] * 10 + [2] * 10
     assert corpus.held_out[np.arange(10)].tolist() == [3] * 10
-
-
-def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
-    for number in range(40):
-        np.full(10, 1000 + number, np.uint16).tofile(tmp_path / f"{number:02}.bin")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free_descriptors = [os.dup(0) for _ in range(20)]
-    for descriptor in free_descriptors:
-        os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free_descriptors) + 1, hard))
-    try:
-        ids = load_tokens(tmp_path).ids[np.arange(390)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert ids.tolist() == [1000 + number for number in range(39) for _ in range(10)]
 
 
 def test_a_folder_with_one_file_has_none_to_hold_out(tmp_path):
@@ -256,10 +228,9 @@ def test_without_the_vocabulary_each_byte_of_a_text_is_a_token_and_a_line_says_s
 def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     corpus = load_tokens()
     assert (corpus.name, corpus.source) == ("Tiny Shakespeare", None)
-    first_line, *others = capsys.readouterr().err.splitlines()
-    assert first_line.startswith("downloading Tiny Shakespeare") and not others
+    assert capsys.readouterr().err.startswith("downloading Tiny Shakespeare")
     assert merges.decode(whole()) == TEXT
-    assert online == [data.SHAKESPEARE_URL]
+    online.assert_called_once_with(data.SHAKESPEARE_URL, timeout=10)  # a silent server is not waited for
     assert capsys.readouterr().err == ""
 
 
@@ -275,15 +246,12 @@ def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, mon
         assert "sent another text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("no route"), http.client.IncompleteRead(b"First"), ValueError("proxy URL with no authority")]
-)
+ERRORS = [OSError("no route"), http.client.IncompleteRead(b"First"), ValueError("proxy URL with no authority")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", ["urllib.request.urlopen", "tiktoken.get_encoding"])
 def test_without_a_download_pythons_documentation_takes_its_place(online, monkeypatch, capsys, name, error):
-    def fail(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(name, fail)
+    monkeypatch.setattr(name, mock.Mock(side_effect=error))
     assert load_tokens().name.startswith("Python's documentation")
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line == f"no download ({error}): taking Python's documentation instead"
+    assert f"no download ({error}): taking Python's documentation instead\n" in capsys.readouterr().err

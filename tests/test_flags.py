@@ -22,11 +22,9 @@ CARD_OF_12_GB = SimpleNamespace(total_memory=12.6e9)
 NO_UNITS = dict(dtype=torch.float32, problem="no C++ compiler found: install g++")
 
 
-def start_ranks(monkeypatch, world_size, rank=0):
+def start_ranks(world_size, rank=0):
     """Let this process be one of several, as torchrun does."""
-    variables = {"WORLD_SIZE": world_size, "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @pytest.fixture
@@ -43,16 +41,14 @@ def parse(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
 
-    def parse(
-        *words, stage="s05", doc=DOC, device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None
-    ):
+    def parse(*words, stage="s05", device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None):
         monkeypatch.setattr(machine, "find_device", lambda name: device)
         monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
         monkeypatch.setattr(machine, "why_no_card", lambda: why_no_card)
         monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
         monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
-        args = parse_args(doc)
+        args = parse_args(DOC)
         assert chosen == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
         return args
 
@@ -70,13 +66,11 @@ def parse(monkeypatch, tmp_path):
         ("", "need the name of a file"),
     ],
 )
-def test_weights_that_could_not_be_saved_or_would_replace_others_are_refused_before_the_training(
-    parse, capsys, tmp_path, path, problem
-):
+def test_a_save_that_would_fail_or_replace_another_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
     (tmp_path / "mine.py").write_text("keep")
     (tmp_path / "link").symlink_to("mine.py")
     assert problem in error_of(capsys, parse, "--save", path, "--record", "./same")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine.py"]
+    assert not (tmp_path / "same").exists()
 
 
 def test_a_second_run_may_save_to_the_same_name(parse, tmp_path):
@@ -88,19 +82,6 @@ def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):
     (tmp_path / "mine").write_text("keep")
     assert "--record mine: File exists; pass the path of a new file" in error_of(capsys, parse, "--record", "mine")
     assert (tmp_path / "mine").read_text() == "keep"
-    assert "--record no/mine: No such file or directory" in error_of(capsys, parse, "--record", "no/mine")
-
-
-def test_a_flag_that_no_stage_has_and_a_number_below_1_are_refused(parse, capsys):
-    assert "unrecognized arguments: --batchsize 32" in error_of(capsys, parse, "--batchsize", "32")
-    for flag in ("--steps", "--batch-size", "--seq-len", "--accum"):
-        assert f"{flag}: '0' is not a whole number of 1 or more" in error_of(capsys, parse, flag, "0")
-
-
-@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
-def test_a_seed_is_a_number_that_numpy_takes_too(parse, capsys, seed):
-    assert "is not a whole number from 0 to 4294967295" in error_of(capsys, parse, f"--seed={seed}")
-    assert parse("--seed", "4294967295").seed == 2**32 - 1
 
 
 @pytest.mark.parametrize(
@@ -111,8 +92,8 @@ def test_a_seed_is_a_number_that_numpy_takes_too(parse, capsys, seed):
         ("s12", "4", MPS, 1, "pass --device cpu"),
     ],
 )
-def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, monkeypatch, stage, accum, device, ranks, remedy):
-    start_ranks(monkeypatch, ranks)
+def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, stage, accum, device, ranks, remedy):
+    start_ranks(ranks)
     assert remedy in error_of(capsys, lambda: parse("--accum", accum, stage=stage, device=device))
 
 
@@ -122,30 +103,23 @@ def test_the_defaults_of_a_cpu(parse, capsys):
     assert (args.accum, args.seed, args.lr, args.amp_dtype, args.compile) == (2, 1337, 6e-4, torch.bfloat16, True)
     assert args.title == "Stage 5 · flash: a title."
     assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
+    assert os.environ["MASTER_PORT"] == "0"  # for s12 any free one
 
 
 # free bytes of cards of 80, 24, 16, 8 and 6 GB, and of Macs: README has these in a table
-CARDS = [(CUDA, 80e9, 16), (CUDA, 24e9, 8), (CUDA, 15e9, 4), (CUDA, 7.5e9, 2), (CUDA, 5.38e9, 1), (MPS, 12e9, 4)]
+CARDS = [("", CUDA, 80e9, 16), ("", CUDA, 24e9, 8), ("", CUDA, 15e9, 4), ("", CUDA, 7.5e9, 2), ("", CUDA, 5.38e9, 1)]
+CARDS += [("", MPS, 12e9, 4), ("--seq-len 4096", CUDA, 80e9, 2)]  # with 4 s03 holds 75.4
+CARDS += [("--size gpt2-xl --seq-len 256", CUDA, 36e9, 4)]  # the update alone holds 31.1
 
 
-@pytest.mark.parametrize("device, memory, batch_size", CARDS)
-def test_the_defaults_of_an_accelerator(parse, capsys, device, memory, batch_size):
-    args = parse(device=device, memory=memory)
-    assert capsys.readouterr().err.startswith(f"batch_size: {batch_size}, since the largest stage takes ")
-    assert (args.device, args.size, args.batch_size, args.seq_len) == (device, "gpt2", batch_size, 1024)
-    assert (args.steps, args.accum) == (50, 4)
+@pytest.mark.parametrize("words, device, memory, batch_size", CARDS)
+def test_the_batch_of_an_accelerator_is_what_fits_into_its_memory(parse, words, device, memory, batch_size):
+    assert parse(*words.split(), device=device, memory=memory).batch_size == batch_size
 
 
-@pytest.mark.parametrize(
-    "words, memory, batch_size",
-    [
-        ("--seq-len 4096", 80e9, 2),  # 4 in s03 hold 75.4
-        ("--size gpt2-large", 80e9, 8),
-        ("--size gpt2-xl --seq-len 256", 36e9, 4),  # the update alone holds 31.1
-    ],
-)
-def test_a_longer_sequence_and_a_larger_model_leave_room_for_fewer(parse, words, memory, batch_size):
-    assert parse(*words.split(), device=CUDA, memory=memory).batch_size == batch_size
+def test_the_defaults_of_an_accelerator(parse):
+    args = parse(device=CUDA)
+    assert (args.device, args.size, args.seq_len, args.steps, args.accum) == (CUDA, "gpt2", 1024, 50, 4)
 
 
 def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse, capsys):
@@ -155,8 +129,8 @@ def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse, capsys
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_on_cards_of_different_size_take_one_batch(parse, monkeypatch, rank):
-    start_ranks(monkeypatch, 2, rank)
+def test_ranks_on_cards_of_different_size_take_one_batch(parse, rank):
+    start_ranks(2, rank)
     free = 24e9 if rank == 0 else 12e9
     assert parse(stage="s12", device=CUDA, memory=free).batch_size == 4
 
@@ -168,51 +142,45 @@ def test_a_card_that_pytorch_can_not_use_is_told_before_the_cpu_trains(parse, ca
     assert parse("--device", "cpu", why_no_card="no").fallbacks == {}
 
 
-def test_what_is_given_wins(parse, capsys):
-    numbers = "--steps 5 --batch-size 3 --seq-len 4096 --accum 6 --seed 7 --lr 1e-3"
-    args = parse(*numbers.split(), "--size", "tiny", "--amp-dtype", "float16", "--compile", stage="s11", **NO_UNITS)
-    assert (args.steps, args.batch_size, args.seq_len, args.accum, args.seed, args.lr) == (5, 3, 4096, 6, 7, 1e-3)
-    assert (args.size, args.amp_dtype, args.compile) == ("tiny", torch.float16, True)
-    assert (args.fallbacks, capsys.readouterr().err) == ({}, "")
+def test_what_is_given_wins_over_a_fallback(parse):
+    args = parse("--amp-dtype", "float16", "--compile", **NO_UNITS)
+    assert (args.amp_dtype, args.compile, args.fallbacks) == (torch.float16, True, {})
 
 
 @pytest.mark.parametrize("device, ranks, accum", [(CPU, 3, 3), (CUDA, 2, 4)])
-def test_every_rank_has_a_micro_batch_by_default(parse, monkeypatch, device, ranks, accum):
-    start_ranks(monkeypatch, ranks)
+def test_every_rank_has_a_micro_batch_by_default(parse, device, ranks, accum):
+    start_ranks(ranks)
     assert parse(stage="s12", device=device).accum == accum
 
 
-REASONS = {
-    "amp_dtype": "this cpu has no 16-bit arithmetic, so float32 stays",
-    "compile": "left out, no C++ compiler found: install g++",
-}
+TOLD = [
+    "amp_dtype: this cpu has no 16-bit arithmetic, so float32 stays",
+    "compile: left out, no C++ compiler found: install g++",
+]
 
 
-@pytest.mark.parametrize("rank, lines", [(0, 2), (1, 0)])
-def test_a_fallback_is_one_line_of_the_first_rank(parse, monkeypatch, capsys, rank, lines):
-    start_ranks(monkeypatch, 2, rank)
+@pytest.mark.parametrize("rank, lines", [(0, TOLD), (1, [])])
+def test_a_fallback_is_one_line_of_the_first_rank(parse, capsys, rank, lines):
+    start_ranks(2, rank)
     args = parse(stage="s12", **NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
-    assert args.fallbacks == REASONS
-    told = [f"amp_dtype: {REASONS['amp_dtype']}", f"compile: {REASONS['compile']}"]
-    assert capsys.readouterr().err.splitlines() == told[:lines]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
-OFF = {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS"}
+OFF = ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS"]
 
 
-def test_what_turns_compile_off_is_dropped(parse, monkeypatch):
-    for name in OFF:
-        monkeypatch.setenv(name, "1")
+@pytest.mark.parametrize("name", OFF)
+def test_what_turns_compile_off_is_dropped(parse, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
     assert parse().compile
-    assert not OFF & os.environ.keys()
+    assert name not in os.environ
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "ONEDNN_MAX_CPU_ISA"])
-def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch, capsys, name):
+def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert parse().fallbacks == {"environment": f"slower, by {name}"}
-    assert capsys.readouterr().err == f"environment: slower, by {name}\n"
 
 
 def test_tf32_stays_off_where_nvidias_containers_allow_it():
@@ -220,10 +188,3 @@ def test_tf32_stays_off_where_nvidias_containers_allow_it():
     container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent), **container)
     assert run.out == "highest None\n", run.err
-
-
-def test_a_stage_needs_nothing_that_windows_lacks():
-    hidden = "sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'termios', 'pwd', 'grp']))"
-    script = f"import sys; {hidden}; import harness; print('imported')"
-    run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent))
-    assert run.out == "imported\n", run.err

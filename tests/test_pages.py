@@ -121,14 +121,6 @@ def test_the_diff_in_readme_is_that_of_flash_attention():
     assert diff_block(README, "`make diff N=5`") == changed_lines("s04", "s05")
 
 
-def test_the_page_of_results_explains_every_column():
-    explained = (ROOT / "results" / "README.md").read_text("utf-8")
-    table = committed_table("h100")
-    for title in page.short_table(table)[0] + page.full_table(table)[0]:
-        title = re.sub(r", step \d+", "", title)
-        assert re.search(rf"^\| [^|]*{re.escape(title)}[^|]* \|", explained, re.MULTILINE), title
-
-
 def anchors_of(text):
     """The anchors that GitHub gives the headings of a page."""
     anchors = set()
@@ -221,12 +213,6 @@ def test_a_target_of_make_runs_its_rows_and_passes_on_what_it_is_given(target, r
     assert f"make {target}" in README
 
 
-def test_make_test_passes_on_what_it_is_given_and_clean_leaves_the_results():
-    done = make("test", "--dry-run", "PY=python3", "ARGS=-x")
-    assert done.stdout == '"python3" -m pytest -q -n 2 --dist loadfile -x\n'
-    assert "results" not in make("clean", "--dry-run").stdout
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a card is here")
 def test_make_limit_starts_nothing_on_a_cpu():
     done = make("limit", f"PY={sys.executable}", "ARGS=--help")
@@ -237,19 +223,8 @@ def test_make_limit_starts_nothing_on_a_cpu():
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_make_diff_shows_what_a_stage_changes():
     """The lines that change below the docstrings, and the new docstring once."""
-    done = make("diff", "N=05")
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert {"--- a/stages/s04_compile.py", "+++ b/stages/s05_flash.py"} <= set(lines)
-    changed = [line for line in lines if line[:1] in ("-", "+") and line[:3] not in ("---", "+++")]
+    shown = make("diff", "N=05").stdout
+    changed = [line for line in shown.splitlines() if line[:1] in ("-", "+") and line[:3] not in ("---", "+++")]
     assert sorted(without_imports(changed)) == sorted(changed_lines("s04", "s05"))
-    assert done.stdout.startswith('"""Stage 5 · flash: ')
-    assert done.stdout.count("Stage 5") == 1
-    assert make("diff", "N=8").stdout == make("diff", "N=08").stdout
-
-
-@pytest.mark.parametrize("number", [1, len(STAGE_FILES) + 1, "5x"])
-def test_make_diff_says_what_n_may_be(number):
-    done = make("diff", f"N={number}")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == f"make diff N={number}: N is the number of a stage, from 2 on"
+    assert shown.startswith('"""Stage 5 · flash: ')
+    assert shown.count("Stage 5") == 1

@@ -41,26 +41,24 @@ def test_each_kind_of_device_is_waited_for(monkeypatch):
     ],
 )
 def test_what_a_device_has_units_for_is_measured_and_float32_without_tf32(monkeypatch, device, units, amp_dtype, names):
-    measured = []
+    precisions = []
 
     def matmul_peak(device, dtype, n, seconds):
-        measured.append((dtype, torch.get_float32_matmul_precision()))
-        return 1e12
+        precisions.append(torch.get_float32_matmul_precision())
 
     monkeypatch.setattr(rates, "matmul_peak", matmul_peak)
     monkeypatch.setattr(rates, "copy_bandwidth", lambda device, length, copies: length)
     monkeypatch.setattr(machine, "units_of", lambda device: units)
-    held = [1]  # a run before this holds memory that it does not use
-    monkeypatch.setattr(torch.accelerator, "empty_cache", held.clear)
-    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 0 if held else 4 * 10**9)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 4 * 10**9)
     torch.set_float32_matmul_precision("high")  # as in a stage that ends with --profile
-    found = rates.measure(device, amp_dtype)
+    measured = rates.measure(device, amp_dtype)
     torch.set_float32_matmul_precision("highest")
-    assert list(found["peak"]) == names
-    assert measured[0] == (torch.float32, "highest")
+    assert list(measured["peak"]) == names
+    assert precisions[0] == "highest"
     if device == CARD:
-        assert measured[1] == (torch.float32, "high")
-        assert found["copy"] == 125_000_000  # numbers of 4 bytes there twice, a quarter of the card
+        assert precisions[1] == "high"
+        assert measured["copy"] == 125_000_000  # numbers of 4 bytes there twice, a quarter of the card
 
 
 def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):

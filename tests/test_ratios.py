@@ -1,15 +1,7 @@
 """The statistics of a bench: a median, how far it may be off, and when a ratio counts as a difference."""
 
-from harness.bench.ratios import (
-    Noise,
-    Ratio,
-    Verdict,
-    judge,
-    median_and_spread,
-    noise_of_pairs,
-    ratio_of_rounds,
-    ratio_of_turns,
-)
+from harness.bench import ratios
+from harness.bench.ratios import Noise, Ratio, Verdict
 
 import math
 import random
@@ -25,24 +17,27 @@ def test_the_spread_of_a_median_is_the_wider_half_of_its_interval(n, k):
     """k by the tables of the sign test (Conover, Practical Nonparametric Statistics)."""
     samples = [float(i**2) for i in range(n)]
     random.Random(n).shuffle(samples)
-    median, spread = median_and_spread(samples)
+    median, spread = ratios.median_and_spread(samples)
     assert median == statistics.median(samples)
     assert spread == (n - k) ** 2 - median  # squares are wider apart above the median
-    assert median_and_spread([-x for x in samples]) == (-median, spread)
+    assert ratios.median_and_spread([-x for x in samples]) == (-median, spread)
 
 
 def test_the_spread_of_a_few_samples_is_by_students_t():
     """1.38, 1.40 and 1.47: their standard deviation is 0.0473, and t of two degrees 4.303."""
-    assert median_and_spread([1.40, 1.38, 1.47]) == (1.40, pytest.approx(4.303 * 0.04726 / math.sqrt(3), rel=1e-3))
-    assert median_and_spread([1.0, 3.0]) == (2.0, None)
+    assert ratios.median_and_spread([1.40, 1.38, 1.47]) == (
+        1.40,
+        pytest.approx(4.303 * 0.04726 / math.sqrt(3), rel=1e-3),
+    )
+    assert ratios.median_and_spread([1.0, 3.0]) == (2.0, None)
 
 
 def test_a_ratio_that_drifts_reaches_both_halves():
     steady = [1.5, 1.51, 1.49, 1.5] * 5
-    assert ratio_of_turns(steady).halves is None
-    falls = ratio_of_turns([2.5] * 5 + [1.8] * 4 + [1.45] * 5 + [1.4] * 6)
+    assert ratios.ratio_of_turns(steady).halves is None
+    falls = ratios.ratio_of_turns([2.5] * 5 + [1.8] * 4 + [1.45] * 5 + [1.4] * 6)
     assert falls == (1.45, pytest.approx(0.7), 1, (2.15, 1.4))
-    assert ratio_of_turns([1.04] * 10 + [1.0] * 10).halves is None  # 4 % make no difference
+    assert ratios.ratio_of_turns([1.04] * 10 + [1.0] * 10).halves is None  # 4 % make no difference
 
 
 @pytest.mark.parametrize(
@@ -62,15 +57,15 @@ def test_a_ratio_that_drifts_reaches_both_halves():
     ],
 )
 def test_a_ratio_is_judged_by_its_spread_and_a_noise_of_5_percent(value, spread, rounds, pairs, expected):
-    assert judge(Ratio(value, spread, rounds), Noise(0.05, pairs)) is expected
+    assert ratios.judge(Ratio(value, spread, rounds), Noise(0.05, pairs)) is expected
 
 
 def test_the_noise_is_the_worst_of_few_pairs_and_twice_the_rms_of_three():
     pairs = [Ratio(1.01, 0.1), Ratio(1 / 1.03, 0.1), Ratio(1.5, None)]
-    assert noise_of_pairs(pairs) == (pytest.approx(0.03), 2)
+    assert ratios.noise_of_pairs(pairs) == (pytest.approx(0.03), 2)
     rms = math.sqrt((0.01**2 + 0.03**2 + 0.02**2) / 3)
-    assert noise_of_pairs([*pairs, Ratio(1.02, 0.1)]) == (pytest.approx(2 * rms), 3)
-    assert noise_of_pairs([Ratio(1.5, None)]) is None
+    assert ratios.noise_of_pairs([*pairs, Ratio(1.02, 0.1)]) == (pytest.approx(2 * rms), 3)
+    assert ratios.noise_of_pairs([Ratio(1.5, None)]) is None
 
 
 # How often a bench errs. A ladder on a CPU has four pairs of one computation, on a card three.
@@ -102,11 +97,11 @@ def share_of_differences(pairs, rounds, offset, gain=1.0, benches=1000):
     called = 0
     for _ in range(benches):
         times = {name: simulated_times(generator, rounds, offset) for name in sorted(PROCESSES)}
-        noise = noise_of_pairs([ratio_of_rounds(times[a], times[b]) for a, b in PAIRS[pairs]])
+        noise = ratios.noise_of_pairs([ratios.ratio_of_rounds(times[a], times[b]) for a, b in PAIRS[pairs]])
         for name, base in ROWS:
-            ratio = ratio_of_rounds(times[name], times[base])
+            ratio = ratios.ratio_of_rounds(times[name], times[base])
             ratio = ratio._replace(value=gain * ratio.value, spread=gain * ratio.spread)
-            called += judge(ratio, noise) in (Verdict.FASTER, Verdict.SLOWER)
+            called += ratios.judge(ratio, noise) in (Verdict.FASTER, Verdict.SLOWER)
     return called / (benches * len(ROWS))
 
 
@@ -135,6 +130,6 @@ def test_the_spread_of_three_rounds_covers_the_true_ratio_in_95_of_100_benches(o
     covered = 0
     for _ in range(600):
         ours, base = (simulated_times(generator, 3, offset) for _ in range(2))
-        value, spread, *_ = ratio_of_rounds(ours, base)
+        value, spread, *_ = ratios.ratio_of_rounds(ours, base)
         covered += abs(value - 1) <= spread
     assert covered / 600 == pytest.approx(0.95, abs=0.025)

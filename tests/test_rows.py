@@ -2,10 +2,9 @@
 
 from harness import ladder, machine
 from harness.bench import rows
-from harness.bench.rows import CPU_MEMORY, PROBE, all_rows, row_of, rows_of_climb, rows_of_ladder
+from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
 
 import os
-import re
 import sys
 
 import pytest
@@ -18,9 +17,9 @@ SHORTS = [stage.short for stage in ladder.STAGES]
 
 @pytest.fixture(autouse=True)
 def own_scripts(tmp_path, monkeypatch):
-    """A folder to be in, with a script, and with two more in a folder of it."""
-    (tmp_path / "my").mkdir()
-    for name in ("mine.py", "my/train.py", "my/s12_ddp.py"):
+    """A folder to be in, with scripts in it and in two folders."""
+    for name in ("mine.py", "my/train.py", "my/s12_ddp.py", "my/s12.py", "mine/train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
 
@@ -33,20 +32,15 @@ def names(rows):
 @pytest.mark.parametrize(
     "word, launcher, script, flags",
     [
-        ("s05", "", "s05_flash", ""),
         ("s11 --data s05", "", "s11_accum", "--data s05"),
         ("mine.py --steps 8 --device cpu config/a.py", "", "mine.py", "--steps 8 --device cpu config/a.py"),
-        (f"mine.py --text {'x' * 300}", "", "mine.py", f"--text {'x' * 300}"),
         ("my/s12_ddp.py --accum 8", "", "my/s12_ddp.py", "--accum 8"),
-        ("-m my.train --depth=4", "", "my.train", "--depth=4"),
-        ("python -u -m my.train", "python -u", "my.train", ""),
+        ("python -u -m my.train --depth=4", "python -u", "my.train", "--depth=4"),
         ("python -m torch.distributed.run -n 2 mine.py", "python -m torch.distributed.run -n 2", "mine.py", ""),
         ("numactl -N 0 -m 0 python mine.py", "numactl -N 0 -m 0 python", "mine.py", ""),
-        ("accelerate launch --cpu mine.py -m", "accelerate launch --cpu", "mine.py", "-m"),
-        ("accelerate launch --config_file=c.py mine.py", "accelerate launch --config_file=c.py", "mine.py", ""),
+        ("accelerate launch --config_file=c.py mine.py -m", "accelerate launch --config_file=c.py", "mine.py", "-m"),
         ("torchrun --log-dir=s05 --standalone s12", "torchrun --log-dir=s05 --standalone", "s12_ddp", ""),
         ("A=b mine.py", "env A=b", "mine.py", ""),
-        ("env A=b.py mine.py", "env A=b.py", "mine.py", ""),
     ],
 )
 def test_a_word_is_a_launcher_a_script_and_flags(monkeypatch, word, launcher, script, flags):
@@ -76,7 +70,6 @@ def test_a_stage_runs_on_the_shared_flags_and_then_its_own(tmp_path):
 def test_a_script_is_watched_with_its_own_flags_alone(tmp_path):
     (tmp_path / "own.py").write_text("from harness import Trainer\n")  # a package of the reader's own
     assert command_of(row_of("own.py"))[1:] == [*WATCH, "own.py"]
-    assert command_of(row_of("mine.py --lr 2")) == [sys.executable, *WATCH, "mine.py", "--lr", "2"]
     assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
     assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
 
@@ -86,7 +79,6 @@ def test_this_python_runs_a_command_that_names_no_other(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, *WATCH, "mine.py"]
     assert command_of(row_of("python3 -u s01"))[:3] == [sys.executable, "-u", str(STAGE_FILES["s01"])]
-    assert command_of(row_of("nice -n 5 s01"))[:4] == ["nice", "-n", "5", sys.executable]
     assert command_of(row_of("env A=/python B=y.py s01"))[:4] == ["env", "A=/python", "B=y.py", sys.executable]
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
     named = command_of(row_of(f"{tmp_path}/python3.99 mine.py"))
@@ -104,20 +96,16 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
 @pytest.mark.parametrize(
     "word, reason",
     [
-        ("--x", "'--x' names no stage"),
-        ("", "'' names no stage"),
-        ("+bf16", "'\\+bf16' names no stage"),
         ("python -m torch.distributed.run", "names no stage and no script"),
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
-        ("+bf17 mine.py", "\\+bf17 can't be added .* \\+tf32, \\+bf16, \\+compile, \\+fused"),
-        ("+bf16 s05", "\\+bf16 is for scripts that know nothing of the ladder"),
-        (f"{'x' * 300}.py", "there is no xxx"),
+        ("+bf17 mine.py", "+bf17 can't be added from outside: pass one of +tf32, +bf16, +compile, +fused"),
+        ("+bf16 s05", "+bf16 is for scripts that know nothing of the ladder"),
         ("s05 --steps 9", "put --steps behind all rows"),
     ],
 )
 def test_a_word_that_can_not_run_is_one_line(capsys, word, reason):
-    assert re.search(reason, error_of(capsys, row_of, word))
+    assert reason in error_of(capsys, row_of, word)
 
 
 def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_above():
@@ -147,27 +135,17 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
 @pytest.mark.parametrize(
     "words, titles",
     [
-        (
-            ["s11 --batch-size 16", "s11 --batch-size 64 --lr 1", "s05_flash"],
-            "s11 --batch-size 16|s11 --batch-size 64 --lr 1|s05",
-        ),
-        (["s12", "torchrun -n 2 s12"], "s12|torchrun -n 2 s12"),
-        (["env A=1 torchrun --x=1 s12", "env A=1 torchrun --x=2 s12"], "--x=1 s12|--x=2 s12"),
-        (["mine.py --a=1", "+bf16 mine.py --a=1", "+bf16 +fused mine.py --a=1"], "mine|mine +bf16|mine +bf16 +fused"),
-        (["mine.py", "mine.py --a=1"], "mine|mine --a=1"),
-        (["my/train.py", "mine/train.py", "mine.py"], "my/train|mine/train|mine"),
-        (["-m my.train", "-m mine.train"], "my.train|mine.train"),
-        (["s12", "my/s12.py"], "s12_ddp|my/s12"),
-        (["mine.py", f"mine.py --text={'x' * 30}", "mine.py --a=1"], "mine|mine --text=xxx…xxxxxxxxxxxxxxx|mine --a=1"),
+        (["s11 --batch-size 16", "s11 --batch-size 64 --lr 1"], ["s11 --batch-size 16", "s11 --batch-size 64 --lr 1"]),
+        (["torchrun --x=1 s12", "torchrun --x=2 s12"], ["--x=1 s12", "--x=2 s12"]),
+        (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine", "mine +bf16"]),
+        (["my/train.py", "mine/train.py", "mine.py"], ["my/train", "mine/train", "mine"]),
+        (["s12", "my/s12.py"], ["s12_ddp", "my/s12"]),
+        (["mine.py", f"mine.py --text={'x' * 30}"], ["mine", "mine --text=xxx…xxxxxxxxxxxxxxx"]),
     ],
 )
-def test_a_title_is_the_script_and_what_tells_its_rows_apart(tmp_path, words, titles):
-    (tmp_path / "mine").mkdir()
-    for name in ("mine/train.py", "my/s12.py"):
-        (tmp_path / name).touch()
+def test_a_title_is_the_script_and_what_tells_its_rows_apart(words, titles):
     together = all_rows([row_of(word) for word in words])
-    assert "|".join(row.title for row in together[1:] if not row.control_of) == titles
-    assert len({row.title for row in together}) == len(together)
+    assert [row.title for row in together[1:] if not row.control_of] == titles
 
 
 def test_two_rows_of_one_name_are_one_line(capsys):
@@ -185,36 +163,22 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
 
 
 def climb(command, device, monkeypatch, units, compile_problem=None):
-    """{name: added} of a climb on a machine of that kind."""
+    """[(name, techniques)] of the rows of a climb on a machine of that kind."""
     monkeypatch.setattr(machine, "units_of", lambda device: units)
     monkeypatch.setattr(machine, "compile_problem", lambda device: compile_problem)
-    return {row.name: row.added for row in rows_of_climb(command, device)}
+    return [(row.name, " ".join(row.added)) for row in rows_of_climb(command, device)]
 
 
 def test_a_climb_adds_a_technique_in_each_row_but_those_that_the_script_has(monkeypatch):
-    assert climb("mine.py --lr 1", CUDA, monkeypatch, {"tf32", "bfloat16"}) == {
-        "mine.py --lr 1": (),
-        "+ tf32": ("tf32",),
-        "+ bf16": ("tf32", "bf16"),
-        "+ compile": ("tf32", "bf16", "compile"),
-        "+ fused": ("tf32", "bf16", "compile", "fused"),
-    }
-    assert climb("+bf16 mine.py", CUDA, monkeypatch, {"bfloat16"})["+ compile"] == ("bf16", "compile")
+    *_, third, last = climb("mine.py --lr 1", CUDA, monkeypatch, {"tf32", "bfloat16"})
+    assert third == ("+ compile", "tf32 bf16 compile")
+    assert last == ("+ fused", "tf32 bf16 compile fused")
+    climbed = climb("+bf16 mine.py", CUDA, monkeypatch, {"bfloat16"})
+    assert climbed == [("+bf16 mine.py", "bf16"), ("+ compile", "bf16 compile"), ("+ fused", "bf16 compile fused")]
 
 
 def test_a_climb_leaves_out_what_does_nothing_here_and_says_why(monkeypatch, capsys):
     climbed = climb("mine.py", CPU, monkeypatch, set(), "no compiler")
-    assert climbed == {"plain": (), "mine.py": (), "+ fused": ("fused",)}
+    assert climbed == [("plain", ""), ("mine.py", ""), ("+ fused", "fused")]
     assert "+compile is left out: no compiler\n" in capsys.readouterr().err
     assert rows_of_climb("torchrun mine.py", CPU)[0].launcher == ("torchrun",)
-
-
-def test_a_script_may_be_called_as_a_row_of_ours(tmp_path):
-    for name in ("plain.py", "probe.py"):
-        (tmp_path / name).touch()
-        _, *others = all_rows(rows_of_climb(name, CPU))
-        assert len({row.title for row in others}) == len({row.name for row in others} - {PROBE}) == len(others)
-
-
-def test_a_stage_does_not_climb(capsys):
-    assert "pass a script of your own that knows nothing" in error_of(capsys, rows_of_climb, "s05", CPU)

@@ -52,10 +52,3 @@ def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path, vocab_size):
     ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt")
     assert (ended.status, ended.out) == (2, "")
     assert f"has {vocab_size} ids, not GPT-2's vocabulary" in ended.err
-
-
-@pytest.mark.parametrize("name, value", [("--prompt", ""), ("--temperature", "-1")])
-def test_a_flag_that_can_not_be_is_one_line(name, value):
-    ended = run_script(SAMPLE, "--weights", "typo", f"{name}={value}")
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith(f"error: {name} ") and ended.err.count("\n") == 1

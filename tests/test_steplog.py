@@ -5,7 +5,6 @@ from harness.steplog import StepLog
 from harness.weights import load, save
 
 import errno
-import json
 import math
 import subprocess
 import sys
@@ -16,13 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FLOAT32, SMALL, STAGE_FILES, error_of, run_stage
+from conftest import FLOAT32, SMALL, STAGE_FILES, error_of, lines_of, run_stage
 from torch._dynamo.exc import Unsupported
 
 from data import VOCAB, Corpus, TextError, TokenLoader, load_tokens
 from model import GPT, GPTConfig
 
-CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
 GB = 10**9
 LOADER = TokenLoader(Corpus("ids.bin", np.zeros(99, np.uint16), np.zeros(9, np.uint16)), batch_size=3, seq_len=5)
@@ -62,8 +60,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))
     environment = {"device": "cuda", "device_name": "A card", "tf32": False, "cuda": "13.0"}
     monkeypatch.setattr(machine, "environment", lambda device: environment)
-    kernel = machine.sdpa_kernel
-    monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: kernel(q, dtype, CPU))
+    monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: "flash")
     return card
 
 
@@ -71,11 +68,11 @@ def card(monkeypatch):
 def new_log(monkeypatch, card):
     """new_log("--steps", "7"): a StepLog of s11 with these flags, led by a Bench where there is one."""
 
-    def new_log(*flags, loader=LOADER, device=CARD, bench=None):
+    def new_log(*flags, loader=LOADER, bench=None):
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
         monkeypatch.setattr(sys, "argv", [STAGE_FILES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 11 · accum: a title.\n\nA text.")
-        args.device = device
+        args.device = CARD
         args.log.leader = bench
         return StepLog(args, small_gpt(), loader, tokens_per_step=72_000_000)
 
@@ -98,11 +95,6 @@ def take_steps(log, card, count):
     """Take steps of 1, 4, 9, ... seconds, whose mean is not their median, with losses of 5.5, 5.0, ..."""
     for step in range(count):
         take_step(log, card, (step + 1) ** 2, 5.5 - 0.5 * step, norm=1.23456, lr=torch.tensor(3e-4))
-
-
-def lines_of(record):
-    """The lines of a record, as dicts."""
-    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
 # The clock and the memory
@@ -138,46 +130,28 @@ def test_the_lines_of_a_run(new_log, card, capsys):
     take_steps(log, card, 6)
     take_step(log, card, 49, 2.5)  # without figures
     log.finish()
-    title, what, where, first_step, *_, last_step, median, speed, queued = capsys.readouterr().out.splitlines()
-    assert title == "Stage 11 · accum: a title."
+    _, what, _, first_step, *_, last_step, median, speed, _ = capsys.readouterr().out.splitlines()
     model = "1 layers of 2 heads, 128 wide, 6,637,568 parameters"
     assert what == f"{model} | B 2, T 24, 72,000,000 tokens per step"
-    assert where == "A card | ids.bin"
     figures = "loss 5.5000 | norm 1.2346 | lr 3.00e-04 | 1000.00ms | 72,000,000 tok/sec"
     assert first_step == f"step    0 | {figures} | 2.87e+03 TFLOP/s"
     assert last_step == "step    6 | loss 2.5000 | 49000.00ms | 1,469,388 tok/sec | 58.5 TFLOP/s"
     assert median == "median 36000.00ms [30500.00, 42500.00] over 3 steps after 4 of warm-up"
     assert speed == "2,000,000 tok/sec | 79.6 TFLOP/s | memory 1.00 GB (peak allocated) | warm-up 30.0s"
-    assert queued.startswith("a step is queued only near its end: ")  # all its time is Python's
 
 
-@pytest.mark.parametrize(
-    "steps, median", [(7, "median 30500.00ms"), (5, "median 16000.00ms")]
-)  # the 5th and 6th, the 4th
-def test_the_profiler_starts_before_the_clock_and_its_step_is_not_counted(
-    new_log, card, monkeypatch, capsys, steps, median
-):
+def test_the_profiler_starts_before_the_clock_and_its_step_is_not_counted(new_log, card, monkeypatch, capsys):
     def take_time():
         card.now += 50
 
     profiler = SimpleNamespace(start=take_time, stop=take_time, events=list)
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
     monkeypatch.setattr(rates, "measure", lambda *args: {"peak": {}, "copy": 1})
-    log = new_log("--steps", steps, "--profile")
-    take_steps(log, card, steps)
+    log = new_log("--steps", 7, "--profile")
+    take_steps(log, card, 7)
     log.finish()
-    assert log.log.steps[-1]["dt"] == steps**2
-    assert median in capsys.readouterr().out
-
-
-def test_a_mean_far_above_the_median_is_told_beside_it(new_log, card, capsys):
-    log = new_log()
-    for seconds in (1, 1, 1, 1, 2, 2, 50):
-        take_step(log, card, seconds)
-    log.finish()
-    out = capsys.readouterr().out
-    assert "median 2000.00ms" in out and "36,000,000 tok/sec" in out
-    assert "mean 18000.00ms, 4,000,000 tok/sec: some steps take far longer than the median" in out
+    assert log.log.steps[-1]["dt"] == 49
+    assert "median 30500.00ms" in capsys.readouterr().out  # of steps of 25 and 36 s
 
 
 def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_log, card, tmp_path):
@@ -185,16 +159,6 @@ def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_
     take_step(log, card, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99, kind=99)
     own = {"step": 0, "loss": 5, "dt": 1, "tokens": 72_000_000, "memory": GB, "meter": "peak allocated", "queued": 1}
     assert lines_of(tmp_path / "r.jsonl")[1] == {"kind": "step", "norm": None, "lr": 0.5} | own
-
-
-def test_the_kernel_in_a_record_is_asked_for_as_the_model_calls_attention(new_log, card, monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(machine, "sdpa_kernel", lambda *question: asked.append(question) or "flash")
-    log = new_log("--batch-size", "3", "--amp-dtype", "bfloat16", "--record", tmp_path / "r.jsonl")
-    take_steps(log, card, 1)
-    log.finish()
-    assert asked == [((3, 2, 24, 64), torch.bfloat16, CARD)]  # (B, n_head, T, head_dim)
-    assert lines_of(tmp_path / "r.jsonl")[-1]["sdpa"] == "flash"
 
 
 # How a run fails
@@ -222,10 +186,7 @@ def test_a_bad_held_out_text_is_told_before_the_first_step(new_log, tmp_path):
 def test_an_interrupted_run_tells_what_its_steps_took(new_log, card, capsys, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
     take_steps(log, card, 6)
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert "median 30500.00ms" in capsys.readouterr().out  # of steps of 25 and 36 s
     assert lines_of(tmp_path / "r.jsonl")[-1] == {"kind": "summary", "sdpa": None}
 
@@ -240,23 +201,27 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_replaces_no_weights(new_log,
     assert weights.read_bytes() == of_an_earlier_run
 
 
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+ONEDNN = RuntimeError("could not create a primitive")
+
+
 @pytest.mark.parametrize(
-    "error, batch_size, remedy",
+    "error, batch_size, advice",
     [
-        (MemoryError(), 3, "--batch-size 1"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 16, "--batch-size 8"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "--batch-size 2"),
-        (RuntimeError("could not create a primitive"), 1, "a smaller --seq-len or --size"),  # oneDNN
+        (MemoryError(), 3, "memory is short at batch size 3: try --batch-size 1"),
+        (CUBLAS, 16, "memory is short at batch size 16: try --batch-size 8"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "memory is short at batch size 4: try --batch-size 2"),
+        (ONEDNN, 1, "memory is short at batch size 1: try a smaller --seq-len or --size"),
+        (Unsupported("a graph break"), 2, "torch.compile failed: --no-compile goes without it"),
     ],
 )
-def test_below_a_failure_for_lack_of_memory_is_what_to_try(new_log, capsys, tmp_path, error, batch_size, remedy):
+def test_below_a_failure_is_what_to_try_where_that_is_known(new_log, capsys, tmp_path, error, batch_size, advice):
     new_log("--batch-size", batch_size, "--record", tmp_path / "r.jsonl")
     sys.excepthook(type(error), error, None)
-    advice = f"memory is short at batch size {batch_size}: try {remedy}"
     assert capsys.readouterr().err.endswith(f"{advice}\n")
     line = lines_of(tmp_path / "r.jsonl")[-1]
     assert line["message"] == f"{advice} ({type(error).__name__}: {error})"  # a bench shows this line alone
-    assert line["out_of_memory"]
+    assert line["out_of_memory"] == ("memory" in advice)
 
 
 NO_KERNEL = RuntimeError("could not create a primitive descriptor for a matmul primitive")
@@ -277,14 +242,6 @@ def test_a_failure_of_another_kind_is_told_as_python_does_and_kept_whole(new_log
     assert line["traceback"] == report
 
 
-def test_a_compiler_that_fails_is_told_with_the_remedy(new_log, capsys, tmp_path):
-    new_log("--record", tmp_path / "r.jsonl")
-    sys.excepthook(Unsupported, Unsupported("a graph break"), None)
-    remedy = "torch.compile failed: --no-compile goes without it"
-    assert capsys.readouterr().err.endswith(f"{remedy}\n")
-    assert lines_of(tmp_path / "r.jsonl")[-1]["message"] == f"{remedy} (Unsupported: a graph break)"
-
-
 def test_a_reader_who_leaves_and_a_terminal_in_ascii_cost_a_run_nothing(monkeypatch, tmp_path):
     """Its title has a sign that ASCII lacks, and all steps are recorded after `head` has closed the pipe."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python keeps what it could not print to its end
@@ -296,43 +253,36 @@ def test_a_reader_who_leaves_and_a_terminal_in_ascii_cost_a_run_nothing(monkeypa
     assert [line["kind"] for line in lines_of(tmp_path / "r.jsonl")] == ["header", *["step"] * 9, "summary"]
 
 
-def test_a_full_disk_at_save_is_one_line_and_costs_neither_the_summary_nor_earlier_weights(
-    new_log, card, monkeypatch, capsys, tmp_path
-):
+def test_a_full_disk_at_save_costs_neither_the_summary_nor_earlier_weights(new_log, card, monkeypatch, tmp_path):
     def write_half(checkpoint, path):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save(small_gpt(), tmp_path / "w.pt")
-    log = new_log("--save", tmp_path / "w.pt")
+    weights = tmp_path / "w.pt"
+    save(small_gpt(), weights)
+    log = new_log("--save", weights, "--record", tmp_path / "r.jsonl")
     take_steps(log, card, 5)
-    capsys.readouterr()
     monkeypatch.setattr(torch, "save", write_half)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         log.finish()
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out.startswith("median 25000.00ms")) == (2, True)
-    assert printed.err.startswith(f"error: --save {tmp_path / 'w.pt'} was not written: [Errno 28] No space left on ")
-    assert [*tmp_path.iterdir()] == [tmp_path / "w.pt"]
-    load(tmp_path / "w.pt", None)
+    assert lines_of(tmp_path / "r.jsonl")[-1]["kind"] == "summary"
+    load(weights, None)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeypatch, capsys, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
     log.log.file = open("/dev/full", "w")  # noqa: SIM115
-    for _ in range(2):
-        take_step(log, card)
+    take_steps(log, card, 2)
     printed = capsys.readouterr()
     assert printed.err == f"--record {tmp_path / 'r.jsonl'} ends here: No space left on device\n"
-    assert printed.out.count("\nstep ") + printed.out.startswith("step ") == 2
+    assert "step    1 |" in printed.out
 
 
 def test_of_many_short_steps_the_record_has_each_and_the_terminal_some(new_log, card, capsys, tmp_path):
     log = new_log("--record", tmp_path / "r.jsonl")
     for _ in range(300):
         take_step(log, card)
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert 100 <= len(printed) < 300
+    assert 100 <= capsys.readouterr().out.count("step ") < 300
     assert len(lines_of(tmp_path / "r.jsonl")) == 1 + 300
 
 
@@ -345,9 +295,7 @@ class Bench:
     def __init__(self, card):
         self.card = card
         self.lines = []
-
-    def send(self, line):
-        self.lines.append(line)
+        self.send = self.lines.append
 
     def wait_for_request(self):
         self.card.now += 50
@@ -361,7 +309,6 @@ def test_a_led_run_takes_a_step_for_each_request_and_waits_at_the_end(new_log, c
     take_steps(log, card, 2)
     log.finish()
     assert [step["dt"] for step in log.log.steps] == [1, 4]  # the waiting does not count
-    # the summary, too, waits for the bench: others may be on the clock
     kinds = [line["kind"] for line in bench.lines]
     assert kinds == ["header", "waits", "step", "waits", "step", "waits", "summary"]
     assert capsys.readouterr().out == ""

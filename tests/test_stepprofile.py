@@ -32,10 +32,7 @@ def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypat
 @pytest.mark.parametrize(
     "operation, part",
     [
-        ("aten::bmm", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
-        ("triton_red_fused__log_softmax_0", "fused kernels"),
-        ("aten::something_new", "the rest"),
         ("aten::fill_ < aten::zero_ < aten::nll_loss_backward", "loss"),
         ("aten::copy_ < aten::clone < aten::masked_fill", "softmax and mask"),
         ("aten::div < Optimizer.step#AdamW.step", "optimizer"),
@@ -65,17 +62,13 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
     assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
 
 
-def test_a_profile_that_lost_kernels_says_so():
+def test_a_profile_that_saw_no_kernel_or_lost_one_says_so():
+    lines = StepProfile([event("aten::mm", 10)], torch.device("mps"), step_ms=6.0).lines({})
+    assert lines == ["the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"]
     copied = event("Memcpy HtoD (Pinned -> Device)", device_type=DeviceType.CUDA)  # no call that starts a kernel
     events = [event("aten::mm", 10, 4_000), event("cudaLaunchKernel"), event("cuLaunchKernelEx"), KERNEL, copied]
     lines = StepProfile(events, torch.device("cuda"), step_ms=6.0).lines({})
     assert "the profiler lost 1 of 2 kernels: their time is in the rest" in lines
-
-
-def test_a_profile_that_saw_no_kernel_says_so_and_shows_no_part():
-    profile = StepProfile([event("aten::mm", 10)], torch.device("mps"), step_ms=6.0)
-    assert profile.parts == {}
-    assert profile.lines({}) == ["the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"]
 
 
 def lines_of_parts(short, amp_dtype="float32", **ms):
@@ -104,8 +97,3 @@ def test_fused_kernels_take_the_parts_that_a_compiler_merges():
 def test_a_step_should_take_the_time_of_all_its_micro_batches(stage, predicted):
     """By hand: 1024 tokens x 741,192,192 FLOP at 0.1 TFLOP/s, and twice that."""
     assert lines_of_parts(stage, matmuls=1.0)[-1] == f"     1.00 {predicted:>9} matmuls"
-
-
-def test_a_dtype_without_a_rate_has_no_prediction():
-    lines = lines_of_parts("s03", "float16", matmuls=26.0)
-    assert lines == ["   126.00           the step", "   100.00           the rest", "    26.00           matmuls"]
