@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, Ended, lines_of, python
+from fixtures.records import TECHNIQUES
 
 import bench
 
@@ -156,7 +157,8 @@ def test_a_cpu_takes_as_many_rounds_as_it_is_asked_for(repo):
 
 
 def test_a_row_that_loads_ahead_takes_its_steps_at_once_in_three_rounds_there_and_back(repo):
-    repo.plan(s01={"wait": 0.1}, s02={"wait": 0.1})
+    ahead = {"techniques": TECHNIQUES | {"loaders": 1}}
+    repo.plan(s01=ahead, s02=ahead)
     assert repo.run().status == 0
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {"s01": 3 * [STEPS], "s02": 3 * [STEPS]}
     started = [(line["name"], line["round"]) for line in repo.lines("start")]

@@ -47,7 +47,7 @@ def ladder_cpu():
         cpu_run("s11", 1.5, tokens=2000, warmup_dt=4),  # twice the tokens in 1 / 1.5 of the time
         cpu_run("s12", 1.5, tokens=2000),
         cpu_run("my/script.py", 5, shape=None, parameters=10_700_000, techniques={"tf32": True}),
-        cpu_run("waits.py", 4, unit="sample", wait=0.2, techniques={"fused": None, "logits": None}),
+        cpu_run("waits.py", 4, unit="sample", wait=0.2, techniques={"fused": None, "loaders": 2}),
         probed(5, float32=5e11, bfloat16=1e12, copy=2.5e10),
     )
 

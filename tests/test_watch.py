@@ -4,6 +4,7 @@ Most are forks of one process. What only a process from its first line shows has
 """
 
 from harness.watch.probe import kernels_and_busy_ms
+from harness.watch.words import words_on_growth
 
 import json
 import re
@@ -228,6 +229,7 @@ def test_a_gpt_of_transformers_has_its_techniques_its_shape_and_its_parts(tmp_pa
     assert ended.header["shape"] == {"vocab_size": 2048, "n_layer": 2, "n_head": 2, "n_embd": 64, "seq_len": 16}
     assert "TFLOP/s" in ended.out
     assert "has     autocast (s03), compile (s04), flash attention (s05), a padded vocabulary (s06), " in ended.out
+    assert "\n        s04 model" not in ended.out  # what to type is told of what it lacks
     assert {"matmuls", "attention", "optimizer"} <= ended.summary["parts"].keys()
     # AdamW's divisions belong to the update, and not to what is left of an explicit attention
     assert ended.summary["parts"]["optimizer"] > 10 * ended.summary["parts"].get("softmax and mask", 0)
@@ -286,6 +288,13 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     own = [float(number) for number in re.findall(r"^own (.*)$", ended.out, re.MULTILINE)]
     if own:  # the losses that it prints; the first is of the step that starts the clock
         assert ended.figures("loss")[: len(own) - 1] == pytest.approx(own[1:])
+
+
+def test_steps_that_get_slower_are_told_and_a_machine_that_gets_busy_is_not():
+    assert words_on_growth([0.02 + 0.002 * step for step in range(20)]) == ["its steps get slower, from 25 ms to 53 ms"]
+    busy_later = [0.008, 0.007] * 5 + [0.018, 0.017] * 5
+    few, short = [0.02, 0.04, 0.08], [0.002 + 0.0002 * step for step in range(20)]
+    assert [words_on_growth(dts) for dts in (busy_later, few, short)] == [[], [], []]
 
 
 ASKED = """

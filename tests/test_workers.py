@@ -65,9 +65,9 @@ def test_rows_step_in_turn_there_and_back():
     assert order_of_steps(fake_row("a"), fake_row("b"), fake_row("c")) == "aaaabbbbcccc" + "abccbaabc"
 
 
-def test_a_script_that_waits_for_its_data_takes_all_its_steps_at_once():
+def test_a_script_that_loads_its_data_ahead_takes_all_its_steps_at_once():
     """Its loader would get ahead while the others take their steps."""
-    order = order_of_steps(fake_row("a"), fake_row("b", wait=0.1), fake_row("c", wait=0.01))
+    order = order_of_steps(fake_row("a"), fake_row("b", techniques={"loaders": 1}), fake_row("c"))
     assert order == "aaaa" + "bbbbbbb" + "cccc" + "accaac"
 
 

@@ -89,7 +89,7 @@ def has_and_lacks(techniques):
         "s02_tf32": can_use_tf32,
         "s03_bf16": machine["amp_dtype"] != "float32" and has_float32,
         "s04_compile": machine["compile"],
-        "s05_flash": techniques["attention"],
+        "s05_flash": techniques["attention"] and not has_no_flash_kernel(techniques),
         "s06_vocab": has_large_vocabulary,
         "s10_fused": techniques["fused"] is not None,
     }
@@ -103,6 +103,11 @@ def has_flash_attention(techniques):
     return techniques["sdpa"] not in (None, "math")
 
 
+def has_no_flash_kernel(techniques):
+    """Tell whether a watched script asks for flash attention, and dropout keeps PyTorch from it on this device."""
+    return techniques["sdpa"] == "math" and techniques["drops"]
+
+
 def remarks_on(techniques):
     """Return why a technique does nothing in a watched script, or can't be told, a list of texts."""
     autocast, weights = techniques["autocast"], techniques["weights"]
@@ -113,7 +118,7 @@ def remarks_on(techniques):
         remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
     elif autocast and not techniques["enters_autocast"]:
         remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
-    if techniques["sdpa"] == "math" and techniques["drops"]:
+    if has_no_flash_kernel(techniques):
         remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
     if not techniques["profiled"]:
         remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")

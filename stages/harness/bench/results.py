@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 
 from ..common import tell
-from ..figures import waits_for_data
 from .rows import Row
 
 
@@ -32,10 +31,9 @@ class Run:
         return self.steps[self.warmup :]
 
     @property
-    def may_wait_for_data(self):
-        """Whether a watched script has processes that load its data, or spent much of its warm-up without a forward."""
-        has_loaders = self.techniques is not None and self.techniques["loaders"] > 0
-        return has_loaders or waits_for_data(self.steps[: self.warmup])
+    def loads_ahead(self):
+        """Whether a watched script has processes or threads of its own, which may load its data."""
+        return self.techniques is not None and self.techniques["loaders"] > 0
 
     @property
     def memory(self):

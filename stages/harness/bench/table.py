@@ -238,7 +238,7 @@ def add_losses(outcome, run):
 def add_figures(outcome, runs, bench):
     """Fill in what the counted steps of a row tell."""
     outcome.times = times_of(runs, bench, lambda step: seconds_of_a_token([step]))
-    outcome.is_out_of_turn = bench["in_turn"] and any(run.may_wait_for_data for run in runs)
+    outcome.is_out_of_turn = bench["in_turn"] and any(run.loads_ahead for run in runs)
     outcome.remarks_on_card = words_on_card([run.counted for run in runs])
     for run in runs:
         outcome.counted += run.counted

@@ -42,7 +42,7 @@ def measure(results, stage_args, path):
         if not take_round(in_order(rows, round_number), round_number, results, stage_args):
             return False
         show(results, path)
-    rows = [row for row in rows if results.runs[row.name, 0].may_wait_for_data and not results.error(row)]
+    rows = [row for row in rows if results.runs[row.name, 0].loads_ahead and not results.error(row)]
     if rows and results.bench["in_turn"]:
         for round_number in range(rounds, ROUNDS):
             take_round(in_order(rows, round_number), round_number, results, stage_args)
@@ -146,7 +146,7 @@ def take_round(rows, round_number, results, stage_args):
                 return False
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number)))
             warm_up(worker, stage_args)
-            if results.bench["in_turn"] and not worker.run.may_wait_for_data:
+            if results.bench["in_turn"] and not worker.run.loads_ahead:
                 workers.append(worker)
             else:
                 take_counted_steps(worker)

@@ -19,8 +19,8 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. tokens: 0 where it reads no text. batch_size, seq_len: of its
-    text; without one they are the rows of its first tensor, and None. inputs: its first tensor. version: of its first
-    weight, which changes with each change of that.
+    text; without one they are the rows of its first tensor, and None. inputs: its first tensor. module: what is called.
+    version: of its first weight, which changes with each change of that.
     """
 
     is_training: bool
@@ -28,6 +28,7 @@ class Call:
     batch_size: int
     seq_len: int | None
     inputs: torch.Tensor
+    module: nn.Module
     version: int
 
     @property
@@ -39,20 +40,23 @@ class Call:
 class MicroBatches:
     """What was seen since the last step ended.
 
-    batches: a Call for each micro-batch. loss: the sum of what backward() was called on, a tensor, or None. in_turn:
-    whether several optimizers train in turn, as in a GAN. Then the largest batch counts, and not all of them.
+    batches: a Call for each micro-batch. losses: what backward() was called on, tensors of one number. in_turn: whether
+    several optimizers train in turn, as in a GAN. Then the largest batch counts, and not all of them.
     """
 
     def __init__(self, in_turn=False):
         self.in_turn = in_turn
         self.batches = []
-        self.loss = None
+        self.losses = []
         self.unscaled_loss = None  # what a GradScaler multiplied, until backward() is called
         self.call = None  # the one that counts, of those since the last backward
         self.backwards_of_closure = 0
+        self.is_called_again = False  # whether a module was, before one backward
 
     def add_call(self, call):
         """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
+        if self.call is not None and call.module is self.call.module:
+            self.is_called_again = True
         if self.call is None or call.rank > self.call.rank:
             self.call = call
 
@@ -61,30 +65,32 @@ class MicroBatches:
 
         The first backward of a closure counts, since LBFGS evaluates one batch again and again.
         """
-        if isinstance(loss, (list, tuple)) and len(loss) == 1:
-            loss = loss[0]
+        losses = loss if isinstance(loss, (list, tuple)) else [loss]
         self.backwards_of_closure += in_closure
         is_new = self.close()
         if self.unscaled_loss is not None:
-            loss, self.unscaled_loss = self.unscaled_loss, None
-        if is_new and torch.is_tensor(loss) and loss.numel() == 1:
-            total = 0.0 if self.loss is None else self.loss
-            self.loss = total + loss.detach().float()  # a new tensor: a CUDA graph may write into its own again
+            losses, self.unscaled_loss = [self.unscaled_loss], None
+        for loss in losses:
+            if is_new and torch.is_tensor(loss) and loss.numel() == 1:
+                self.losses.append(loss.detach().float().clone())  # a CUDA graph may write into its own again
 
     def close(self):
-        """Take the calls since the last backward for a micro-batch. Return whether it is another one than the last.
+        """Take the calls since the last backward for a micro-batch, if it is a new one. Return whether its loss counts.
 
-        The same tensor under changed weights is the same batch once more, as SAM has it.
+        A module under changed weights sees the same batch once more, as SAM has it. A tensor that another module sees
+        is the same batch with a loss of its own.
         """
         call, self.call = self.call, None
         if self.backwards_of_closure > 1:
             return False
         if call is None:
             return True
-        if self.batches:
+        if self.batches and not self.in_turn:
             last = self.batches[-1]
-            if call.inputs is last.inputs and call.version != last.version:
+            if call.module is last.module and call.version != last.version:
                 return False
+            if call.module is not last.module and call.inputs is last.inputs:
+                return True
             last.inputs = None  # memory that is the script's
         self.batches.append(call)
         return True
@@ -110,14 +116,18 @@ class MicroBatches:
 
 
 def call_of(module, args, kwargs):
-    """Return the Call of a module with these arguments, or None where these have no tensor."""
-    if module not in FACTS:
-        FACTS[module] = facts_of(module)
-    names, reads_ids, predicts_ids = FACTS[module]
+    """Return (the Call of a module with these arguments, these as named_tensors() returns them).
+
+    The Call is None where there are no tensors.
+    """
+    facts = FACTS.get(module)
+    if facts is None:
+        facts = FACTS[module] = facts_of(module)
+    names, reads_ids, predicts_ids, weight = facts
     pairs = itertools.zip_longest(names[: len(args)], args, fillvalue="")
     tensors = [*named_tensors(pairs), *named_tensors(kwargs.items())]
     if not tensors:
-        return None
+        return None, tensors
     texts = []
     for name, tensor in tensors:
         is_text = reads_ids if tensor.dim() == 2 else predicts_ids and tensor.dim() == 1
@@ -125,19 +135,19 @@ def call_of(module, args, kwargs):
             texts.append(tensor)
     first = tensors[0][1]
     rows = first.shape[0] if first.dim() else 1
-    call = Call(module.training, 0, rows, None, first, next(module.parameters())._version)
+    call = Call(module.training, 0, rows, None, first, module, weight._version)
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.tokens = text.numel()
         call.batch_size, call.seq_len = text.shape if text.dim() == 2 else (1, len(text))
-    return call
+    return call, tensors
 
 
 FACTS = weakref.WeakKeyDictionary()  # what facts_of() returned, by module
 
 
 def facts_of(module):
-    """Return (names of a module's arguments, whether it has an embedding, whether it has a last layer for its ids).
+    """Return (names of a module's arguments, whether it has an embedding, or a last layer for its ids, first weight).
 
     Without such a layer, ids in one dimension are users or products, and with it they are a text.
     """
@@ -145,7 +155,8 @@ def facts_of(module):
     widths = [part.out_features for part in module.modules() if isinstance(part, nn.Linear)]
     padded = [range(number, number + 1 + min(PADDING, number // 16)) for number in rows]
     predicts_ids = any(width in allowed for width in widths for allowed in padded)
-    return list(inspect.signature(module.forward).parameters), bool(rows), predicts_ids
+    names = list(inspect.signature(module.forward).parameters)
+    return names, bool(rows), predicts_ids, next(module.parameters())
 
 
 def named_tensors(pairs):

@@ -33,11 +33,12 @@ def watch_pytorch(watcher):
     watch_modules(watcher)
     habits, during = watcher.habits, watcher.clock.during
     call_first(DataLoader, "__iter__", habits.saw_loader, lambda: during("data"))
+    call_first(_BaseDataLoaderIter, "__next__", habits.saw_batch, habits.during_wait)
     call_first(_BaseDataLoaderIter, "__next__", lambda batches: None, lambda: during("data"))
     call_first(torch.autograd, "backward", watcher.saw_backward, lambda: during("backward"))
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
-    call_first(torch.autocast, "__enter__", habits.saw_autocast)
-    call_first(autocast_mode, "_enter_autocast", habits.saw_autocast_of_compiler)  # which runs outside of its traces
+    call_first(torch.autocast, "__enter__", watcher.saw_autocast)
+    call_first(autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
     call_first(torch.profiler.profile, "__init__", watcher.probe.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
     call_first(torch.distributed, "init_process_group", watcher.saw_process_group)

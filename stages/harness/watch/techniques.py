@@ -1,9 +1,11 @@
 """Which techniques of the ladder a watched step used, by PyTorch's flags and operations, never by a script's text."""
 
+import contextlib
 import math
 import multiprocessing
 import re
 import sys
+import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from .probe import kernels_and_busy_ms
 from .timeline import count_threads_of_script
 
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
+BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # at which of its arguments the two matrices begin
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")  # the outer one first
 HALVES = (torch.bfloat16, torch.float16)
@@ -30,28 +33,24 @@ HALVES = (torch.bfloat16, torch.float16)
 class Habits:
     """What the script was seen to do, beside its steps.
 
-    autocast: the dtype of the last autocast that was entered with gradients on, as "bfloat16", or None.
+    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None.
     """
 
     autocast: str | None = None
-    first_lr: float = 0.0  # of the optimizer
+    optimizers: dict = field(default_factory=dict)  # {optimizer: its learning rate in its first step}
     output_dtype: torch.dtype | None = None
     clips: bool = False
     repeats_forward: bool = False
     detects_anomalies: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
-    loader_processes: set = field(default_factory=set)  # how many each DataLoader has
-    starts_of_loaders: Counter = field(default_factory=Counter)  # by id, of those with processes
+    processes: int = 0  # of the DataLoader that was asked last
+    waits: Counter = field(default_factory=Counter)  # {processes: seconds that DataLoaders with so many took}
+    passes: Counter = field(default_factory=Counter)  # {(processes, id of a DataLoader): how often it began}
     texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
     graphs: int = 0  # compiled up to the end of the warm-up
 
-    def saw_autocast(self, context):
-        """Note an autocast that is entered, also one of ours."""
-        if context._enabled and torch.is_grad_enabled():
-            self.autocast = machine.dtype_name(context.fast_dtype)
-
-    def saw_autocast_of_compiler(self, device_type, dtype, enabled, *others):
-        """Note an autocast that torch.compile meets. It is entered while that traces, and never again."""
+    def saw_autocast(self, device_type, dtype, enabled, *others):
+        """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
         if enabled and dtype:
             self.autocast = machine.dtype_name(dtype)
 
@@ -61,11 +60,11 @@ class Habits:
         if dtypes:
             self.output_dtype = dtypes[0]
 
-    def saw_arguments(self, arguments):
-        """Note how much of a batch is padding."""
-        mask = arguments.get("attention_mask")
-        if torch.is_tensor(mask) and mask.dim() == 2:
-            self.texts.append((mask != 0).float().mean())
+    def saw_arguments(self, tensors):
+        """Note how much of a batch is padding. tensors: pairs of a name and a tensor."""
+        for name, tensor in tensors:
+            if name == "attention_mask" and tensor.dim() == 2:
+                self.texts.append((tensor != 0).float().mean())
 
     def saw_backward(self, models):
         """Note what a backward() does besides."""
@@ -79,11 +78,20 @@ class Habits:
         self.clips = self.clips or max_norm < math.inf
 
     def saw_loader(self, loader):
-        """Note how many processes a DataLoader has, and whether it starts them now."""
-        self.loader_processes.add(loader.num_workers)
-        is_running = loader.persistent_workers and loader._iterator
-        if loader.num_workers > 0 and not is_running:
-            self.starts_of_loaders[id(loader)] += 1
+        """Note that a DataLoader begins, where it does not keep its processes."""
+        if not (loader.persistent_workers and loader._iterator):
+            self.passes[loader.num_workers, id(loader)] += 1
+
+    def saw_batch(self, batches):
+        """Note which DataLoader is asked for a batch."""
+        self.processes = batches._num_workers
+
+    @contextlib.contextmanager
+    def during_wait(self):
+        """Count the seconds of a block as those of the DataLoader that was asked last."""
+        since = time.perf_counter()
+        yield
+        self.waits[self.processes] += time.perf_counter() - since
 
 
 def compiled_graphs():
@@ -95,30 +103,33 @@ def compiled_graphs():
 def find_techniques(watcher):
     """Return what PyTorch's flags tell of a step, a dict for JSON. What only operations tell is None, or not there.
 
-    profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it.
-    weights: the dtype of the largest one. compile: whether compiled code multiplies matrices outside of the optimizer.
-    sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was seen. drops: whether
-    dropout was inside of attention, or may have been. vocabulary: among how many the loss chooses, else the rows of the
-    last layer, or None. fused: whether one kernel does the update, or None for an optimizer that can't. optimizer: its
-    class. autocast: the dtype in which it computes above weights in float32, as "bfloat16", or None. enters_autocast:
-    whether that is by autocast, and not by a policy of FSDP, for one. emulated: whether a CPU has no units for it.
-    clips, schedules, groups: whether it clips gradients, changes its learning rate, and has groups of unlike weight
-    decay. accum: micro-batches of a rank. kernels, busy_ms, reads: how many kernels a step runs on a card, how long
-    that is busy, and how many numbers are read from it. failed: {name of an added technique: why it was left out
-    again}. framework: the package that calls the optimizer, or None. loaders: how many processes and threads it has
-    started. machine: what this one could use, {tf32, amp_dtype, compile}.
+    profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it. weights:
+    the dtype of the largest one. compile: whether compiled code multiplies matrices in forwards, or at least outside
+    of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was
+    seen. drops: whether dropout was inside of attention. reads_text: whether tokens are counted. vocabulary: among how
+    many the loss chooses, else the rows of the largest embedding if a layer has as many outputs, or None. fused:
+    whether one kernel does each update that can have one, or None where none can. optimizer: the class of one without
+    it, else of the one that ends a step. autocast: the dtype in which it computes above weights in float32, as
+    "bfloat16", or None. enters_autocast: whether that is by autocast, and not by a policy of FSDP, for one. emulated:
+    whether a CPU has no units for it. clips, schedules, groups: whether it clips gradients, changes its learning rate,
+    and has groups of unlike weight decay. accum: micro-batches of a rank. kernels, busy_ms, reads: how many kernels a
+    step runs on a card, how long that is busy, and how many numbers are read from it. failed: {name of an added
+    technique: why it was left out again}. framework: the package that calls the optimizer, or None. loaders: how many
+    processes and threads it has started. machine: what this one could use, {tf32, amp_dtype, compile}.
     """
     models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
-    optimizer, device, habits = watcher.optimizer, watcher.device, watcher.habits
-    weights = max(parameters_of(models, optimizer), key=torch.Tensor.numel).dtype
+    device, habits = watcher.device, watcher.habits
+    optimizers = list(habits.optimizers)
+    weights = max(parameters_of(models, *optimizers), key=torch.Tensor.numel).dtype
     autocast = habits.autocast
-    if autocast is None and torch.is_autocast_enabled(device.type):  # entered once, around the loop
-        autocast = machine.dtype_name(torch.get_autocast_dtype(device.type))
     is_entered = autocast is not None
     if autocast is None and habits.output_dtype in HALVES and weights == torch.float32:
         autocast = machine.dtype_name(habits.output_dtype)
-    groups = optimizer.param_groups
+    first_groups = [each.param_groups[0] for each in optimizers]
+    changes_lr = any(each.param_groups[0].get("lr") != first_lr for each, first_lr in habits.optimizers.items())
+    can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
+    unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
     units = machine.units_of(device)
     return {
         "profiled": False,
@@ -127,16 +138,17 @@ def find_techniques(watcher):
         "compile": any(is_compiled(module) for module in modules),
         "sdpa": None,
         "attention": False,
-        "drops": any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules),
-        "vocabulary": rows_of_last_layer(modules),
-        "fused": bool(groups[0]["fused"]) if "fused" in groups[0] else None,
-        "optimizer": type(optimizer).__name__,
+        "drops": False,
+        "reads_text": watcher.seen.unit == "tok",
+        "vocabulary": vocabulary_of(modules) if watcher.seen.unit == "tok" else None,
+        "fused": not unfused if can_fuse else None,
+        "optimizer": type((unfused or [watcher.optimizer])[0]).__name__,
         "autocast": autocast,
         "enters_autocast": is_entered,
         "emulated": autocast is not None and autocast not in units,
         "clips": habits.clips,
-        "schedules": float(groups[0]["lr"]) != habits.first_lr or "initial_lr" in groups[0],
-        "groups": len({group.get("weight_decay") for group in groups}) > 1,
+        "schedules": changes_lr or any("initial_lr" in group for group in first_groups),
+        "groups": any(len({group.get("weight_decay") for group in each.param_groups}) > 1 for each in optimizers),
         "accum": watcher.seen.accum,
         "failed": watcher.added.failed,
         "framework": framework_of(sys._getframe()),
@@ -149,48 +161,73 @@ def find_techniques(watcher):
     }
 
 
-def parameters_of(models, optimizer):
-    """Return the parameters of all models and of an optimizer, each once.
+def parameters_of(models, *optimizers):
+    """Return the parameters of all models and of optimizers, each once.
 
-    Those of the optimizer are all that is known where a compiled function calls the model.
+    Those of an optimizer are all that is known where a compiled function calls the model.
     """
     parameters = []
     for model in models:
         parameters += model.parameters()
-    for group in optimizer.param_groups:
-        parameters += group["params"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
     return list(dict.fromkeys(parameters))
 
 
 def seen_in(events, flags, device):
-    """Return what the operations of a step tell. events: of torch.profiler. flags: what the flags told, a dict."""
-    operations = [names_with_callers(event) for event in events]
-    names = {names[0] for names in operations}
-    matches = [re.search(machine.SDPA_KERNEL, name) for name in names]
+    """Return what the operations of a step tell. events: of torch.profiler. flags: what the flags told, a dict.
+
+    What runs in an evaluation, as a teacher does, is not what is trained.
+    """
+    all_operations = [(event, names_with_callers(event)) for event in events]
+    trained = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
+    operations = [names for _, names in trained]
+    matches = [re.search(machine.SDPA_KERNEL, names[0]) for names in operations]
     kernels = {match[1] for match in matches if match}
-    has_matmul = any(is_matmul(each) for each in operations)
-    attends, logits = False, None
-    for event in events:
-        shape = event.input_shapes[0] if event.input_shapes else []
-        if event.name == "aten::_softmax" and len(shape) > 2:
-            attends = attends or shape[-1] == shape[-2]
-        if event.name == "aten::_log_softmax" and shape:
-            logits = max(logits or 0, shape[-1])
+    matmuls = [names for names in operations if is_matmul(names)]
+    in_forward = [names for names in matmuls if "python (forward)" in names]
+    logits = None
+    for event, names in trained:
+        has_gradients = event.sequence_nr >= 0
+        if names[0] == "aten::_log_softmax" and has_gradients and event.input_shapes[0]:
+            logits = max(logits or 0, event.input_shapes[0][-1])
     seen = {
         "profiled": True,
         "sdpa": min(kernels, default=None),  # "efficient" before "math", which a mask or dropout may choose in a part
-        "attention": bool(kernels) or attends,
+        "attention": bool(kernels) or attends_by_hand(trained),
     }
-    if has_matmul:  # else all of it is in CUDA graphs, or in kernels of Triton
-        seen["compile"] = any(is_matmul(each) and is_in_compiled_code(each) for each in operations)
-    if logits or not flags["compile"]:  # a compiler leaves no log_softmax to be seen
+    if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
+        seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
+    if flags["reads_text"] and (logits or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
         seen["vocabulary"] = logits
     if kernels:
         seen["drops"] = any("bernoulli" in each[0] and "scaled_dot_product" in " ".join(each) for each in operations)
     if device.type != "cpu":
         seen["kernels"], seen["busy_ms"] = kernels_and_busy_ms(events)
-        seen["reads"] = sum("DtoH" in name or "DeviceToHost" in name for name, *callers in operations)
+        seen["reads"] = sum("DtoH" in name or "DeviceToHost" in name for _, (name, *callers) in all_operations)
     return seen
+
+
+def attends_by_hand(operations):
+    """Tell whether a softmax of what a batched matmul returned goes into another one, as in attention.
+
+    operations: pairs of an event and its names, in the order in which they began. Backwards multiply the same shapes.
+    """
+    scores, weights = set(), set()  # shapes of what was multiplied, and of what went through a softmax then
+    for event, names in operations:
+        if names[0] in BATCHED and not any(name.startswith("autograd::engine") for name in names):
+            left, right = event.input_shapes[BATCHED[names[0]] :][:2]
+            if tuple(left) in weights:
+                return True
+            product = (*left[:2], right[2])
+            scores.add(product)
+            if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
+                weights.add(product)
+        elif names[0] == "aten::_softmax" and len(event.input_shapes[0]) > 2:
+            *batch, rows, columns = event.input_shapes[0]
+            weights |= scores & {(math.prod(batch), rows, columns)}
+    return False
 
 
 def is_matmul(names):
@@ -216,13 +253,11 @@ def framework_of(frame):
     return None
 
 
-def rows_of_last_layer(modules):
-    """Return the rows of the matrix that an embedding shares, else of the last one, or None where there is none."""
-    embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-    layers = [module for module in modules if isinstance(module, nn.Linear)]
-    tied = [layer for layer in layers if id(layer.weight) in embeddings]
-    last = (tied or layers)[-1:]
-    return last[0].out_features if last else None
+def vocabulary_of(modules):
+    """Return the rows of the largest embedding, where a layer has as many outputs, or None."""
+    rows = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=None)
+    widths = [module.out_features for module in modules if isinstance(module, nn.Linear)]
+    return rows if rows in widths else None
 
 
 def allows_tf32():

@@ -5,6 +5,7 @@ loop does are on the clock. The script is not changed, and what it uses is not g
 """
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import sys
@@ -63,14 +64,23 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"
         self.probe.stop_early()
-        call = call_of(module, args, kwargs)
+        call, tensors = call_of(module, args, kwargs)
         if call is not None:
             self.seen.add_call(call)
+            self.added.before_forward(module)
             if self.techniques is None:
                 self.models[id(module)] = module
-                self.habits.saw_arguments(kwargs)
-            self.added.before_forward(module)
+                self.habits.saw_arguments(tensors)
+                device_type = next(module.parameters()).device.type
+                if torch.is_autocast_enabled(device_type):
+                    self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
+
+    def saw_autocast(self, autocast):
+        """Note an autocast that is entered in a forward, or before any. Behind one it may be for the loss alone."""
+        is_for_model = "forward" in self.clock.kinds or not self.models
+        if is_for_model and torch.is_grad_enabled():
+            self.habits.saw_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
 
     def saw_backward(self, tensors, *args, **kwargs):
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
@@ -103,6 +113,8 @@ class Watcher:
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
             return
+        if self.techniques is None:
+            self.habits.optimizers.setdefault(optimizer, copy.deepcopy(optimizer.param_groups[0].get("lr")))
         if self.optimizer is None or id(optimizer) in self.steps_of_others:
             self.optimizer = optimizer
             self.devices = list({p.device: None for p in parameters_of([], optimizer)})
@@ -164,7 +176,6 @@ class Watcher:
     def begin_steps(self):
         """Note what holds before the first step. Exits where the script started ranks of its own."""
         self.clock.own_seconds = 0.0
-        self.habits.first_lr = float(self.optimizer.param_groups[0]["lr"])
         if self.ranks > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.ranks} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.ranks} ranks by itself: start them by {remedy}")
@@ -187,6 +198,7 @@ class Watcher:
             self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
         if steps <= WARMUP:
             self.habits.graphs = compiled_graphs()
+            self.habits.waits.clear()  # which began with the start of processes
         self.seen = MicroBatches(self.seen.in_turn)
         self.synchronize()
         self.clock.begin_step()
@@ -202,11 +214,12 @@ class Watcher:
             self.begin_report()
             self.techniques = find_techniques(self)
             self.models = {}
+            self.habits.optimizers = {}
             self.keep_profile()
             self.probe.forget()
         tokens = self.seen.count_of(self.log.header["unit"]) * self.ranks
         spent = {kind: round(seconds, 6) for kind, seconds in self.clock.spent.items()}
-        loss = None if self.seen.loss is None else self.seen.loss.item()
+        loss = sum(self.seen.losses).item() if self.seen.losses else None
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
         self.log.step(loss, dt, tokens, {}, spent=spent, **on_card)
 
@@ -225,15 +238,19 @@ class Watcher:
             "accum": seen.accum * self.ranks,
             "world_size": self.ranks,
         }
-        parameters = sum(p.numel() for p in parameters_of(models, self.optimizer))
+        parameters = sum(p.numel() for p in parameters_of(models, *self.habits.optimizers))
         header = header_of(self.args.script, self.device, settings, shape, parameters, {}, seen.unit)
         self.log.begin(self.args.title, header, self.device, seen.count_of(seen.unit) * self.ranks, first_step=1)
         if seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
         if seen.in_turn:
             self.log.say("optimizers train in turn: a step ends with the first one's, and its largest batch is counted")
-        if len(seen.batches) > 1:
-            self.log.say(f"the loss is the sum of what backward() gets in a step, {len(seen.batches)} times")
+        if seen.is_called_again:
+            self.log.say("a module is called more than once before backward(): its largest call is counted")
+        if not seen.losses:
+            self.log.say("no loss is shown, since backward() gets no tensor of one number")
+        if len(seen.losses) > 1:
+            self.log.say(f"the loss is the sum of the {len(seen.losses)} that backward() gets in a step")
         self.log.say("step    0 started the clock")
 
     def keep_profile(self):

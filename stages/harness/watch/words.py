@@ -21,6 +21,10 @@ SELDOM_SEEN = 0.1  # seconds in own code, below which too few looks met it to te
 SHORT_COMPUTATION = 0.005  # seconds a step in forward, backward and update, for which one thread is enough
 MUCH_PADDING = 0.2
 MANY_READS = 3
+SLOWER = 1.5  # times as long in the last third of the steps as in the first
+SLOWER_BY = 0.005  # seconds a step, below which that may be noise
+FEWEST_STEPS = 12  # that tell it
+RISING = 0.9  # the correlation of ranks, of how late a step is and how long it takes
 FEWEST_GRAPHS = 2  # compiled after the warm-up
 MOST_LOADERS = 2  # with processes: one to train and one to evaluate
 
@@ -59,6 +63,9 @@ def answer(watcher, shares):
         if not scripts.uses(techniques, name):
             remarks.append(scripts.words_on_missing(techniques, name))
     lines = [f"has     {has}", f"lacks   {lacks}"]
+    for stage in scripts.has_and_lacks(techniques)[1]:
+        typed = scripts.what_to_type(techniques, stage).replace("`", "")
+        lines.append(f"        {stage.short} {typed}")
     lines += [f"        {remark}" for remark in remarks]
     parts = [f"{kind} {100 * share:.0f} %" for kind, share in shares.items() if share >= 0.005]
     lines.append(f"time    {', '.join(parts)}")
@@ -79,7 +86,7 @@ def causes(watcher):
         median_ms = 1e3 * statistics.median(step["dt"] for step in steps)
         shares = shares_of_idle(shares, 1 - techniques["busy_ms"] / median_ms)
     if shares["data"] > LONG_WAIT:
-        words += words_on_loaders(habits, shares["data"])
+        words += words_on_loaders(habits, shares["data"], len(watcher.log.steps))
     if shares["evaluation"] > LONG_EVALUATION:
         words.append(f"{percent(shares['evaluation'])} is forwards without gradients, as in an evaluation")
     if shares["own"] > LONG_OWN_CODE and shares["own"] * dt > SHORT_OWN_CODE:
@@ -89,6 +96,7 @@ def causes(watcher):
     reads = techniques.get("reads", 0)
     if reads >= MANY_READS:
         words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
+    words += words_on_growth([step["dt"] for step in steps])
     graphs = compiled_graphs() - habits.graphs
     if graphs >= FEWEST_GRAPHS:
         words.append(f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic")
@@ -123,15 +131,15 @@ def shares_of_idle(shares, idle):
     return shares | {"idle": idle - shares["data"] - shares["own"] - shares["evaluation"]}
 
 
-def words_on_loaders(habits, share):
-    """Return words on DataLoaders, which take this share of the time."""
-    processes = f"has {max(habits.loader_processes, default=0)} processes"
-    if 0 in habits.loader_processes:
-        processes = "loads in this process: num_workers is 0"
-    words = [f"{percent(share)} waits for a DataLoader, which {processes}"]
-    starts = habits.starts_of_loaders
-    if max(starts.values(), default=0) > 1 or len(starts) > MOST_LOADERS:
-        words.append(f"its processes were started {starts.total()} times: persistent_workers=True")
+def words_on_loaders(habits, share, steps):
+    """Return words on DataLoaders, which take this share of the time of so many steps: on those that take the most."""
+    processes = max(habits.waits, key=habits.waits.get, default=habits.processes)
+    passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
+    words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
+    if processes == 0 and sum(passes) >= steps:
+        words.append("a pass over it begins in each step, as by next(iter(loader)): keep one iterator")
+    elif processes > 0 and (max(passes) > 1 or len(passes) > MOST_LOADERS):
+        words.append(f"its processes were started {sum(passes)} times: persistent_workers=True")
     return words
 
 
@@ -146,6 +154,22 @@ def words_on_own_code(seconds_of_lines, share):
             line = f"    {percent(share * seconds / total)} {place_and_text(place)}"
             words.append(f"{line}, in {function}" if function else line)
     return words
+
+
+def words_on_growth(dts):
+    """Return words on steps that take longer and longer, a list. dts: their seconds.
+
+    Where another program begins in the middle, the steps before and behind that are in no order.
+    """
+    if len(dts) < FEWEST_STEPS:
+        return []
+    from_the_fastest = sorted(range(len(dts)), key=dts.__getitem__)
+    is_in_order = statistics.correlation(from_the_fastest, range(len(dts))) > RISING
+    third = len(dts) // 3
+    first, last = statistics.median(dts[:third]), statistics.median(dts[-third:])
+    if is_in_order and last > SLOWER * first and last - first > SLOWER_BY:
+        return [f"its steps get slower, from {1e3 * first:.0f} ms to {1e3 * last:.0f} ms"]
+    return []
 
 
 def percent(share):
