@@ -156,9 +156,11 @@ def watch(args, watcher):
         return 0
     asked = "" if args.steps == "all" else f" of {args.steps}"
     line = f"{reason} after {steps}{asked} timed steps"
-    if watcher.optimizer is None:
-        line = f"{reason}, and no step of a torch optimizer was seen in this process"
-        if not status:
+    if watcher.t0 is None:
+        line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
+        if watcher.seen.losses:
+            line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
+        elif not status:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
     if args.log.is_led:
         args.log.write_error(line)

@@ -72,6 +72,20 @@ def test_compile_compiles_the_module_that_is_trained(tmp_path):
     assert "took no effect" not in out
 
 
+DDP = """
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = nn.parallel.DistributedDataParallel(model)
+stats = torch._dynamo.utils.counters["stats"]
+optimizer.register_step_post_hook(lambda *words: print("graphs", stats["unique_graphs"]))
+"""
+
+
+@pytest.mark.skipif(machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here")
+def test_compile_compiles_what_ddp_wraps(tmp_path):
+    _, _, out = techniques_after(tmp_path, ("+compile",), DDP)
+    assert "graphs 1\n" in out
+
+
 @pytest.mark.parametrize("optimizer", ["RMSprop(model.parameters())", "AdamW(model.parameters(), fused=False)"])
 def test_what_can_not_be_added_says_so(tmp_path, optimizer):
     change = f"optimizer = torch.optim.{optimizer}\ntorch.set_float32_matmul_precision('highest')"

@@ -58,8 +58,9 @@ an "error".
      "out_of_memory": false}
 
 A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has "spent",
-the seconds of each of timeline.KINDS, and the summary has "shares", the same as shares of the time. On a card these are
-true of steps 2 to 4, in which each kind waits for it. What a loss takes longer than its backward counts as "rest".
+the seconds of each of timeline.KINDS, and "graphs", how many torch.compile made in it. The summary has "shares", the
+shares of the time, of steps without a new graph where these are the most. On a card they are those of steps 2 to 4, in
+which each kind waits for the card. What a loss takes longer than its backward counts as "rest".
 
 Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
 many processes and threads the script has started, most likely to load its data. On a card, and with --profile,

@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Added:
@@ -74,7 +75,9 @@ def with_fused_kernel(make):
 
 
 def compile_in_place(module):
-    """Let calls of a module run compiled, as module.compile() does."""
+    """Let calls of a module run compiled, as module.compile() does. Of DDP it is what that wraps."""
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
     if not type(module).__module__.startswith("torch.nn.modules"):
         module.compile()
         return

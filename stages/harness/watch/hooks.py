@@ -1,27 +1,25 @@
 """Lets PyTorch tell the watcher of each forward, backward and step. Nothing here asks a card anything.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
-of optimizers are kept from it, and the others are skipped where it works.
+of optimizers are kept from it, and the others are skipped where it works. Threads that the script starts are ignored.
 """
 
-import contextlib
 import functools
 import os
+import random
 import threading
 import time
-import weakref
 
 import torch
 from torch import nn
 from torch.amp import autocast_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from .added import is_compiled
-from .timeline import frame_of_script, place_of
+from .timeline import frame_of_script, is_in_a_thread, lock_of_compiler, place_of
 
-LOOK_EVERY = 0.01  # seconds between two looks at the line that runs
+LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
 SILENCE = 60  # seconds without a step that are told
 
 
@@ -31,12 +29,14 @@ def watch_pytorch(watcher):
         threading.Thread(target=work, args=[watcher], daemon=True).start()
     os.register_at_fork(before=watcher.probe.give_up)
     watch_modules(watcher)
-    habits, during = watcher.habits, watcher.clock.during
-    call_first(DataLoader, "__iter__", habits.saw_loader, lambda: during("data"))
-    call_first(_BaseDataLoaderIter, "__next__", habits.saw_batch, habits.during_wait)
-    call_first(_BaseDataLoaderIter, "__next__", lambda batches: None, lambda: during("data"))
-    call_first(torch.autograd, "backward", watcher.saw_backward, lambda: during("backward"))
+    habits, clock = watcher.habits, watcher.clock
+    call_first(DataLoader, "__iter__", habits.saw_loader, clock, "data")
+    call_first(_BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
+    call_first(_MultiProcessingDataLoaderIter, "_shutdown_workers", lambda batches: None, clock, "data")
+    call_first(torch.autograd, "backward", watcher.saw_backward, clock, "backward")
+    call_first(torch.autograd, "grad", lambda *arguments, **options: None, clock, "backward")
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
+    call_first(torch.amp.GradScaler, "update", watcher.saw_scaler_update)
     call_first(torch.autocast, "__enter__", watcher.saw_autocast)
     call_first(autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
     call_first(torch.profiler.profile, "__init__", watcher.probe.saw_profiler)
@@ -51,17 +51,25 @@ def watch_pytorch(watcher):
     register_optimizer_step_post_hook(ends)
 
 
-def call_first(owner, name, note, block=contextlib.nullcontext):
-    """Let a function of PyTorch call `note` with its own arguments first, and then run in a `with block()`."""
+def call_first(owner, name, note, clock=None, kind=None):
+    """Let a function of PyTorch call `note` with its own arguments first.
+
+    kind: what its time counts as on this clock, a StepClock, or None where it counts as what was open before.
+    """
     call = getattr(owner, name)
 
     @functools.wraps(call)
     def noted_call(*args, **kwargs):
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or is_in_a_thread():
             return call(*args, **kwargs)
         note(*args, **kwargs)
-        with block():
+        if kind is None:
             return call(*args, **kwargs)
+        clock.begin(kind)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            clock.end(kind)
 
     setattr(owner, name, noted_call)
 
@@ -69,50 +77,60 @@ def call_first(owner, name, note, block=contextlib.nullcontext):
 def watch_modules(watcher):
     """Tell of each call of an outermost module that has parameters. Others are a loss, or a transform of data.
 
-    Where a part of it is compiled, torch.compile finds PyTorch's own call. Others keep ours, since each change of a
-    method costs all classes below it a tenth of a millisecond.
+    What a DataLoader calls is such a transform, too.
+
+    torch.compile makes graphs of what watched_call() calls, as without it, but none of its own code: all models would
+    share that, and torch.compile makes eight graphs of one code at most.
     """
     call_module = nn.Module.__call__
-    compiled = weakref.WeakKeyDictionary()  # {module: whether a part of it is}
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
         nonlocal is_inside
-        if torch.compiler.is_compiling() or is_inside or next(module.parameters(), None) is None:
+        if torch.compiler.is_compiling() or is_inside or is_in_a_thread():
+            return call_module(module, *args, **kwargs)
+        if watcher.clock.kind == "data" or next(module.parameters(), None) is None:
             return call_module(module, *args, **kwargs)
         is_inside = True
+        kind = watcher.saw_forward(module, args, kwargs)
+        watcher.clock.begin(kind)
         try:
-            kind = watcher.saw_forward(module, args, kwargs)
-            if module not in compiled:
-                compiled[module] = any(is_compiled(part) for part in module.modules())
-            if compiled[module]:
-                nn.Module.__call__ = call_module
-            with watcher.clock.during(kind):
-                output = call_module(module, *args, **kwargs)
+            output = call_module(module, *args, **kwargs)
         finally:
+            watcher.clock.end(kind)
             is_inside = False
-            if compiled.get(module):
-                nn.Module.__call__ = watched_call
         if kind == "forward" and watcher.techniques is None:
             watcher.habits.saw_output(output)
         return output
 
     nn.Module.__call__ = watched_call
+    compiler = torch._C._dynamo.eval_frame  # torch._dynamo would be imported, and take a second
+    # what is done with a frame, and with those that it calls
+    strategy = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT)
+    compiler.set_code_exec_strategy(watched_call.__code__, strategy)
 
 
 def look_at_own_code(watcher):
-    """Look now and then at the line that runs. This is a thread, as long as the process."""
+    """Look now and then at the line that runs. This is a thread, as long as the process.
+
+    The looks are irregular, so that they do not meet the same line of a regular loop each time.
+    """
+    own_random = random.Random()  # the script's own is seeded
     while True:
-        time.sleep(LOOK_EVERY)
+        time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
         if watcher.t0 and not watcher.is_between_steps:
             watcher.clock.look()
 
 
 def tell_of_silence(watcher):
-    """Tell now and then where a script is that shows no step. This is a thread, as long as the process."""
+    """Tell now and then where a script is that shows no step. It is a thread."""
     while True:
         t0 = watcher.t0
         time.sleep(SILENCE)
         if watcher.t0 == t0 and not watcher.is_between_steps:
-            place, _ = place_of(frame_of_script())
-            watcher.log.notice(f"no step in the last {SILENCE} s: it is at {place}")
+            where = "compiling"
+            lock = lock_of_compiler()
+            if lock.acquire(blocking=False):
+                where = f"at {place_of(frame_of_script())[0]}"
+                lock.release()
+            watcher.log.notice(f"no step in the last {SILENCE} s: it is {where}")

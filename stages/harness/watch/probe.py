@@ -62,11 +62,11 @@ class Probe:
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
         if self.profiler:
+            profiler, self.profiler = self.profiler, None  # first, since Ctrl-C may end the seconds that this takes
             self.clock.is_profiled = False
             self.clock.name_in_profile()
-            self.profiler.stop()
-            self.events = self.profiler.events()
-            self.profiler = None
+            profiler.stop()
+            self.events = profiler.events()
 
     def give_up(self, reason="the script starts processes in each step"):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""

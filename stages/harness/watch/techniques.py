@@ -1,12 +1,11 @@
 """Which techniques of the ladder a watched step used, by PyTorch's flags and operations, never by a script's text."""
 
-import contextlib
 import math
 import multiprocessing
 import re
 import sys
-import time
 import traceback
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -37,17 +36,15 @@ class Habits:
     """
 
     autocast: str | None = None
-    optimizers: dict = field(default_factory=dict)  # {optimizer: its learning rate in its first step}
+    optimizers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)  # {one: its first lr}
     output_dtype: torch.dtype | None = None
     clips: bool = False
     repeats_forward: bool = False
     detects_anomalies: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
-    processes: int = 0  # of the DataLoader that was asked last
-    waits: Counter = field(default_factory=Counter)  # {processes: seconds that DataLoaders with so many took}
+    batches: Counter = field(default_factory=Counter)  # {processes: how many DataLoaders with so many have brought}
     passes: Counter = field(default_factory=Counter)  # {(processes, id of a DataLoader): how often it began}
     texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
-    graphs: int = 0  # compiled up to the end of the warm-up
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
         """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
@@ -83,15 +80,8 @@ class Habits:
             self.passes[loader.num_workers, id(loader)] += 1
 
     def saw_batch(self, batches):
-        """Note which DataLoader is asked for a batch."""
-        self.processes = batches._num_workers
-
-    @contextlib.contextmanager
-    def during_wait(self):
-        """Count the seconds of a block as those of the DataLoader that was asked last."""
-        since = time.perf_counter()
-        yield
-        self.waits[self.processes] += time.perf_counter() - since
+        """Note how many processes a DataLoader has that is asked for a batch."""
+        self.batches[batches._num_workers] += 1
 
 
 def compiled_graphs():

@@ -1,6 +1,5 @@
 """The clock of a watched step: what its time goes to, and which of the script's own lines take what is left."""
 
-import contextlib
 import os
 import re
 import sys
@@ -26,7 +25,8 @@ class StepClock:
     """Measures on what a step spends its time.
 
     spent: {kind: seconds} of the open step. own_seconds: of the script's own code and of losses, in all steps.
-    own_lines: the same by the place that place_of() returns. waits_for: the devices that must be ready before another
+    own_lines: the same by the script's line that runs, "train.py:228". own_functions: by that line, how deep a library
+    function lies below it, and that function's name. waits_for: the devices that must be ready before another
     kind begins; none where kernels are only queued. is_profiled: whether a profile is open, in which each kind gets a
     name.
     """
@@ -35,7 +35,7 @@ class StepClock:
         self.kinds = ["rest"]  # those that are open, each inside of the one before
         self.is_behind_forward = False
         self.own_seconds = self.looked_at = 0.0  # looked_at: how many of own_seconds the lines stand for
-        self.own_lines = Counter()
+        self.own_lines, self.own_functions = Counter(), Counter()
         self.waits_for = ()
         self.is_profiled = False
         self.range = None  # of the profile
@@ -65,18 +65,6 @@ class StepClock:
         self.is_behind_forward = kind == "forward"
         self.name_in_profile()
 
-    @contextlib.contextmanager
-    def during(self, kind):
-        """Count the time of a block as another kind. Inside of a block of the same kind it is a part of that."""
-        if kind in self.kinds:
-            yield
-            return
-        self.begin(kind)
-        try:
-            yield
-        finally:
-            self.end(kind)
-
     def count(self, kind):
         """Count the time since the last call as this kind."""
         if self.waits_for and not is_captured():
@@ -94,10 +82,23 @@ class StepClock:
         A look stands for all the time in own code since the look before, because a line that holds the interpreter's
         lock, as sorting or json do, is only seen when it lets go.
         """
-        if self.kind == "rest":
+        if self.kind != "rest":
+            return
+        with lock_of_compiler():
             seconds = self.own_seconds + time.perf_counter() - self.since
-            self.own_lines[place_of(frame_of_script())] += seconds - self.looked_at
+            place, functions = place_of(frame_of_script())
+            self.own_lines[place] += seconds - self.looked_at
+            for depth, function in enumerate(functions):
+                self.own_functions[place, depth, function] += seconds - self.looked_at
             self.looked_at = seconds
+
+    def function_at(self, place):
+        """Return the deepest function of a library that takes half of a line's time, or "" where there is none."""
+        functions = {-1: ""}
+        for (line, depth, function), seconds in self.own_functions.items():
+            if line == place and seconds >= self.own_lines[place] / 2:
+                functions[depth] = function
+        return functions[max(functions)]
 
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
@@ -115,30 +116,46 @@ def is_captured():
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def lock_of_compiler():
+    """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(dynamo, "compile_lock", None) or threading.RLock()
+
+
 def frame_of_script():
     """Return the innermost frame of the main thread."""
     return sys._current_frames()[threading.main_thread().ident]
 
 
 def place_of(frame):
-    """Return the place in the script's own code that a frame belongs to, and the function of a library that it is in.
+    """Return the line of the script's own code that a frame belongs to, and the functions of libraries below that.
 
-    As ("/my/train.py:228", "trainer.py:2712 _save_checkpoint"). The second is the innermost that is not PyTorch's, or
-    "" where there is none.
+    As ("/my/train.py:228", ["trainer.py:2712 _save_checkpoint"]), the innermost last. PyTorch's are left out.
     """
-    function = ""
+    functions = []
     while frame.f_back and is_of_a_library(frame):
         code = frame.f_code
-        if not function and INSTALLED.search(code.co_filename) and not code.co_filename.startswith(TORCH):
-            function = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}"
+        if INSTALLED.search(code.co_filename) and not is_of_torch(frame):
+            functions.insert(0, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}")
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", function
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", functions
 
 
 def is_of_a_library(frame):
     """Tell whether a frame is not in the reader's own code."""
     path = frame.f_code.co_filename
-    return path.startswith((TORCH, *LIBRARIES)) or INSTALLED.search(path) is not None
+    return is_of_torch(frame) or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
+
+
+def is_of_torch(frame):
+    """Tell whether a frame is in PyTorch's code, or in what torch.compile made, which lies in a cache."""
+    return frame.f_code.co_filename.startswith(TORCH) or str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
+def is_in_a_thread():
+    """Tell whether a thread that the script started calls, as one that loads ahead. Autograd has others, on a card."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
 
 
 def count_threads_of_script():

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import Probe
 from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
-from .timeline import StepClock, is_captured
+from .timeline import StepClock, count_threads_of_script, is_captured, is_in_a_thread
 from .words import answer, end_bars, shares_of
+
+LOOK_WITHIN = 1e-4  # seconds that a look waits for the interpreter's lock; in 5 ms, the next line is reached
 
 
 class Watcher:
@@ -44,11 +47,14 @@ class Watcher:
         self.habits = Habits()
         self.seen = MicroBatches()
         self.models = {}  # {id: module} of all that were called in training, up to the first report
-        self.optimizer = None  # the one that ends a step; where there are more, they share its step
-        self.steps_of_others = set()  # ids of other optimizers that stepped since the last step ended
+        self.optimizer_ref = lambda: None  # a weak reference to `optimizer`
+        self.others = weakref.WeakSet()  # optimizers that stepped since the last step ended
+        self.updating_ref = lambda: None  # a weak reference to the optimizer that is in its step
+        self.has_updated = False  # whether one was since a GradScaler's last update
         self.devices = []
         self.is_between_steps = False  # while it reports, or waits for the bench
         self.is_last_step = False  # one more than was asked for, which is profiled
+        self.graphs = 0  # that torch.compile made before the step
         self.techniques = None
 
     # what PyTorch tells
@@ -96,33 +102,48 @@ class Watcher:
         if torch.is_tensor(outputs):
             self.seen.unscaled_loss = outputs
 
+    def saw_scaler_update(self, scaler, *args, **kwargs):
+        """End a step that a GradScaler has skipped, since its gradients are not finite. It is one without an update."""
+        if scaler.is_enabled() and self.optimizer and not self.has_updated:
+            self.end_step()
+        self.has_updated = False
+
     def saw_optimizer_begin(self, optimizer):
-        """Note that an optimizer begins its step."""
+        """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
+        if is_in_a_thread():
+            return
+        self.has_updated = True
         self.added.before_update(optimizer)
-        self.clock.begin("update")
         self.seen.backwards_of_closure = 0
+        if self.updating_ref() is None:
+            self.updating_ref = weakref.ref(optimizer)
+        if "update" not in self.clock.kinds:  # it is where a step has failed, and the script goes on
+            self.clock.begin("update")
 
     def saw_optimizer_step(self, optimizer):
-        """Note a step of an optimizer.
+        """Note a step of an optimizer. One inside of another's is a part of that.
 
-        The first optimizer's ends the step. Where another one steps twice before it, that takes its place.
+        The first optimizer's ends the step. Where that is gone, or another one steps twice before it, that takes its
+        place.
         """
-        if os.getpid() != self.pid:  # a child that the script forked
+        is_in_a_child = os.getpid() != self.pid  # that the script forked
+        if is_in_a_child or optimizer is not self.updating_ref():
             return
+        self.updating_ref = lambda: None
         self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
             return
         if self.techniques is None:
             self.habits.optimizers.setdefault(optimizer, copy.deepcopy(optimizer.param_groups[0].get("lr")))
-        if self.optimizer is None or id(optimizer) in self.steps_of_others:
-            self.optimizer = optimizer
+        if self.optimizer is None or optimizer in self.others:
+            self.optimizer_ref = weakref.ref(optimizer)
             self.devices = list({p.device: None for p in parameters_of([], optimizer)})
         if optimizer is self.optimizer:
-            self.steps_of_others.clear()
+            self.others.clear()
             self.end_step()
         else:
-            self.steps_of_others.add(id(optimizer))
+            self.others.add(optimizer)
             self.seen.in_turn = self.seen.in_turn or len(self.seen.batches) > 0
 
     def saw_process_group(self, *args, world_size=-1, **kwargs):
@@ -133,6 +154,11 @@ class Watcher:
             os.environ["MASTER_PORT"] = "0"
 
     # a step
+
+    @property
+    def optimizer(self):
+        """The one that ends a step; where there are more, they share its step. None where none is left."""
+        return self.optimizer_ref()
 
     @property
     def device(self):
@@ -176,6 +202,8 @@ class Watcher:
     def begin_steps(self):
         """Note what holds before the first step. Exits where the script started ranks of its own."""
         self.clock.own_seconds = 0.0
+        if count_threads_of_script() == 0:  # these share the interpreter as without us
+            sys.setswitchinterval(LOOK_WITHIN)
         if self.ranks > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.ranks} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.ranks} ranks by itself: start them by {remedy}")
@@ -196,9 +224,10 @@ class Watcher:
             self.probe.start(self.device)
         if self.device.type != "cpu":  # some steps of the warm-up tell what kernels belong to
             self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
-        if steps <= WARMUP:
-            self.habits.graphs = compiled_graphs()
-            self.habits.waits.clear()  # which began with the start of processes
+        if steps == WARMUP:
+            self.clock.own_lines.clear()  # what it did once is not told
+            self.clock.own_functions.clear()
+        self.graphs = compiled_graphs()
         self.seen = MicroBatches(self.seen.in_turn)
         self.synchronize()
         self.clock.begin_step()
@@ -214,14 +243,14 @@ class Watcher:
             self.begin_report()
             self.techniques = find_techniques(self)
             self.models = {}
-            self.habits.optimizers = {}
+            self.habits.optimizers.clear()
             self.keep_profile()
             self.probe.forget()
         tokens = self.seen.count_of(self.log.header["unit"]) * self.ranks
-        spent = {kind: round(seconds, 6) for kind, seconds in self.clock.spent.items()}
         loss = sum(self.seen.losses).item() if self.seen.losses else None
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
-        self.log.step(loss, dt, tokens, {}, spent=spent, **on_card)
+        graphs = compiled_graphs() - self.graphs
+        self.log.step(loss, dt, tokens, {}, spent=self.clock.spent, graphs=graphs, **on_card)
 
     def begin_report(self):
         """Print what is trained, as the first step on the clock has shown it."""
@@ -268,6 +297,7 @@ class Watcher:
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
         if not self.log.steps:
             return
+        self.is_between_steps = True  # no look at the script's lines may come between
         shares = shares_of(self)
         summary, lines = {"sdpa": self.techniques["sdpa"], "shares": shares}, []
         if self.args.profile and self.probe.events is not None:

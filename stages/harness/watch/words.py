@@ -9,7 +9,6 @@ import torch
 
 from .. import machine, scripts
 from ..figures import LONG_WAIT, WARMUP
-from .techniques import compiled_graphs
 from .timeline import KINDS
 
 LONG_EVALUATION = 0.1  # of the time: what takes longer is told
@@ -22,7 +21,7 @@ SHORT_COMPUTATION = 0.005  # seconds a step in forward, backward and update, for
 MUCH_PADDING = 0.2
 MANY_READS = 3
 SLOWER = 1.5  # times as long in the last third of the steps as in the first
-SLOWER_BY = 0.005  # seconds a step, below which that may be noise
+SLOWER_BY = 0.001  # seconds a step, below which that may be noise
 FEWEST_STEPS = 12  # that tell it
 RISING = 0.9  # the correlation of ranks, of how late a step is and how long it takes
 FEWEST_GRAPHS = 2  # compiled after the warm-up
@@ -34,10 +33,17 @@ def shares_of(watcher):
 
     On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card.
     """
-    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
+    steps = usual_steps(watcher.log)
     if watcher.device.type != "cpu":
         steps = watcher.log.steps[1:WARMUP] or steps
     return mean_shares(steps)
+
+
+def usual_steps(log):
+    """Return the counted steps, without those in which torch.compile made a graph, where these are the fewer."""
+    steps = log.counted_steps() or log.steps[-1:]
+    without_graphs = [step for step in steps if not step["graphs"]]
+    return without_graphs if len(without_graphs) > len(steps) / 2 else steps
 
 
 def mean_shares(steps):
@@ -77,7 +83,7 @@ def answer(watcher, shares):
 def causes(watcher):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
     habits, techniques = watcher.habits, watcher.techniques
-    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
+    steps = usual_steps(watcher.log)
     dt = statistics.mean(step["dt"] for step in steps)
     words = []
     shares = mean_shares(steps)
@@ -90,14 +96,14 @@ def causes(watcher):
     if shares["evaluation"] > LONG_EVALUATION:
         words.append(f"{percent(shares['evaluation'])} is forwards without gradients, as in an evaluation")
     if shares["own"] > LONG_OWN_CODE and shares["own"] * dt > SHORT_OWN_CODE:
-        words += words_on_own_code(watcher.clock.own_lines, shares["own"])
+        words += words_on_own_code(watcher.clock, shares["own"])
     if shares.get("idle", 0.0) > LONG_IDLE:
         words.append(f"{percent(shares['idle'])} the card waits for Python: compile, or a larger batch")
     reads = techniques.get("reads", 0)
     if reads >= MANY_READS:
         words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
     words += words_on_growth([step["dt"] for step in steps])
-    graphs = compiled_graphs() - habits.graphs
+    graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
     if graphs >= FEWEST_GRAPHS:
         words.append(f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic")
     if habits.repeats_forward:
@@ -133,7 +139,7 @@ def shares_of_idle(shares, idle):
 
 def words_on_loaders(habits, share, steps):
     """Return words on DataLoaders, which take this share of the time of so many steps: on those that take the most."""
-    processes = max(habits.waits, key=habits.waits.get, default=habits.processes)
+    processes = max(habits.batches, key=habits.batches.get)
     passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
     words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
     if processes == 0 and sum(passes) >= steps:
@@ -143,15 +149,16 @@ def words_on_loaders(habits, share, steps):
     return words
 
 
-def words_on_own_code(seconds_of_lines, share):
+def words_on_own_code(clock, share):
     """Return words on the script's own code, which takes this share of the time, and its lines that take the most."""
     words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
-    total = seconds_of_lines.total()
+    total = clock.own_lines.total()
     if total < SELDOM_SEEN:
         return words
-    for (place, function), seconds in seconds_of_lines.most_common(3):
+    for place, seconds in clock.own_lines.most_common(3):
         if seconds > SLOW_LINE * total:
             line = f"    {percent(share * seconds / total)} {place_and_text(place)}"
+            function = clock.function_at(place)
             words.append(f"{line}, in {function}" if function else line)
     return words
 
