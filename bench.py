@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
-from harness import ROOT, ladder, machine
+from harness import ROOT, ladder, machine, ranks
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
 from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure, predict, show
@@ -232,9 +232,9 @@ def interrupt(signal_number, frame):
 
 def main(argv):
     """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
-    machine.check_ranks()
-    machine.drop_left_over_ranks()
-    if machine.world_size() > 1:
+    ranks.check_ranks()
+    ranks.drop_left_over_ranks()
+    if ranks.world_size() > 1:
         refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
     args = parse_command(argv)
     if args.render is not None:

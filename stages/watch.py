@@ -11,7 +11,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 +fused add a technique from outside.
 """
 
-from harness import ROOT, ladder, machine  # first: it makes data and model importable from here
+from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, say
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
@@ -171,12 +171,12 @@ def watch(args, watcher):
 
 
 def main(argv):
-    machine.check_ranks()
+    ranks.check_ranks()
     args = parse_command(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # open where the script closes its stdout
     args.log = Log(args.record_path, out=out)
     watcher = Watcher(args)
-    if machine.is_rank_0() and not args.log.is_led:
+    if ranks.is_rank_0() and not args.log.is_led:
         say(f"watching {args.title} in {args.folder} for {args.steps} steps")
         say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)

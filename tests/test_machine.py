@@ -1,6 +1,6 @@
 """What the harness finds out about a machine: devices, units, compilers, memory, the commit."""
 
-from harness import machine
+from harness import machine, ranks
 
 import ctypes.util
 import mmap
@@ -93,30 +93,30 @@ TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER
 
 def test_one_of_several_processes_needs_all_variables_of_torchrun(capsys):
     os.environ |= TORCHRUNS | {"MASTER_PORT": ""}
-    line = error_of(capsys, machine.check_ranks)
+    line = error_of(capsys, ranks.check_ranks)
     assert line == "error: WORLD_SIZE is 2 in the environment, without MASTER_PORT: unset it, or use torchrun"
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_do_not_know_of_one_another_are_refused(capsys, name):
     os.environ[name] = "4"
-    assert "each task would train alone: let one task start torchrun" in error_of(capsys, machine.check_ranks)
+    assert "each task would train alone: let one task start torchrun" in error_of(capsys, ranks.check_ranks)
     os.environ |= TORCHRUNS
-    machine.check_ranks()
+    ranks.check_ranks()
 
 
 @pytest.mark.parametrize("world_size", ["", "1"])
 def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(world_size):
     os.environ |= {"RANK": "1", "WORLD_SIZE": world_size, "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
-    machine.check_ranks()
-    machine.drop_left_over_ranks()
+    ranks.check_ranks()
+    ranks.drop_left_over_ranks()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
 
 
 def test_the_first_process_of_another_node_is_not_rank_0():
-    assert machine.is_rank_0()
+    assert ranks.is_rank_0()
     os.environ |= {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}
-    assert not machine.is_rank_0()
+    assert not ranks.is_rank_0()
 
 
 GENERATIONS = [((8, 0), {"float16", "bfloat16", "tf32"}), ((7, 5), {"float16"}), ((6, 1), set())]

@@ -9,7 +9,7 @@ import torch
 
 from model import SIZES
 
-from . import ladder, machine
+from . import ladder, machine, ranks
 from .arithmetic import most_memory, shape_of_size
 from .common import refuse
 from .figures import COUNTED_STEPS, WARMUP
@@ -54,8 +54,8 @@ def parse_args(doc):
     for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
     ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
     """
-    machine.check_ranks()
-    machine.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
+    ranks.check_ranks()
+    ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
     for name in machine.variables_set(machine.TURN_COMPILE_OFF):
         del os.environ[name]  # --no-compile turns it off
     args = parse(doc, sys.argv[1:])
@@ -98,7 +98,7 @@ def settings_of(args):
     """Return what parse() returned as the settings of a record's header, a dict."""
     names = ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum")
     settings = {name: getattr(args, name) for name in names}
-    settings["world_size"] = machine.world_size()
+    settings["world_size"] = ranks.world_size()
     settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
     return settings
 
@@ -127,15 +127,15 @@ def new_parser(doc):
 
 def fill_in_sizes(args, free_memory):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
-    ranks = machine.world_size()
+    world_size = ranks.world_size()
     defaults = {"size": "gpt2", "steps": 50, "accum": 4}
     if args.device.type == "cpu":
         defaults = {"size": "micro", "steps": WARMUP + COUNTED_STEPS, "accum": 2, "batch_size": 1}
-    defaults["accum"] = ranks * max(1, defaults["accum"] // ranks)  # all ranks as many, and at least one
+    defaults["accum"] = world_size * max(1, defaults["accum"] // world_size)  # all ranks as many, and at least one
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.batch_size is None and ranks > 1 and args.device.type == "cuda":
+    if args.batch_size is None and world_size > 1 and args.device.type == "cuda":
         fit_batch(args, machine.memory_of_smallest_card())
     elif args.batch_size is None:
         fit_batch(args, free_memory(args.device))
@@ -176,11 +176,11 @@ def fit_batch(args, free):
 
 def check(args):
     """Exit with one line where the flags do not fit the ranks, the stage or the disk."""
-    ranks, stage = machine.world_size(), args.stage
-    if args.accum % ranks:
-        refuse(f"--accum {args.accum} does not divide over {ranks} ranks: pass a multiple of {ranks}")
-    if stage and ranks > 1 and not stage.takes_ranks:
-        refuse(f"{stage.name} is for one process, and torchrun started {ranks}: start it by python")
+    world_size, stage = ranks.world_size(), args.stage
+    if args.accum % world_size:
+        refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
+    if stage and world_size > 1 and not stage.takes_ranks:
+        refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
     if "" in (args.save, args.record_path):

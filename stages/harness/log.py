@@ -78,7 +78,7 @@ import traceback
 
 from data import TextError
 
-from . import machine
+from . import machine, ranks
 from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
@@ -135,7 +135,7 @@ class Log:
         self.batch_size = batch_size
         self.out = out
         self.leader = find_leader()
-        self.is_rank_0 = machine.is_rank_0()
+        self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
         self.steps = []

@@ -17,57 +17,32 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from .common import ROOT, refuse
+from .ranks import world_size
 
-# Variables of the environment that make each kernel wait, give memory back at once, follow each kernel (as nsys does),
-# or leave the units of a CPU unused; and those that turn torch.compile off, replace it, or hide that it fails.
-SLOW = r"(CUDA|HIP)_LAUNCH_BLOCKING|PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|CUDA_INJECTION64_PATH|ONEDNN_MAX_CPU_ISA"
-TURN_COMPILE_OFF = r"TORCH_COMPILE_(DISABLE|OVERRIDE_BACKENDS)|TORCHDYNAMO_(DISABLE|SUPPRESS_ERRORS)"
+# Variables of the environment that slow PyTorch down.
+SLOW = (
+    "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
+    "HIP_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
+    "PYTORCH_NO_HIP_MEMORY_CACHING",
+    "CUDA_INJECTION64_PATH",  # follows each kernel, as nsys does
+    "ONEDNN_MAX_CPU_ISA",  # leaves units of a CPU unused
+)
+# Variables that turn torch.compile off, replace it, or hide that it fails.
+TURN_COMPILE_OFF = (
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS",
+    "TORCHDYNAMO_SUPPRESS_ERRORS",
+)
 # The architectures of AMD that multiply bfloat16 in hardware. Older ones have float16 alone.
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all four
-NUMBERS_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and of mpirun
-# How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
-SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 
 
-def world_size():
-    """Return how many processes a launcher started for this run; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE") or "1")
-
-
-def is_rank_0():
-    """Tell whether this is the one process of a run that prints and writes."""
-    return world_size() == 1 or os.environ["RANK"] == "0"
-
-
-def check_ranks():
-    """Exit with one line where several processes were started that do not find one another."""
-    missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
-    if world_size() > 1 and missing:
-        refuse(f"WORLD_SIZE is {world_size()} in the environment, without {missing[0]}: unset it, or use torchrun")
-    for name in NUMBERS_OF_TASKS:
-        if int(os.environ.get(name) or "1") > 1 and not os.environ.get("WORLD_SIZE"):
-            refuse(f"{name} is {os.environ[name]}, and each task would train alone: let one task start torchrun")
-
-
-def drop_left_over_ranks():
-    """Remove what a cluster has left over of torchrun's variables, where this is the only process of its run."""
-    if world_size() == 1:
-        for name in (*RANK_VARIABLES, "LOCAL_RANK"):
-            os.environ.pop(name, None)
-
-
-def become_a_world_of_one():
-    """Let torch.distributed find a process group of this process alone, where no launcher started several."""
-    if world_size() == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
-        os.environ |= alone | {"LOCAL_RANK": "0"}
-
-
-def variables_set(pattern):
-    """Return the names of the variables of the environment that a pattern matches, and that are not empty or 0."""
-    return [name for name, value in os.environ.items() if re.fullmatch(pattern, name) and value not in ("", "0")]
+def variables_set(names):
+    """Return those of some names of variables that are in the environment, and neither empty nor 0."""
+    return [name for name in names if os.environ.get(name, "") not in ("", "0")]
 
 
 def dtype_name(dtype):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import ladder, machine, rates
+from . import ladder, machine, ranks, rates
 from .arithmetic import Rates, shape_of
 from .common import refuse
 from .flags import settings_of
@@ -41,7 +41,7 @@ class StepLog:
         self.profiler = None
         self.profile = None
         self.held_out = None  # ids, where the loss on them is asked for
-        if args.eval and machine.is_rank_0():  # at once, since at the end a refusal would come too late
+        if args.eval and ranks.is_rank_0():  # at once, since at the end a refusal would come too late
             self.held_out = held_out_ids(self.corpus)
         shape = shape_of(self.model, args.seq_len)
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -93,7 +93,7 @@ class StepLog:
         """End the run: save the weights with --save, then write and print the summary."""
         self.log.wait_for_request()  # a process that exits would slow down a step of another row
         try:
-            if self.args.save and machine.is_rank_0():
+            if self.args.save and ranks.is_rank_0():
                 self.save_weights()
         finally:  # the summary comes, too, where the weights could not be written
             self.end()

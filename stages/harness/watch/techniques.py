@@ -21,6 +21,8 @@ from .counting import named_tensors
 from .probe import kernels_and_busy_ms
 from .timeline import count_threads_of_script
 
+# How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
+SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # at which of its arguments the two matrices begin
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
@@ -173,7 +175,7 @@ def seen_in(events, flags, device):
     all_operations = [(event, names_with_callers(event)) for event in events]
     trained = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     operations = [names for _, names in trained]
-    matches = [re.search(machine.SDPA_KERNEL, names[0]) for names in operations]
+    matches = [re.search(SDPA_KERNEL, names[0]) for names in operations]
     kernels = {match[1] for match in matches if match}
     matmuls = [names for names in operations if is_matmul(names)]
     in_forward = [names for names in matmuls if "python (forward)" in names]

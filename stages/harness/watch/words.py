@@ -115,7 +115,7 @@ def causes(watcher):
         words.append(f"{percent(padding)} of its tokens are padding, by its attention_mask")
     if habits.sums_of_gradients > 2 and techniques["accum"] > 1:
         words.append(f"ranks add up gradients in each of {techniques['accum']} micro-batches: no_sync() in all but one")
-    variables = machine.variables_set(f"{machine.SLOW}|{machine.TURN_COMPILE_OFF}")
+    variables = machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF)
     if variables:
         words.append(f"{', '.join(variables)} in the environment")
     if watcher.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):

@@ -1,0 +1,42 @@
+"""Which process of a run this is, where torchrun or another launcher started several, by the environment."""
+
+import os
+
+from .common import refuse
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets all four
+NUMBERS_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and of mpirun
+
+
+def world_size():
+    """Return how many processes a launcher started for this run; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def is_rank_0():
+    """Tell whether this is the one process of a run that prints and writes."""
+    return world_size() == 1 or os.environ["RANK"] == "0"
+
+
+def check_ranks():
+    """Exit with one line where several processes were started that do not find one another."""
+    missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
+    if world_size() > 1 and missing:
+        refuse(f"WORLD_SIZE is {world_size()} in the environment, without {missing[0]}: unset it, or use torchrun")
+    for name in NUMBERS_OF_TASKS:
+        if int(os.environ.get(name) or "1") > 1 and not os.environ.get("WORLD_SIZE"):
+            refuse(f"{name} is {os.environ[name]}, and each task would train alone: let one task start torchrun")
+
+
+def drop_left_over_ranks():
+    """Remove what a cluster has left over of torchrun's variables, where this is the only process of its run."""
+    if world_size() == 1:
+        for name in (*RANK_VARIABLES, "LOCAL_RANK"):
+            os.environ.pop(name, None)
+
+
+def become_a_world_of_one():
+    """Let torch.distributed find a process group of this process alone, where no launcher started several."""
+    if world_size() == 1:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
+        os.environ |= alone | {"LOCAL_RANK": "0"}
