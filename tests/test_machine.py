@@ -1,6 +1,7 @@
 """What the harness finds out about a machine: devices, units, compilers, memory, the commit."""
 
 from harness import machine, ranks
+from harness.watch.techniques import SDPA_KERNEL
 
 import ctypes.util
 import mmap
@@ -221,7 +222,7 @@ def test_the_kernel_of_attention_is_the_one_that_runs(backend, kernel):
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
         assert machine.sdpa_kernel(shape, dtype, CPU) == kernel
     names = " ".join(event.name for event in profiler.events())
-    assert re.search(machine.SDPA_KERNEL, names)[1] == kernel
+    assert re.search(SDPA_KERNEL, names)[1] == kernel
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
