@@ -117,6 +117,9 @@ def run(args):
         try:
             _, spec, code = runpy._get_module_details(args.script)  # as python -m and pdb do
         except ImportError as error:
+            if error.name is not None:  # the module is there, and imports something that is not
+                raise
+            args.log.write_error(f"-m {args.script}: {error}")
             print(f"error: -m {args.script}: {error}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
             os._exit(2)
         sys.argv[0] = spec.origin
@@ -167,7 +170,9 @@ def watch(args, watcher):
     else:
         watcher.finish()
         print(f"{args.title} {line}", file=sys.stderr)
-    return status if status or steps else 2
+    if status == 0 and steps == 0:
+        return 2
+    return status
 
 
 def main(argv):

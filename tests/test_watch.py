@@ -3,7 +3,7 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
-from harness.watch.probe import kernels_and_busy_ms
+from harness.watch.probe import busy_ms
 from harness.watch.words import words_on_growth
 
 import json
@@ -338,7 +338,7 @@ def test_a_card_is_busy_while_at_least_one_kernel_runs():
         return SimpleNamespace(device_type=kind, time_range=span, is_user_annotation=False)
 
     events = [event(DeviceType.CUDA, 0, 1000), event(DeviceType.CUDA, 500, 2000), event(DeviceType.CUDA, 4000, 5000)]
-    assert kernels_and_busy_ms([*events, event(DeviceType.CPU, 0, 9000)]) == (3, 3.0)
+    assert busy_ms([*events, event(DeviceType.CPU, 0, 9000)]) == 3.0
 
 
 # Where it runs, and where it is

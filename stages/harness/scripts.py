@@ -15,7 +15,7 @@ IN_FRAMEWORK = {
     "lightning": {
         "s02_tf32": '`torch.set_float32_matmul_precision("high")`',
         "s03_bf16": '`Trainer(precision="bf16-mixed")`',
-        "s04_compile": "`Trainer.fit(torch.compile(model))`",
+        "s04_compile": "`self.blocks = torch.compile(self.blocks)`, a part of the model",
     },
     "transformers": {
         "s02_tf32": "`--tf32 True`",

@@ -39,7 +39,7 @@ class Added:
                 self.autocast = torch.autocast(device_type, torch.bfloat16)
                 self.autocast.__enter__()
 
-    def before_backward(self):
+    def leave_autocast(self):
         """Leave the autocast that before_forward() entered."""
         if self.autocast:
             self.autocast.__exit__(None, None, None)

@@ -20,7 +20,7 @@ class Call:
 
     is_training: whether the module is in training mode. tokens: 0 where it reads no text. batch_size, seq_len: of its
     text; without one they are the rows of its first tensor, and None. inputs: its first tensor. module: what is called.
-    version: of its first weight, which changes with each change of that.
+    version: of its first weight, which SAM's changes of it raise. A fused update does not.
     """
 
     is_training: bool
@@ -32,7 +32,7 @@ class Call:
     version: int
 
     @property
-    def rank(self):
+    def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
         return self.is_training, self.tokens, self.batch_size
 
@@ -48,7 +48,7 @@ class MicroBatches:
         self.in_turn = in_turn
         self.batches = []
         self.losses = []
-        self.unscaled_loss = None  # what a GradScaler multiplied, until backward() is called
+        self.unscaled_losses = []  # what a GradScaler multiplied, until backward() is called on each
         self.call = None  # the one that counts, of those since the last backward
         self.backwards_of_closure = 0
         self.is_called_again = False  # whether a module was, before one backward
@@ -57,7 +57,7 @@ class MicroBatches:
         """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
         if self.call is not None and call.module is self.call.module:
             self.is_called_again = True
-        if self.call is None or call.rank > self.call.rank:
+        if self.call is None or call.priority > self.call.priority:
             self.call = call
 
     def add_backward(self, loss, in_closure):
@@ -67,19 +67,15 @@ class MicroBatches:
         """
         losses = loss if isinstance(loss, (list, tuple)) else [loss]
         self.backwards_of_closure += in_closure
-        is_new = self.close()
-        if self.unscaled_loss is not None:
-            losses, self.unscaled_loss = [self.unscaled_loss], None
-        for loss in losses:
-            if is_new and torch.is_tensor(loss) and loss.numel() == 1:
-                self.losses.append(loss.detach().float().clone())  # a CUDA graph may write into its own again
+        its_losses_count = self.close()
+        if self.unscaled_losses:
+            losses = [self.unscaled_losses.pop(0)]
+        for each in losses:
+            if its_losses_count and torch.is_tensor(each) and each.numel() == 1:
+                self.losses.append(each.detach().float().clone())  # a CUDA graph may write into its own again
 
     def close(self):
-        """Take the calls since the last backward for a micro-batch, if it is a new one. Return whether its loss counts.
-
-        A module under changed weights sees the same batch once more, as SAM has it. A tensor that another module sees
-        is the same batch with a loss of its own.
-        """
+        """Take the calls since the last backward for a micro-batch, if it is new. Return whether its loss counts."""
         call, self.call = self.call, None
         if self.backwards_of_closure > 1:
             return False
@@ -87,8 +83,10 @@ class MicroBatches:
             return True
         if self.batches and not self.in_turn:
             last = self.batches[-1]
+            # SAM: the same batch under changed weights
             if call.module is last.module and call.version != last.version:
                 return False
+            # another model on the same batch, with a loss of its own
             if call.module is not last.module and call.inputs is last.inputs:
                 return True
             last.inputs = None  # memory that is the script's

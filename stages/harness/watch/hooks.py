@@ -1,7 +1,7 @@
 """Lets PyTorch tell the watcher of each forward, backward and step. Nothing here asks a card anything.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
-of optimizers are kept from it, and the others are skipped where it works. Threads that the script starts are ignored.
+of optimizers are kept from it, and the others are skipped while it traces. Threads that the script starts are ignored.
 """
 
 import functools
@@ -32,10 +32,11 @@ def watch_pytorch(watcher):
     habits, clock = watcher.habits, watcher.clock
     call_first(DataLoader, "__iter__", habits.saw_loader, clock, "data")
     call_first(_BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
-    call_first(_MultiProcessingDataLoaderIter, "_shutdown_workers", lambda batches: None, clock, "data")
+    call_first(_MultiProcessingDataLoaderIter, "_shutdown_workers", None, clock, "data")
     call_first(torch.autograd, "backward", watcher.saw_backward, clock, "backward")
-    call_first(torch.autograd, "grad", lambda *arguments, **options: None, clock, "backward")
+    call_first(torch.autograd, "grad", None, clock, "backward")
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
+    call_first(torch.amp.GradScaler, "step", watcher.saw_scaler_step)
     call_first(torch.amp.GradScaler, "update", watcher.saw_scaler_update)
     call_first(torch.autocast, "__enter__", watcher.saw_autocast)
     call_first(autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
@@ -52,7 +53,7 @@ def watch_pytorch(watcher):
 
 
 def call_first(owner, name, note, clock=None, kind=None):
-    """Let a function of PyTorch call `note` with its own arguments first.
+    """Let a function of PyTorch call `note`, where that is not None, with its own arguments first.
 
     kind: what its time counts as on this clock, a StepClock, or None where it counts as what was open before.
     """
@@ -62,7 +63,8 @@ def call_first(owner, name, note, clock=None, kind=None):
     def noted_call(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling() or is_in_a_thread():
             return call(*args, **kwargs)
-        note(*args, **kwargs)
+        if note:
+            note(*args, **kwargs)
         if kind is None:
             return call(*args, **kwargs)
         clock.begin(kind)
@@ -75,9 +77,9 @@ def call_first(owner, name, note, clock=None, kind=None):
 
 
 def watch_modules(watcher):
-    """Tell of each call of an outermost module that has parameters. Others are a loss, or a transform of data.
+    """Tell of each call of an outermost module. Those without parameters, as losses and transforms, are not told of.
 
-    What a DataLoader calls is such a transform, too.
+    Nor is what a DataLoader calls to make a batch.
 
     torch.compile makes graphs of what watched_call() calls, as without it, but none of its own code: all models would
     share that, and torch.compile makes eight graphs of one code at most.

@@ -27,12 +27,14 @@ class Probe:
         self.events = None
         self.unseen = "the script ended before"
         self.script_profiles = False
+        self.is_making_ours = False  # while we make a profiler, which saw_profiler() hears of, too
         self.first_node = 0  # of the profiled step
 
     def saw_profiler(self, *args, **kwargs):
         """Leave the profiler to the script, which makes one of its own: two at work empty one another."""
-        self.script_profiles = True
-        self.give_up("the script profiles itself")
+        if not self.is_making_ours:
+            self.script_profiles = True
+            self.give_up("the script profiles itself")
 
     def start(self, device):
         """Begin to profile, where nothing speaks against it."""
@@ -45,8 +47,9 @@ class Probe:
         activities = [ProfilerActivity.CPU]
         if device.type != "cpu":
             activities = torch.profiler.supported_activities()
+        self.is_making_ours = True
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
-        self.script_profiles = False  # this one was ours
+        self.is_making_ours = False
         self.profiler.start()
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.clock.is_profiled = True
@@ -68,7 +71,7 @@ class Probe:
             profiler.stop()
             self.events = profiler.events()
 
-    def give_up(self, reason="the script starts processes in each step"):
+    def give_up(self, reason="the script started a process"):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""
         if self.profiler:
             self.stop()
@@ -83,8 +86,8 @@ class Probe:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def kernels_and_busy_ms(events):
-    """Return how many kernels ran on a card, and in how many milliseconds at least one did."""
+def busy_ms(events):
+    """Return in how many milliseconds at least one kernel ran on a card."""
     spans = []
     for event in events:
         if event.device_type != DeviceType.CPU and not event.is_user_annotation:
@@ -93,4 +96,4 @@ def kernels_and_busy_ms(events):
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return len(spans), busy / 1e3
+    return busy / 1e3

@@ -18,13 +18,12 @@ from ..arithmetic import matmul_weights, shape_of
 from ..stepprofile import names_with_callers
 from .added import is_compiled
 from .counting import named_tensors
-from .probe import kernels_and_busy_ms
+from .probe import busy_ms
 from .timeline import count_threads_of_script
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
-BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # at which of its arguments the two matrices begin
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")  # the outer one first
 HALVES = (torch.bfloat16, torch.float16)
@@ -44,7 +43,7 @@ class Habits:
     repeats_forward: bool = False
     detects_anomalies: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
-    batches: Counter = field(default_factory=Counter)  # {processes: how many DataLoaders with so many have brought}
+    batches_by_workers: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
     passes: Counter = field(default_factory=Counter)  # {(processes, id of a DataLoader): how often it began}
     texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
 
@@ -81,9 +80,9 @@ class Habits:
         if not (loader.persistent_workers and loader._iterator):
             self.passes[loader.num_workers, id(loader)] += 1
 
-    def saw_batch(self, batches):
+    def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch."""
-        self.batches[batches._num_workers] += 1
+        self.batches_by_workers[iterator._num_workers] += 1
 
 
 def compiled_graphs():
@@ -93,21 +92,10 @@ def compiled_graphs():
 
 
 def find_techniques(watcher):
-    """Return what PyTorch's flags tell of a step, a dict for JSON. What only operations tell is None, or not there.
+    """Return what PyTorch's flags tell of a step, a dict for JSON.
 
-    profiled: whether operations were seen. unseen: else the reason. tf32: whether float32 matmuls may use it. weights:
-    the dtype of the largest one. compile: whether compiled code multiplies matrices in forwards, or at least outside
-    of the optimizer. sdpa: the kernel that scaled_dot_product_attention chose, or None. attention: whether any was
-    seen. drops: whether dropout was inside of attention. reads_text: whether tokens are counted. vocabulary: among how
-    many the loss chooses, else the rows of the largest embedding if a layer has as many outputs, or None. fused:
-    whether one kernel does each update that can have one, or None where none can. optimizer: the class of one without
-    it, else of the one that ends a step. autocast: the dtype in which it computes above weights in float32, as
-    "bfloat16", or None. enters_autocast: whether that is by autocast, and not by a policy of FSDP, for one. emulated:
-    whether a CPU has no units for it. clips, schedules, groups: whether it clips gradients, changes its learning rate,
-    and has groups of unlike weight decay. accum: micro-batches of a rank. kernels, busy_ms, reads: how many kernels a
-    step runs on a card, how long that is busy, and how many numbers are read from it. failed: {name of an added
-    technique: why it was left out again}. framework: the package that calls the optimizer, or None. loaders: how many
-    processes and threads it has started. machine: what this one could use, {tf32, amp_dtype, compile}.
+    What only operations tell is filled in by seen_in(), which then also adds "busy_ms" and "reads": how long a card is
+    busy in a step, and how many numbers are read from it. "unseen" is added later: why there are no operations.
     """
     models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
@@ -122,30 +110,32 @@ def find_techniques(watcher):
     changes_lr = any(each.param_groups[0].get("lr") != first_lr for each, first_lr in habits.optimizers.items())
     can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
+    optimizer = unfused[0] if unfused else watcher.optimizer
     units = machine.units_of(device)
     return {
-        "profiled": False,
+        "profiled": False,  # whether operations were seen
         "tf32": allows_tf32(),
-        "weights": machine.dtype_name(weights),
-        "compile": any(is_compiled(module) for module in modules),
-        "sdpa": None,
-        "attention": False,
-        "drops": False,
+        "weights": machine.dtype_name(weights),  # of the largest one
+        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied matrices
+        "sdpa": None,  # the kernel that scaled_dot_product_attention chose
+        "attention": False,  # whether any was seen
+        "drops": False,  # whether dropout was inside of attention
         "reads_text": watcher.seen.unit == "tok",
+        # among how many ids the loss chooses, or as many rows of an embedding as a layer has outputs
         "vocabulary": vocabulary_of(modules) if watcher.seen.unit == "tok" else None,
-        "fused": not unfused if can_fuse else None,
-        "optimizer": type((unfused or [watcher.optimizer])[0]).__name__,
-        "autocast": autocast,
-        "enters_autocast": is_entered,
+        "fused": not unfused if can_fuse else None,  # None: no optimizer has such a kernel
+        "optimizer": type(optimizer).__name__,  # one that could be fused, else the one that ends a step
+        "autocast": autocast,  # the dtype above weights in float32, as "bfloat16"
+        "enters_autocast": is_entered,  # and has not that dtype by a policy of FSDP, for one
         "emulated": autocast is not None and autocast not in units,
         "clips": habits.clips,
         "schedules": changes_lr or any("initial_lr" in group for group in first_groups),
         "groups": any(len({group.get("weight_decay") for group in each.param_groups}) > 1 for each in optimizers),
-        "accum": watcher.seen.accum,
-        "failed": watcher.added.failed,
-        "framework": framework_of(sys._getframe()),
+        "accum": watcher.seen.accum,  # micro-batches of a rank
+        "failed": watcher.added.failed,  # {name of an added technique: why it was left out again}
+        "framework": framework_of(sys._getframe()),  # the package that calls the optimizer
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
-        "machine": {
+        "machine": {  # what this one could use
             "tf32": "tf32" in units,
             "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
             "compile": machine.compile_problem(device) is None,
@@ -186,18 +176,20 @@ def seen_in(events, flags, device):
             logits = max(logits or 0, event.input_shapes[0][-1])
     seen = {
         "profiled": True,
-        "sdpa": min(kernels, default=None),  # "efficient" before "math", which a mask or dropout may choose in a part
+        "sdpa": fastest_of(kernels),
         "attention": bool(kernels) or attends_by_hand(trained),
     }
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
+        of_the_model = in_forward or matmuls
+        seen["compile"] = any(is_in_compiled_code(names) for names in of_the_model)
     if flags["reads_text"] and (logits or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
         seen["vocabulary"] = logits
     if kernels:
-        seen["drops"] = any("bernoulli" in each[0] and "scaled_dot_product" in " ".join(each) for each in operations)
+        in_attention = [names for names in operations if "scaled_dot_product" in " ".join(names)]
+        seen["drops"] = any(re.search("bernoulli|native_dropout", names[0]) for names in in_attention)
     if device.type != "cpu":
-        seen["kernels"], seen["busy_ms"] = kernels_and_busy_ms(events)
-        seen["reads"] = sum("DtoH" in name or "DeviceToHost" in name for _, (name, *callers) in all_operations)
+        seen["busy_ms"] = busy_ms(events)
+        seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in events)
     return seen
 
 
@@ -208,18 +200,30 @@ def attends_by_hand(operations):
     """
     scores, weights = set(), set()  # shapes of what was multiplied, and of what went through a softmax then
     for event, names in operations:
-        if names[0] in BATCHED and not any(name.startswith("autograd::engine") for name in names):
-            left, right = event.input_shapes[BATCHED[names[0]] :][:2]
+        shapes = event.input_shapes
+        is_in_backward = any(name.startswith("autograd::engine") for name in names)
+        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward:
+            left, right = shapes[1:3] if names[0] == "aten::baddbmm" else shapes[:2]
             if tuple(left) in weights:
                 return True
-            product = (*left[:2], right[2])
+            product = (left[0], left[1], right[2])
             scores.add(product)
             if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
                 weights.add(product)
-        elif names[0] == "aten::_softmax" and len(event.input_shapes[0]) > 2:
-            *batch, rows, columns = event.input_shapes[0]
-            weights |= scores & {(math.prod(batch), rows, columns)}
+        elif names[0] == "aten::_softmax" and len(shapes[0]) > 2:
+            rows, columns = shapes[0][-2:]
+            shape = (math.prod(shapes[0][:-2]), rows, columns)
+            if shape in scores:
+                weights.add(shape)
     return False
+
+
+def fastest_of(kernels):
+    """Return the fastest kernel of attention that ran, or None: a mask or dropout may choose "math" in a part."""
+    for name in ("flash", "cudnn", "efficient", "math"):
+        if name in kernels:
+            return name
+    return None
 
 
 def is_matmul(names):

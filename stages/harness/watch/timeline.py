@@ -15,7 +15,7 @@ from .. import machine
 # What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
 # a forward without gradients, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
-TORCH = os.path.dirname(torch.__file__)
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), "<")
 INSTALLED = re.compile("(site|dist)-packages")
@@ -34,7 +34,8 @@ class StepClock:
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
         self.is_behind_forward = False
-        self.own_seconds = self.looked_at = 0.0  # looked_at: how many of own_seconds the lines stand for
+        self.own_seconds = 0.0
+        self.attributed_seconds = 0.0  # of these, those that own_lines has
         self.own_lines, self.own_functions = Counter(), Counter()
         self.waits_for = ()
         self.is_profiled = False
@@ -61,7 +62,7 @@ class StepClock:
     def end(self, kind):
         """Count the time from now on as what was open before a kind began."""
         self.count(self.kind)
-        self.kinds.remove(kind)
+        self.kinds.remove(kind)  # and not pop(): "update" stays open where an optimizer has failed
         self.is_behind_forward = kind == "forward"
         self.name_in_profile()
 
@@ -85,20 +86,21 @@ class StepClock:
         if self.kind != "rest":
             return
         with lock_of_compiler():
-            seconds = self.own_seconds + time.perf_counter() - self.since
+            so_far = self.own_seconds + time.perf_counter() - self.since
+            seconds = so_far - self.attributed_seconds
             place, functions = place_of(frame_of_script())
-            self.own_lines[place] += seconds - self.looked_at
+            self.own_lines[place] += seconds
             for depth, function in enumerate(functions):
-                self.own_functions[place, depth, function] += seconds - self.looked_at
-            self.looked_at = seconds
+                self.own_functions[place, depth, function] += seconds
+            self.attributed_seconds = so_far
 
     def function_at(self, place):
         """Return the deepest function of a library that takes half of a line's time, or "" where there is none."""
-        functions = {-1: ""}
+        deepest, name = -1, ""
         for (line, depth, function), seconds in self.own_functions.items():
-            if line == place and seconds >= self.own_lines[place] / 2:
-                functions[depth] = function
-        return functions[max(functions)]
+            if line == place and seconds >= self.own_lines[place] / 2 and depth > deepest:
+                deepest, name = depth, function
+        return name
 
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""

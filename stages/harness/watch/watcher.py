@@ -50,7 +50,7 @@ class Watcher:
         self.optimizer_ref = lambda: None  # a weak reference to `optimizer`
         self.others = weakref.WeakSet()  # optimizers that stepped since the last step ended
         self.updating_ref = lambda: None  # a weak reference to the optimizer that is in its step
-        self.has_updated = False  # whether one was since a GradScaler's last update
+        self.scaled_ref = lambda: None  # a weak reference to one that a GradScaler is to step, and that has not begun
         self.devices = []
         self.is_between_steps = False  # while it reports, or waits for the bench
         self.is_last_step = False  # one more than was asked for, which is profiled
@@ -92,7 +92,7 @@ class Watcher:
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
         if "backward" in self.clock.kinds:
             return
-        self.added.before_backward()
+        self.added.leave_autocast()
         if not is_captured():
             self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
         self.habits.saw_backward(self.models.values())
@@ -100,19 +100,25 @@ class Watcher:
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""
         if torch.is_tensor(outputs):
-            self.seen.unscaled_loss = outputs
+            self.seen.unscaled_losses.append(outputs)
+
+    def saw_scaler_step(self, scaler, optimizer, *args, **kwargs):
+        """Note that a GradScaler is asked to step an optimizer, which it skips where gradients are not finite."""
+        self.scaled_ref = weakref.ref(optimizer)
 
     def saw_scaler_update(self, scaler, *args, **kwargs):
-        """End a step that a GradScaler has skipped, since its gradients are not finite. It is one without an update."""
-        if scaler.is_enabled() and self.optimizer and not self.has_updated:
+        """End a step whose optimizer a GradScaler has skipped. It is a step without an update."""
+        skipped = self.scaled_ref()
+        self.scaled_ref = lambda: None
+        if skipped is not None and skipped is self.optimizer:
             self.end_step()
-        self.has_updated = False
 
     def saw_optimizer_begin(self, optimizer):
         """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
         if is_in_a_thread():
             return
-        self.has_updated = True
+        if optimizer is self.scaled_ref():
+            self.scaled_ref = lambda: None
         self.added.before_update(optimizer)
         self.seen.backwards_of_closure = 0
         if self.updating_ref() is None:
@@ -123,8 +129,8 @@ class Watcher:
     def saw_optimizer_step(self, optimizer):
         """Note a step of an optimizer. One inside of another's is a part of that.
 
-        The first optimizer's ends the step. Where that is gone, or another one steps twice before it, that takes its
-        place.
+        A step ends with the first optimizer that stepped. Where that one was deleted, or another one has stepped twice
+        without it, the other one ends the steps from then on.
         """
         is_in_a_child = os.getpid() != self.pid  # that the script forked
         if is_in_a_child or optimizer is not self.updating_ref():
@@ -180,7 +186,7 @@ class Watcher:
 
         Where the bench leads, wait for its request before the clock starts.
         """
-        self.added.before_backward()  # where a script calls no backward()
+        self.added.leave_autocast()  # where a script calls no backward()
         now_queued = time.perf_counter()
         self.synchronize()
         self.clock.count(self.clock.kind)

@@ -138,10 +138,17 @@ def shares_of_idle(shares, idle):
 
 
 def words_on_loaders(habits, share, steps):
-    """Return words on DataLoaders, which take this share of the time of so many steps: on those that take the most."""
-    processes = max(habits.batches, key=habits.batches.get)
+    """Return words on DataLoaders, which take this share of the time of so many steps.
+
+    They are on those loaders from which most batches came.
+    """
+    if not habits.batches_by_workers:
+        return []
+    processes = max(habits.batches_by_workers, key=habits.batches_by_workers.get)
     passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
     words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
+    if not passes:  # a loader with an __iter__ of its own
+        return words
     if processes == 0 and sum(passes) >= steps:
         words.append("a pass over it begins in each step, as by next(iter(loader)): keep one iterator")
     elif processes > 0 and (max(passes) > 1 or len(passes) > MOST_LOADERS):
