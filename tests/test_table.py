@@ -68,10 +68,17 @@ def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together_i
     """Two batches come at once, and none for a while: 4 steps of 1000 tokens in 2 s, and in 1 s in the last round."""
     bursts = [[0.99, 0.01, 0.99, 0.01], [0.01, 0.99, 0.01, 0.99], [0.49, 0.01, 0.49, 0.01]]
     a = [run("a", [0.25] * 4, number) for number in range(3)]
-    b = [run("b", dts, number, wait=0.4, techniques={}) for number, dts in enumerate(bursts)]
+    b = [run("b", dts, number, wait=0.4, techniques={"loaders": 1}) for number, dts in enumerate(bursts)]
     outcome = table_from(*a, *b).outcomes["b"]
     assert outcome.tok_per_sec == pytest.approx(12000 / 5)
     assert (outcome.ratio.value, outcome.ratio.rounds) == (pytest.approx(0.5), 3)
+
+
+def test_a_script_that_loads_its_data_by_itself_is_compared_in_each_turn():
+    turns = [1.0, 1.1, 0.9, 1.0]
+    table = table_from(run("a", turns), run("b", [dt / 2 for dt in turns], wait=0.4, techniques={}), in_turn=True)
+    assert table.outcomes["b"].ratio.value == 2
+    assert table.outcomes["b"].ratio.spread == pytest.approx(0)
 
 
 def test_so_is_a_script_in_which_long_steps_take_most_of_the_time():

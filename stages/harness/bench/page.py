@@ -16,7 +16,7 @@ from .words import number_cell
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
 WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and three rounds or steps in turn."
+NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and --rounds 3 or steps in turn."
 WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares within each turn."
 
 

@@ -238,7 +238,8 @@ def add_losses(outcome, run):
 def add_figures(outcome, runs, bench):
     """Fill in what the counted steps of a row tell."""
     outcome.times = times_of(runs, bench, lambda step: seconds_of_a_token([step]))
-    outcome.is_out_of_turn = bench["in_turn"] and any(run.loads_ahead for run in runs)
+    loads_ahead = any(run.loads_ahead for run in runs)
+    outcome.is_out_of_turn = bench["in_turn"] and loads_ahead
     outcome.remarks_on_card = words_on_card([run.counted for run in runs])
     for run in runs:
         outcome.counted += run.counted
@@ -248,7 +249,8 @@ def add_figures(outcome, runs, bench):
         return
     figures = figures_of(outcome.counted)
     has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
-    outcome.by_all_steps = outcome.row.is_watched and (has_long_steps or waits_for_data(outcome.counted))
+    waits_for_batches = loads_ahead and waits_for_data(outcome.counted)  # some come at once, and some late
+    outcome.by_all_steps = outcome.row.is_watched and (has_long_steps or waits_for_batches)
     speed = speed_of_all(outcome.counted) if outcome.by_all_steps else figures["tok_per_sec"]
     outcome.tok_per_sec = speed or None  # 0: no step has tokens
     outcome.dt_ms = figures["dt_ms"]

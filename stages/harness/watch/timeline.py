@@ -13,7 +13,7 @@ import torch
 from .. import machine
 
 # What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
-# a forward without gradients, and what is left, the script's own code.
+# a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.

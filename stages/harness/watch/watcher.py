@@ -40,6 +40,8 @@ class Watcher:
         self.log = args.log
         self.pid = os.getpid()
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
+        self.began = time.perf_counter()
+        self.seconds_before = 0.0  # until the clock started
         self.t0 = None  # when the clock started, behind the first step
         self.clock = StepClock()
         self.probe = Probe(self.clock, is_whole=args.profile)
@@ -208,6 +210,7 @@ class Watcher:
     def begin_steps(self):
         """Note what holds before the first step. Exits where the script started ranks of its own."""
         self.clock.own_seconds = 0.0
+        self.seconds_before = self.clock.since - self.began
         if count_threads_of_script() == 0:  # these share the interpreter as without us
             sys.setswitchinterval(LOOK_WITHIN)
         if self.ranks > 1 and not self.was_launched:
@@ -286,7 +289,7 @@ class Watcher:
             self.log.say("no loss is shown, since backward() gets no tensor of one number")
         if len(seen.losses) > 1:
             self.log.say(f"the loss is the sum of the {len(seen.losses)} that backward() gets in a step")
-        self.log.say("step    0 started the clock")
+        self.log.say(f"step    0 started the clock, {self.seconds_before:.1f} s after the script began")
 
     def keep_profile(self):
         """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""

@@ -94,7 +94,8 @@ def causes(watcher):
     if shares["data"] > LONG_WAIT:
         words += words_on_loaders(habits, shares["data"], len(watcher.log.steps))
     if shares["evaluation"] > LONG_EVALUATION:
-        words.append(f"{percent(shares['evaluation'])} is forwards without gradients, as in an evaluation")
+        evaluation = percent(shares["evaluation"])
+        words.append(f"{evaluation} is forwards without gradients and their batches, as in an evaluation")
     if shares["own"] > LONG_OWN_CODE and shares["own"] * dt > SHORT_OWN_CODE:
         words += words_on_own_code(watcher.clock, shares["own"])
     if shares.get("idle", 0.0) > LONG_IDLE:
