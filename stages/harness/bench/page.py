@@ -91,7 +91,7 @@ def wrapped(text, indent, width=TERMINAL_WIDTH):
 
 
 def how_to_read(table):
-    """Return how to read the ratios of the table, a list of sentences."""
+    """Return how to read the ratios of the table, and the commands that it leaves out, a list of sentences."""
     with_ratios = [outcome for outcome in table.rows if outcome.ratio]
     lines = []
     if with_ratios and table.noise is None:
@@ -101,6 +101,9 @@ def how_to_read(table):
         lines.append(f"A number in brackets is too close to 1 to call. {apart}")
     if with_ratios and table.bench["in_turn"]:
         lines.append(WHICH_TO_TRUST)
+    for outcome in table.rows:
+        if len(outcome.row.name) > words.MOST_OF_A_COMMAND:  # its cell has no room for it
+            lines.append(f"{words.quoted(outcome.row.title)} is {words.code(outcome.row.name)}")
     return lines
 
 
@@ -119,7 +122,9 @@ def terminal(table):
 
 def terminal_at_the_end(table):
     """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
-    lines = [terminal(table), *(wrapped(line, 0) for line in how_to_read(table)), ""]
+    lines = [terminal(table)]
+    lines += [wrapped(line.replace("`", ""), 0) for line in how_to_read(table)]
+    lines.append("")
     for heading, text in answer(table):
         lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text.replace("`", ""), WIDTH_OF_A_HEADING))
     return "\n".join(lines)

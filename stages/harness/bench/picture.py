@@ -3,7 +3,8 @@
 from html import escape
 
 from .ratios import Verdict
-from .words import UNITS, failure, is_in_brackets, name_of_change, shortened, speed_cell
+from .rows import shortened
+from .words import UNITS, failure, is_in_brackets, name_of_change, speed_cell
 
 WIDTH = 640  # all lengths are in pixels
 LETTER = 8.4  # of a wide font, as DejaVu Sans

@@ -6,7 +6,6 @@ import textwrap
 from .. import ladder, scripts
 from ..figures import waiting_share, waits_for_data
 from .ratios import Verdict
-from .rows import shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
@@ -108,7 +107,7 @@ def typed_cell(outcome):
         return NOTHING
     if outcome.added and not row.stage:
         return ", ".join(code_of_technique(stage, outcome) for stage in outcome.added)
-    text = code(shortened(row.name, MOST_OF_A_COMMAND))
+    text = code(row.name) if len(row.name) <= MOST_OF_A_COMMAND else "its command, below"
     if outcome.adds_its_stage and not row.launcher and not row.flags:
         text = row.stage.line
     return f"{ladder.words_on_stages(skipped)}, {text}" if skipped else text
