@@ -69,7 +69,7 @@ def predict(results, stage_args):
         worker.take_steps(WARMUP)
         end_where_nothing_runs(worker.run)
         worker.ask(END)
-    words = expectations(results, stage_args)
+    words = words_on_forecast(results, stage_args)
     if words is None:
         say("nothing can be predicted of these rows")
         return 1
@@ -77,7 +77,7 @@ def predict(results, stage_args):
     return 0
 
 
-def expectations(results, stage_args):
+def words_on_forecast(results, stage_args):
     """Return what each stage should bring, in words, or None where nothing can be said."""
     if results.error(results.rows[PROBE]):
         return None
@@ -92,7 +92,7 @@ def warm_up(worker, stage_args):
         return
     if row.is_probe:
         end_where_nothing_runs(worker.run)
-        words = expectations(results, stage_args)
+        words = words_on_forecast(results, stage_args)
         if words:
             tell(words)
     elif row == results.table_rows[0] and all(other.script == row.script for other in results.table_rows):
