@@ -59,7 +59,7 @@ def mean_shares(steps):
 
 
 def answer(watcher, shares):
-    """Return lines that say what the script has of the ladder, what it lacks, and where its time goes.
+    """Return lines that say where the script's time goes, what slows it, and what it has of the ladder and lacks.
 
     shares: what shares_of() returned.
     """
@@ -68,16 +68,16 @@ def answer(watcher, shares):
     for name in watcher.args.added:
         if not scripts.uses(techniques, name):
             remarks.append(scripts.words_on_missing(techniques, name))
-    lines = [f"has     {has}", f"lacks   {lacks}"]
+    parts = [f"{kind} {100 * share:.0f} %" for kind, share in shares.items() if share >= 0.005]
+    lines = [f"time    {', '.join(parts)}"]
+    if watcher.device.type != "cpu":
+        lines.append("        of uncounted steps in which each part waited for the card")
+    lines += [f"slow    {words}" for words in causes(watcher)]
+    lines += [f"has     {has}", f"lacks   {lacks}"]
     for stage in scripts.has_and_lacks(techniques)[1]:
         typed = scripts.what_to_type(techniques, stage).replace("`", "")
         lines.append(f"        {stage.short} {typed}")
-    lines += [f"        {remark}" for remark in remarks]
-    parts = [f"{kind} {100 * share:.0f} %" for kind, share in shares.items() if share >= 0.005]
-    lines.append(f"time    {', '.join(parts)}")
-    if watcher.device.type != "cpu":
-        lines.append("        of uncounted steps in which each part waited for the card")
-    return lines + [f"slow    {words}" for words in causes(watcher)]
+    return lines + [f"        {remark}" for remark in remarks]
 
 
 def causes(watcher):
