@@ -59,9 +59,9 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped(tmp_path):
         assert step["dt"] < own_dt + 0.001
         assert step["spent"]["rest"] >= 0.1  # the pause is on the clock
         assert sum(step["spent"].values()) == pytest.approx(step["dt"], abs=1e-5)
-    assert ended.of_kind("step")[3]["dt"] == pytest.approx(own[3][0], abs=0.05)
+    assert ended.of_kind("step")[3]["dt"] == pytest.approx(own[3][0], abs=0.1)
     assert ended.summary["shares"]["rest"] > 0.5
-    assert re.search(r"^slow        \d\d % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
+    assert re.search(r"^slow        \d+ % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
 
 
 AT_HOME = """
