@@ -148,6 +148,8 @@ def words_on_loaders(habits, share, steps):
     processes = max(habits.batches_by_workers, key=habits.batches_by_workers.get)
     passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
     words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
+    if processes == 0:
+        words[0] += ": DataLoader(..., num_workers=2) may load ahead"
     if not passes:  # a loader with an __iter__ of its own
         return words
     if processes == 0 and sum(passes) >= steps:
