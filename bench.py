@@ -121,7 +121,12 @@ def parse_flags_of_rows(args):
         for flag in args.flags:
             if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
                 refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
-    return {row.name: parse_flags([*args.flags, *row.flags]) if row.flags else args.shared for row in rows}
+    parsed = {}
+    for row in rows:
+        parsed[row.name] = args.shared
+        if row.flags:
+            parsed[row.name] = parse_flags([*args.flags, *row.flags])
+    return parsed
 
 
 def choose_batch(args):

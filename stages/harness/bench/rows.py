@@ -166,7 +166,8 @@ def place_of_script(words, command):
     with one line where there is none.
     """
     for place, word in enumerate(words):
-        next_word = "".join(words[place + 1 : place + 2])  # "" behind the last one
+        is_last = place + 1 == len(words)
+        next_word = "" if is_last else words[place + 1]
         is_file = word.endswith(".py") and "=" not in word
         is_name = next_word.replace(".", "_").isidentifier()
         is_module = word == "-m" and is_name and not next_word.startswith(LAUNCHERS)

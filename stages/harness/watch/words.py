@@ -74,7 +74,8 @@ def answer(watcher, shares):
         lines.append("        of uncounted steps in which each part waited for the card")
     lines += [f"slow    {words}" for words in causes(watcher)]
     lines += [f"has     {has}", f"lacks   {lacks}"]
-    for stage in scripts.has_and_lacks(techniques)[1]:
+    _, lacking = scripts.has_and_lacks(techniques)
+    for stage in lacking:
         typed = scripts.what_to_type(techniques, stage).replace("`", "")
         lines.append(f"        {stage.short} {typed}")
     return lines + [f"        {remark}" for remark in remarks]
