@@ -3,10 +3,8 @@
 from harness import machine, ranks
 from harness.watch.techniques import SDPA_KERNEL
 
-import ctypes.util
 import mmap
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -46,40 +44,35 @@ def cuda(monkeypatch):
     return cuda
 
 
-@pytest.mark.parametrize(
-    "name, best, device",
-    [(None, None, CPU), (None, "xpu", CPU), (None, "mps", MPS), (None, "cuda", CUDA_1), ("cuda:0", "cuda", CUDA_0)],
-)
-def test_a_process_takes_the_device_that_is_named_or_the_best_of_its_own(cuda, monkeypatch, name, best, device):
-    monkeypatch.setenv("LOCAL_RANK", "1")  # the second process of a node takes the second card
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: best and torch.device(best))
-    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+@pytest.mark.parametrize("name, device", [(None, CUDA_1), ("cuda", CUDA_1), ("cuda:0", CUDA_0), ("cpu", CPU)])
+def test_a_process_takes_the_device_that_is_named_or_the_card_of_its_rank(cuda, monkeypatch, name, device):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the second process of a node
     assert machine.find_device(name) == device
 
 
-@pytest.mark.parametrize(
-    "name, ranks, reason",
-    [
-        ("cuda", 3, "cuda:2 is not here: torch finds 2 devices of that type; pass another --device, or fewer ranks"),
-        ("cuda:0", 2, "--device cuda:0 gives all ranks one device: pass --device cuda"),
-    ],
-)
-def test_a_device_that_is_not_here_or_not_for_all_ranks_is_refused(cuda, monkeypatch, capsys, name, ranks, reason):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
-    assert reason in error_of(capsys, machine.find_device, name)
+@pytest.mark.parametrize("has_mps, device", [(True, MPS), (False, CPU)])
+def test_without_a_card_it_takes_mps_or_the_cpu(monkeypatch, has_mps, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    assert machine.find_device() == device
+
+
+@pytest.mark.parametrize("name, missing", [(None, "cuda:2"), ("cuda:x", "cuda:x"), ("xpu", "xpu")])
+def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys, name, missing):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    line = f"error: --device {missing} is not here: pass cuda:0 or cuda:1 or cpu"
+    assert error_of(capsys, machine.find_device, name) == line
 
 
 def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_own_words(system, monkeypatch, capsys):
     reason = "The NVIDIA driver is too old (found version 12020)"
+    init = mock.Mock(side_effect=RuntimeError(f"{reason}. Please update your driver."))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        torch.cuda, "init", mock.Mock(side_effect=RuntimeError(f"{reason}. Please update your driver."))
-    )
-    assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda: {reason}"
+    monkeypatch.setattr(torch.cuda, "init", init)
     assert machine.why_no_card() is None  # no card is here
     system["nvidia-smi"] = "GPU 0: NVIDIA H100 (UUID: GPU-1)"
     assert machine.why_no_card() == reason
+    assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda:0 is not here: {reason}"
 
 
 @pytest.mark.parametrize("device, visible, led_to", [(CPU, "6,7", ""), (CUDA_1, "", "1"), (CUDA_1, "6,7", "7")])
@@ -120,29 +113,27 @@ def test_the_first_process_of_another_node_is_not_rank_0():
     assert not ranks.is_rank_0()
 
 
-GENERATIONS = [((8, 0), {"float16", "bfloat16", "tf32"}), ((7, 5), {"float16"}), ((6, 1), set())]
-
-
-@pytest.mark.parametrize("capability, units", GENERATIONS)
-def test_what_a_card_multiplies_natively_is_decided_by_its_generation(cuda, capability, units):
+@pytest.mark.parametrize(
+    "capability, units", [((8, 0), {"float16", "bfloat16", "tf32"}), ((7, 5), {"float16"}), ((6, 1), set())]
+)
+def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(cuda, capability, units):
     cuda.capability = capability
     assert machine.units_of(CUDA_0) == units
 
 
-NATIVE = [({"float16", "bfloat16"}, torch.bfloat16), ({"float16"}, torch.float16), (set(), torch.float32)]
-
-
 @pytest.mark.parametrize(
-    "architecture, units",
+    "architecture, has_tf32, units",
     [
-        ("gfx942:sramecc+:xnack-", {"float16", "bfloat16"}),
-        ("gfx1100", {"float16", "bfloat16"}),
-        ("gfx1030", {"float16"}),
+        ("gfx942:sramecc+:xnack-", True, {"float16", "bfloat16", "tf32"}),
+        ("gfx1100", False, {"float16", "bfloat16"}),
+        ("gfx1030", False, {"float16"}),
     ],
 )
-def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(monkeypatch, architecture, units):
+def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(
+    monkeypatch, architecture, has_tf32, units
+):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: has_tf32)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture))
     assert machine.units_of(CUDA_0) == units
 
@@ -153,65 +144,52 @@ def test_apples_first_two_generations_would_emulate_bfloat16(system, name, units
     assert machine.units_of(MPS) == units
 
 
+@pytest.mark.parametrize(
+    "avx512_bf16, cpuinfo, amx_fp16, units",
+    [
+        (True, "", False, {"bfloat16"}),
+        (False, "Features: asimd bf16 i8mm", False, {"bfloat16"}),  # Arm
+        (True, "", True, {"bfloat16", "float16", "tf32"}),
+        (False, "flags: avx512f", False, set()),
+    ],
+)
+def test_a_cpu_may_have_units(system, monkeypatch, avx512_bf16, cpuinfo, amx_fp16, units):
+    system["/proc/cpuinfo"] = cpuinfo
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": amx_fp16}, raising=False)
+    assert machine.units_of(CPU) == units
+
+
+NATIVE = [({"float16", "bfloat16"}, torch.bfloat16), ({"float16"}, torch.float16), (set(), torch.float32)]
+
+
 @pytest.mark.parametrize("units, dtype", NATIVE)
 def test_bfloat16_is_preferred_and_float32_taken_where_no_unit_is_there(monkeypatch, units, dtype):
     monkeypatch.setattr(machine, "units_of", lambda device: units)
     assert machine.native_amp_dtype(CPU) == dtype
 
 
-@pytest.mark.parametrize(
-    "architecture, avx512_bf16, cpuinfo, sysctl, units",
-    [
-        ("x86_64", True, "", "", {"bfloat16"}),
-        ("x86_64", False, "flags: avx512f bf16", "1", set()),
-        ("aarch64", True, "Features: asimd bf16 i8mm", "", {"bfloat16"}),
-        ("arm64", False, "", "1", {"bfloat16"}),
-    ],
-)
-def test_a_cpu_may_have_units_for_bfloat16(system, monkeypatch, architecture, avx512_bf16, cpuinfo, sysctl, units):
-    system["/proc/cpuinfo"], system["sysctl"] = cpuinfo, sysctl
-    monkeypatch.setattr(platform, "machine", lambda: architecture)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as in torch 2.11
-    assert machine.units_of(CPU) == units
-
-
-def test_a_cpus_units_for_float16_also_multiply_in_tf32(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": True}, raising=False)
-    assert {"float16", "tf32"} <= machine.units_of(CPU)
-
-
-@pytest.fixture
-def programs(cuda, monkeypatch, tmp_path):
-    """The folder of all programs, g++ and gcc until a test says otherwise. Python.h is there, and so is Triton."""
-    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # which has no blank
-    for name in ("Python.h", "g++", "gcc"):
-        (tmp_path / name).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(cuda, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # a folder of programs
     monkeypatch.setenv("CC", "gcc")
-    monkeypatch.setenv("CXX", "g++")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setenv("CXX", "icpx")
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # which has no blank
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__spec__="found"))
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
-    return tmp_path
-
-
-def test_torch_compile_needs_a_compiler_which_may_be_named(programs, monkeypatch):
+    assert machine.compile_problem(MPS) is None  # Metal's own is used
+    assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
+    (tmp_path / "Python.h").touch()
+    assert "no C++ compiler icpx found: install g++" in machine.compile_problem(CPU)
+    assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
+    for name in ("icpx", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
     assert machine.compile_problem(CPU) is None
     assert machine.compile_problem(CUDA_0) is None
-    for name in ("g++", "gcc"):
-        (programs / name).unlink()
-    assert "install g++" in machine.compile_problem(CPU)
-    assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
-    assert machine.compile_problem(MPS) is None  # Metal's own is used
-    (programs / "icpx").touch(mode=0o755)
-    monkeypatch.setenv("CXX", "icpx")
-    assert machine.compile_problem(CPU) is None
     monkeypatch.setattr(torch, "__file__", "/home/me/a clone/torch/__init__.py")
     assert "the path of PyTorch has a blank (/home/me/a clone/torch)" in machine.compile_problem(CPU)
-    (programs / "Python.h").unlink()
-    assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
+    cuda.capability = (6, 1)
+    assert "capability 7.0 or more" in machine.compile_problem(CUDA_0)
 
 
 @pytest.mark.parametrize("backend, kernel", [("FLASH_ATTENTION", "flash"), ("MATH", "math")])

@@ -1,7 +1,6 @@
 """What this machine is: its device, what that can do natively, and how much memory it has."""
 
 import contextlib
-import ctypes.util
 import functools
 import importlib.util
 import os
@@ -17,15 +16,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from .common import ROOT, refuse
-from .ranks import world_size
 
 # Variables of the environment that slow PyTorch down.
 SLOW = (
     "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
     "HIP_LAUNCH_BLOCKING",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
-    "PYTORCH_NO_HIP_MEMORY_CACHING",
-    "CUDA_INJECTION64_PATH",  # follows each kernel, as nsys does
     "ONEDNN_MAX_CPU_ISA",  # leaves units of a CPU unused
 )
 # Variables that turn torch.compile off, replace it, or hide that it fails.
@@ -40,46 +36,27 @@ AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
 
 
-def variables_set(names):
-    """Return those of some names of variables that are in the environment, and neither empty nor 0."""
-    return [name for name in names if os.environ.get(name, "") not in ("", "0")]
-
-
-def dtype_name(dtype):
-    """Return "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
+# The device
 
 
 def find_device(name=None):
-    """Return the torch.device of this name, or the best one there is.
+    """Return the torch.device of this name, or the best one there is: a card, mps, or the CPU.
 
     Under torchrun each rank takes a card of its own where the name has no number. Exits with one line where this
     machine has no such device.
     """
-    if name is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        name = accelerator.type if accelerator and accelerator.type in ("cuda", "mps") else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d|:[1-9]\d)?", name):
-        refuse(f"--device {name}: pass cuda, cuda:1, mps or cpu")
-    device = torch.device(name)
-    if device.index is not None and world_size() > 1:
-        refuse(f"--device {name} gives all ranks one device: pass --device {device.type}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        refuse(f"--device {name}: {why_cuda_does_not_start()}")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    count = torch.get_device_module(device).device_count()
-    if (device.index or 0) >= count:
-        refuse(f"{device} is not here: torch finds {count} devices of that type; pass another --device, or fewer ranks")
-    return device
-
-
-def why_cuda_does_not_start():
-    """Return the first sentence of PyTorch's own reason, or None where CUDA starts."""
-    try:
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # a build without CUDA, an old driver, no card
-        return str(error).split(". ")[0]
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0  # an old driver counts what torch can't use
+    devices = [f"cuda:{number}" for number in range(cards)]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    devices.append("cpu")
+    if name == "cuda" or (name is None and cards):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    name = name or devices[0]
+    if name not in devices:
+        reason = why_no_card() or f"pass {' or '.join(devices)}"
+        refuse(f"--device {name} is not here: {reason}")
+    return torch.device(name)
 
 
 def why_no_card():
@@ -87,20 +64,10 @@ def why_no_card():
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
         return None
-    return why_cuda_does_not_start()
-
-
-def variables_of_scripts(device):
-    """Return the variables of the environment that lead a script, which chooses for itself, to a device.
-
-    A CPU hides all cards, and a card all others. Where no number was typed, a script sees what it would see alone.
-    """
-    if device.type == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if not device.index:  # the first card is what a script takes by itself
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device.index] if visible else str(device.index)}
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # a build without CUDA, or an old driver
+        return str(error).split(". ")[0]
 
 
 def synchronize(device):
@@ -111,39 +78,45 @@ def synchronize(device):
         torch.get_device_module(device).synchronize(device)
 
 
+# What it can do
+
+
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
-    if device.type == "cuda" and torch.version.hip:
-        architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
-        has_bfloat16 = architecture.startswith(AMD_WITH_BFLOAT16)
-        has_float16 = True
-        has_tf32 = torch.cuda.is_tf32_supported()  # by the current card, since PyTorch asks no other one
-    elif device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        has_float16 = capability >= (7, 0)
-        has_bfloat16 = has_tf32 = capability >= (8, 0)  # Ampere
-    elif device.type == "mps":
-        has_bfloat16 = not device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
-        has_float16 = True
-        has_tf32 = False
-    else:
-        has_bfloat16 = cpu_has_bfloat16()
-        has_float16 = False
-        if hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 can't tell
-            has_float16 = torch.cpu.get_capabilities().get("amx_fp16", False)
-        has_tf32 = has_float16  # PyTorch multiplies in TF32 by the same units
-    units = {"bfloat16": has_bfloat16, "float16": has_float16, "tf32": has_tf32}
-    return {name for name, has_units in units.items() if has_units}
+    if device.type == "cpu":
+        return units_of_cpu()
+    if device.type == "mps":
+        emulates_bfloat16 = device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
+        return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
+    if torch.version.hip:
+        return units_of_amd(device)
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (8, 0):  # Ampere
+        return {"float16", "bfloat16", "tf32"}
+    return {"float16"} if capability >= (7, 0) else set()
 
 
-def cpu_has_bfloat16():
-    """Tell whether this CPU multiplies bfloat16 in hardware."""
-    if platform.machine() in ("x86_64", "AMD64"):  # the second is Windows' name
-        # CPUs with AMX have AVX512-BF16, too. torch 2.11 has no public function for it.
-        return torch.cpu._is_avx512_bf16_supported()
-    if " bf16" in read_text("/proc/cpuinfo"):  # Arm under Linux
-        return True
-    return command_output(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) == "1"  # Arm under macOS
+def units_of_cpu():
+    """Return what this CPU multiplies in hardware, as units_of() does."""
+    units = set()
+    # torch 2.11 knows Intel's and AMD's units alone. Linux tells of Arm's.
+    if torch.cpu._is_avx512_bf16_supported() or " bf16" in read_text("/proc/cpuinfo"):
+        units.add("bfloat16")
+    # PyTorch multiplies in TF32 by the units for float16, of which torch 2.11 does not know.
+    if hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16"):
+        units |= {"float16", "tf32"}
+    return units
+
+
+def units_of_amd(device):
+    """Return what a card of AMD multiplies in hardware, as units_of() does."""
+    units = {"float16"}
+    architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
+    if architecture.startswith(AMD_WITH_BFLOAT16):
+        units.add("bfloat16")
+    if torch.cuda.is_tf32_supported():  # by the current card, since PyTorch asks no other one
+        units.add("tf32")
+    return units
 
 
 def native_amp_dtype(device):
@@ -152,6 +125,23 @@ def native_amp_dtype(device):
     if "bfloat16" in units:
         return torch.bfloat16
     return torch.float16 if "float16" in units else torch.float32
+
+
+def dtype_name(dtype):
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def sdpa_kernel(shape, dtype, device):
+    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash" or "math".
+
+    shape: of q, k and v, (B, n_head, T, head_dim).
+    """
+    if device.type == "mps":  # it has no such kernels for what is trained, and can't be asked
+        return "math"
+    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    choice = torch._fused_sdp_choice(q, q, q, is_causal=True)
+    return SDPBackend(choice).name.split("_")[0].lower()  # "flash" of FLASH_ATTENTION
 
 
 def compile_problem(device):
@@ -178,12 +168,75 @@ def triton_problem(device):
         return "Triton needs a GPU of compute capability 7.0 or more"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    has_libcuda = os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
-    if not (torch.version.hip or has_libcuda):
-        return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
     if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang")):
         return "Triton finds no C compiler: install gcc"
     return None
+
+
+# Its memory
+
+
+def free_memory_of_card(device):
+    """Return the free bytes of a card, or of what macOS advises a process to use."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@functools.cache
+def free_memory_by_a_child(device):
+    """Return what free_memory_of_card() does, asked by a process that ends.
+
+    Who asks a card opens a context on it. That takes half a GB as long as the process lives, and a card in exclusive
+    mode then refuses all others.
+    """
+    program = f"import torch; from harness import machine; print(machine.free_memory_of_card(torch.device('{device}')))"
+    child = [sys.executable, "-c", program]
+    return int(subprocess.run(child, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE).stdout)
+
+
+def memory_of_smallest_card():
+    """Return the bytes of the smallest card that the ranks of this node may use, the same number on each of them."""
+    return min(torch.cuda.get_device_properties(card).total_memory for card in range(torch.cuda.device_count()))
+
+
+def free_memory():
+    """Return the bytes of memory that can be taken without swapping; 0 where the system has no such meter.
+
+    Inside a container its limit counts, too (of cgroup v2).
+    """
+    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
+    limit = read_text("/sys/fs/cgroup/memory.max").strip()
+    taken = re.match(r"anon (\d+)", read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without cached files
+    if taken and limit.isdecimal():  # "max" where there is no limit
+        free = min(free, int(limit) - int(taken[1]))
+    return free
+
+
+def peak_memory(device):
+    """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
+
+    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak: there it is what the
+    driver holds now. Without a meter, bytes is None.
+    """
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory(), "driver, sampled"
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "peak allocated"
+    peak = proc_bytes("/proc/self/status", "VmHWM")
+    return peak, "no meter" if peak is None else "peak RSS"
+
+
+def reset_peak_memory(device):
+    """Let peak_memory() start again at what is held now, where the meter allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
+
+
+# What a record says of it
 
 
 def environment(device):
@@ -221,87 +274,31 @@ def cores():
     return os.cpu_count()
 
 
-def free_memory_of_card(device):
-    """Return the bytes of an accelerator that nobody holds: of a card, or of what macOS advises a process to use."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    try:
-        return torch.cuda.mem_get_info(device)[0]
-    except RuntimeError:  # not every driver tells
-        return torch.cuda.get_device_properties(device).total_memory
-
-
-@functools.cache
-def free_memory_by_a_child(device):
-    """Return what free_memory_of_card() does, asked by a process that ends.
-
-    Who asks a card opens a context on it. That takes half a GB as long as the process lives, and a card in exclusive
-    mode then refuses all others.
-    """
-    program = f"import torch; from harness import machine; print(machine.free_memory_of_card(torch.device('{device}')))"
-    child = [sys.executable, "-c", program]
-    return int(subprocess.run(child, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE).stdout)
-
-
-def memory_of_smallest_card():
-    """Return the bytes of the smallest card that the ranks of this node use, the same number on each of them."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
-    cards = range(min(ranks_here, torch.cuda.device_count()))  # a rank without a card is refused in its own process
-    return min(torch.cuda.get_device_properties(card).total_memory for card in cards)
-
-
-def free_memory():
-    """Return the bytes of memory that can be taken without swapping; 0 where the system has no such meter.
-
-    Inside a container its limit counts, too (of cgroup v2).
-    """
-    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
-    limit = read_text("/sys/fs/cgroup/memory.max").strip()
-    held = re.match(r"anon (\d+)", read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without cached files
-    if held and limit.isdecimal():  # "max" where there is no limit
-        free = min(free, int(limit) - int(held[1]))
-    return free
-
-
-def peak_memory(device):
-    """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
-
-    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak: there it is what the
-    driver holds now. Without a meter, bytes is None.
-    """
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory(), "driver, sampled"
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "peak allocated"
-    peak = proc_bytes("/proc/self/status", "VmHWM")
-    return peak, "no meter" if peak is None else "peak RSS"
-
-
-def reset_peak_memory(device):
-    """Let peak_memory() start again at what is held now, where the meter allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    if device.type == "cpu":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
-
-
-def sdpa_kernel(shape, dtype, device):
-    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash" or "math".
-
-    shape: of q, k and v, (B, n_head, T, head_dim).
-    """
-    if device.type == "mps":  # it has no such kernels for what is trained, and can't be asked
-        return "math"
-    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    choice = torch._fused_sdp_choice(q, q, q, is_causal=True)
-    return SDPBackend(choice).name.split("_")[0].lower()  # "flash" of FLASH_ATTENTION
-
-
 def commit(folder):
     """Return the commit of a checkout, with "+" behind it where tracked files differ; "" where git tells none."""
     describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     return command_output(["git", "-C", str(folder), *describe])
+
+
+def variables_set(names):
+    """Return those of some names of variables that are in the environment, and neither empty nor 0."""
+    return [name for name in names if os.environ.get(name, "") not in ("", "0")]
+
+
+def variables_of_scripts(device):
+    """Return the variables of the environment that lead a script, which chooses for itself, to a device.
+
+    A CPU hides all cards, and a card all others. Where no number was typed, a script sees what it would see alone.
+    """
+    if device.type == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if not device.index:  # the first card is what a script takes by itself
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device.index] if visible else str(device.index)}
+
+
+# Files and commands, which may be missing
 
 
 def proc_bytes(path, name):
