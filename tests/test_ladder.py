@@ -131,5 +131,5 @@ def test_each_stage_changes_the_work_or_does_the_same_computation_or_is_called_u
     for before, each in itertools.pairwise(ladder.STAGES):
         effect = ladder.effect_of(each, run)
         is_told = effect.same_computation or effect.work != ladder.effect_of(before, run).work
-        message = f"add_technique() in ladder.py has no case for {each.name}: give it one, or say unpredictable=True"
+        message = f"effect_of() in ladder.py has no case for {each.name}: give it one, or say unpredictable=True"
         assert is_told != each.unpredictable, message

@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
 FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so the same
-functions work with the rates of a datasheet and with those that the bench's probe measured. But the tables for CUDA
-have kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
+functions work with the rates of a datasheet and with those that the bench's probe measured. But the table for CUDA
+has kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,19 @@ from model import SIZES
 
 PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 
-# The bytes that all operations but matmuls read and write for each number of a tensor: one operation after the other,
-# and fused by a compiler. stages/arithmetic.md adds them up.
-BYTES_IN_FLOAT32 = {
-    "scores": (68, 20),
-    "logits": (24, 12),
-    "residual": (44, 36),
-    "gelu": (20, 20),
-    "projections": (116, 60),
-    "casts": (0, 0),
-}
-BYTES_UNDER_AUTOCAST = {
-    "scores": (34, 10),
-    "logits": (36, 6),
-    "residual": (60, 28),
-    "gelu": (10, 10),
-    "projections": (58, 30),
-    "casts": (12, 12),
+# The bytes that all operations but matmuls read and write for each number of a tensor, in float32 and under autocast:
+# one operation after the other, and fused by a compiler. stages/arithmetic.md adds them up.
+BYTES = {
+    "scores": ((68, 20), (34, 10)),
+    "logits": ((24, 12), (36, 6)),
+    "residual": ((44, 36), (60, 28)),
+    "gelu": ((20, 20), (10, 10)),
+    "projections": ((116, 60), (58, 30)),
+    "casts": ((0, 0), (12, 12)),
 }
 # On CUDA the backward of a softmax makes three passes more, autocast computes the softmax in float32, and a compiler
 # leaves the cast of LayerNorm's gradient as a kernel of its own.
-BYTES_IN_FLOAT32_ON_CUDA = BYTES_IN_FLOAT32 | {"scores": (80, 20)}
-BYTES_UNDER_AUTOCAST_ON_CUDA = BYTES_UNDER_AUTOCAST | {"scores": (80, 10), "residual": (60, 32)}
+BYTES_ON_CUDA = BYTES | {"scores": ((80, 20), (80, 10)), "residual": ((44, 36), (60, 32))}
 
 # How many numbers an update reads or writes for each parameter.
 ADAMW = 20  # in single operations: 2 decay the weight, 3 + 5 update the moments, 6 make the divisor, 4 the weight
@@ -85,47 +76,88 @@ class Rates:
     copy: float
 
 
-def shape_of(model, seq_len):
-    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None without GPT-2's names in it.
+# Seconds
 
-    It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, which
-    s06 pads to that.
+
+def seconds_per_token(work, rates):
+    """Return the seconds per token that all parts of a micro-batch take, or None where a rate is not known.
+
+    A prediction is the ratio of two of these sums.
     """
-    config = getattr(model, "config", None)
-    shape = {}
-    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
-        shape[name] = getattr(config, name, None)
-        if not isinstance(shape[name], int):
-            return None
-    if shape["vocab_size"] == PADDED_VOCAB:
-        shape["vocab_size"] = VOCAB
-    shape["seq_len"] = seq_len
-    return shape
+    if work.matmul_dtype not in rates.matmul:
+        return None
+    return sum(seconds_of_parts(work, rates).values()) / work.tokens
 
 
-def shape_name(shape):
-    """Return "gpt2" for the shape of that size, and the numbers of layers, heads and channels for any other."""
-    for name, size in SIZES.items():
-        if all(shape[key] == number for key, number in size.items()):
-            return name
-    return f"{shape['n_layer']} layers of {shape['n_head']} heads, {shape['n_embd']} wide"
+def seconds_of_parts(work, rates):
+    """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take at the Rates of a machine.
 
-
-def flops_per_token(shape):
-    """Return the FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
-
-    shape: a dict with n_layer (L), n_embd (C), seq_len (T) and vocab_size (V, unpadded: GPT-2 asks for no work on
-    padding). Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted in
-    full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
+    --profile measures the same parts, but it counts a cast in eager code as pointwise. "matmuls" are those with
+    weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
+    explicit attention does.
     """
-    L, C, T = shape["n_layer"], shape["n_embd"], shape["seq_len"]
-    return 6 * matmul_weights(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
+    moved = bytes_moved(work)
+    pointwise = moved["residual"] + moved["gelu"] + moved["projections"] + moved["casts"]
+    return {
+        "matmuls": work.tokens * 6 * matmul_weights(work.shape) / rates.matmul[work.matmul_dtype],
+        "attention": attention_seconds(work, rates),
+        "softmax and mask": moved["scores"] / rates.copy,
+        "pointwise": pointwise / rates.copy,
+        "loss": moved["logits"] / rates.copy,
+        "optimizer": update_bytes(work) / rates.copy,
+    }
 
 
-def matmul_weights(shape):
-    """Return how many weights a GPT's matmuls have: 12 L C^2 + V C."""
-    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
-    return 12 * L * C**2 + V * C
+def attention_seconds(work, rates):
+    """Return the seconds of attention's matmuls.
+
+    Explicit attention takes the longer of two times: that of its FLOPs, and that of moving the scores. With head_dim 64
+    there are 128 FLOPs for each number of the scores that is moved, which is little for a GPU.
+    """
+    unit = work.shape["n_layer"] * work.tokens * work.shape["seq_len"] * work.shape["n_embd"]
+    rate = rates.matmul[work.matmul_dtype]
+    if work.flash:
+        return FLASH_ATTENTION_FLOPS * unit / rate
+    bytes_of_score = 4 if work.amp_dtype == "float32" else 2
+    moved = 6 * bytes_of_score * numbers_in(work)["scores"]  # two of its six matmuls write the scores, four read them
+    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
+
+
+# Bytes
+
+
+def bytes_moved(work):
+    """Return {tensor: bytes that a micro-batch reads and writes for it}, without matmuls."""
+    return {tensor: numbers * bytes_per_number(tensor, work) for tensor, numbers in numbers_in(work).items()}
+
+
+def numbers_in(work):
+    """Return {tensor: how many numbers a micro-batch has in it, over all layers}."""
+    L, H, C = work.shape["n_layer"], work.shape["n_head"], work.shape["n_embd"]
+    return {
+        "scores": L * H * work.tokens * work.shape["seq_len"],
+        "logits": work.tokens * work.shape["vocab_size"],
+        "residual": (2 * L + 1) * work.tokens * C,  # two in each layer, and the last LayerNorm with the embeddings
+        "gelu": 4 * L * work.tokens * C,
+        "projections": L * work.tokens * C,  # copies of q, k, v and y, the gradient of the three, bias gradients
+        "casts": matmul_weights(work.shape),
+    }
+
+
+def bytes_per_number(tensor, work):
+    """Return the bytes that a micro-batch reads and writes for each number of a tensor of BYTES."""
+    if work.flash and tensor == "scores":  # they stay inside of the kernel
+        return 0
+    in_float32, under_autocast = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
+    one_by_one, fused = in_float32 if work.amp_dtype == "float32" else under_autocast
+    needs_no_copies = work.flash and tensor == "projections"  # the kernel reads q, k and v in place
+    return fused if work.compiled or needs_no_copies else one_by_one
+
+
+def update_bytes(work):
+    """Return the bytes of a micro-batch's share of the update: AdamW, clipping, DDP's buckets and the like."""
+    added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
+    return weight_bytes(work.shape) * (work.update + added) / work.accum
 
 
 def weight_bytes(shape):
@@ -134,11 +166,6 @@ def weight_bytes(shape):
     The positions have an embedding for each token of a sequence, as in the stages.
     """
     return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
-
-
-def shape_of_size(size, seq_len):
-    """Return the shape of a model of one of SIZES, as shape_of() returns it."""
-    return {"vocab_size": VOCAB, **SIZES[size], "seq_len": seq_len}
 
 
 def most_memory(shape, batch_size):
@@ -158,82 +185,49 @@ def most_memory(shape, batch_size):
     return max(s01, s03, update)
 
 
-def numbers_in(work):
-    """Return {tensor: how many numbers a micro-batch has in it, over all layers}."""
-    L, H, C = work.shape["n_layer"], work.shape["n_head"], work.shape["n_embd"]
-    return {
-        "scores": L * H * work.tokens * work.shape["seq_len"],
-        "logits": work.tokens * work.shape["vocab_size"],
-        "residual": (2 * L + 1) * work.tokens * C,  # two in each layer, and the last LayerNorm with the embeddings
-        "gelu": 4 * L * work.tokens * C,
-        "projections": L * work.tokens * C,  # copies of q, k, v and y, the gradient of the three, bias gradients
-        "casts": matmul_weights(work.shape),
-    }
+# FLOPs and shapes
 
 
-def bytes_per_number(tensor, work):
-    """Return the bytes that a micro-batch reads and writes for each number of a tensor, one of those in the tables."""
-    if work.amp_dtype == "float32":
-        table = BYTES_IN_FLOAT32_ON_CUDA if work.on_cuda else BYTES_IN_FLOAT32
-    else:
-        table = BYTES_UNDER_AUTOCAST_ON_CUDA if work.on_cuda else BYTES_UNDER_AUTOCAST
-    one_by_one, fused = table[tensor]
-    needs_no_copies = tensor == "projections" and work.flash  # the kernel reads q, k and v in place
-    return fused if work.compiled or needs_no_copies else one_by_one
+def flops_per_token(shape):
+    """Return the FLOPs of one token's training step, forward and backward: 6 (12 L C^2 + V C) + 12 L C T.
 
-
-def bytes_moved(tensor, work):
-    """Return the bytes that a micro-batch reads and writes for a whole tensor, one of those in the tables."""
-    return numbers_in(work)[tensor] * bytes_per_number(tensor, work)
-
-
-def attention_seconds(work, rates):
-    """Return the seconds of attention's matmuls.
-
-    Explicit attention takes the longer of two times: that of its FLOPs, and that of moving the scores. With head_dim 64
-    there are 128 FLOPs for each number of the scores that is moved, which is little for a GPU.
+    shape: a dict with n_layer (L), n_embd (C), seq_len (T) and vocab_size (V, unpadded: GPT-2 asks for no work on
+    padding). Two FLOPs for each multiply-add of every matrix, once forward and twice backward, and attention counted in
+    full although half of it is masked: the convention of PaLM (arXiv:2204.02311, appendix B).
     """
-    L, C = work.shape["n_layer"], work.shape["n_embd"]
-    unit = L * work.batch_size * work.shape["seq_len"] ** 2 * C
-    rate = rates.matmul[work.matmul_dtype]
-    if work.flash:
-        return FLASH_ATTENTION_FLOPS * unit / rate
-    bytes_of_score = 4 if work.amp_dtype == "float32" else 2
-    moved = 6 * bytes_of_score * numbers_in(work)["scores"]  # two of its six matmuls write the scores, four read them
-    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
+    L, C, T = shape["n_layer"], shape["n_embd"], shape["seq_len"]
+    return 6 * matmul_weights(shape) + EXPLICIT_ATTENTION_FLOPS * L * C * T
 
 
-def update_bytes(work):
-    """Return the bytes of a micro-batch's share of the update: AdamW, clipping, DDP's buckets and the like."""
-    added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
-    return weight_bytes(work.shape) * (work.update + added) / work.accum
+def matmul_weights(shape):
+    """Return how many weights a GPT's matmuls have: 12 L C^2 + V C."""
+    L, C, V = shape["n_layer"], shape["n_embd"], shape["vocab_size"]
+    return 12 * L * C**2 + V * C
 
 
-def seconds_of_parts(work, rates):
-    """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take at the Rates of a machine.
+def shape_of(model, seq_len):
+    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None without GPT-2's names in it.
 
-    --profile measures the same parts, but it counts a cast in eager code as pointwise. "matmuls" are those with
-    weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
-    explicit attention does.
+    It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, which
+    s06 pads to that.
     """
-    flops = work.tokens * 6 * matmul_weights(work.shape)
-    pointwise = sum(bytes_moved(tensor, work) for tensor in ("residual", "gelu", "projections", "casts"))
-    softmax_and_mask = 0 if work.flash else bytes_moved("scores", work)
-    return {
-        "matmuls": flops / rates.matmul[work.matmul_dtype],
-        "attention": attention_seconds(work, rates),
-        "softmax and mask": softmax_and_mask / rates.copy,
-        "pointwise": pointwise / rates.copy,
-        "loss": bytes_moved("logits", work) / rates.copy,
-        "optimizer": update_bytes(work) / rates.copy,
-    }
-
-
-def seconds_per_token(work, rates):
-    """Return the seconds per token that all parts of a micro-batch take, or None where a rate is not known.
-
-    A prediction is the ratio of two of these sums.
-    """
-    if work.matmul_dtype not in rates.matmul:
+    config = getattr(model, "config", None)
+    shape = {name: getattr(config, name, None) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    if not all(isinstance(number, int) for number in shape.values()):
         return None
-    return sum(seconds_of_parts(work, rates).values()) / work.tokens
+    if shape["vocab_size"] == PADDED_VOCAB:
+        shape["vocab_size"] = VOCAB
+    return shape | {"seq_len": seq_len}
+
+
+def shape_of_size(size, seq_len):
+    """Return the shape of a model of one of SIZES, as shape_of() returns it."""
+    return {"vocab_size": VOCAB, **SIZES[size], "seq_len": seq_len}
+
+
+def shape_name(shape):
+    """Return "gpt2" for the shape of that size, and the numbers of layers, heads and channels for any other."""
+    for name, size in SIZES.items():
+        if all(shape[key] == number for key, number in size.items()):
+            return name
+    return f"{shape['n_layer']} layers of {shape['n_head']} heads, {shape['n_embd']} wide"

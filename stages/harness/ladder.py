@@ -1,6 +1,6 @@
 """The twelve stages in one table, a line each: what the harness knows about a stage, besides its file.
 
-Below the table, add_technique() says what each technique does on the machine of a run, in a case for each stage.
+Below the table, effect_of() says what each technique does on the machine of a run, in a case for each stage.
 """
 
 from dataclasses import dataclass, replace
@@ -75,23 +75,15 @@ class Effect:
 
 
 def effect_of(stage, facts):
-    """Return the Effect of a stage. Its work includes all stages before it.
+    """Return the Effect of a stage on the work of the stage before. A stage without a case changes the update alone.
 
     facts: the header of a run's record and, as "sdpa", the attention kernel that its summary names, or None.
     """
-    on_cuda = facts["environment"]["device"] == "cuda"
-    effect = Effect(Work(facts["shape"], facts["settings"]["batch_size"], on_cuda=on_cuda))
-    for each in STAGES[: STAGES.index(stage) + 1]:
-        effect = add_technique(each, effect.work, facts)
-    return effect
-
-
-def add_technique(stage, work, facts):
-    """Return the Effect of one stage on the Work of the stage before; a stage without a case changes the update alone.
-
-    facts: see effect_of().
-    """
     settings, environment, fallbacks = facts["settings"], facts["environment"], facts["fallbacks"]
+    if stage == STAGES[0]:
+        return Effect(Work(facts["shape"], settings["batch_size"], on_cuda=environment["device"] == "cuda"))
+    stage_before = STAGES[STAGES.index(stage) - 1]
+    work = effect_of(stage_before, facts).work
     work = replace(work, update=work.update + stage.update)
     match stage.name:
         case "s02_tf32" if environment["tf32"]:
