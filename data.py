@@ -1,10 +1,9 @@
 """Text to tokens to batches.
 
-Tiny Shakespeare is downloaded once and tokenized once, with GPT-2's tokenizer from tiktoken. Where that can't be
-had, the text is Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
+The text is a file of the reader's own, a folder of files, or Tiny Shakespeare, which is downloaded once. Where that
+can't be had, it is Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
 """
 
-import contextlib
 import functools
 import hashlib
 import http.client
@@ -19,14 +18,12 @@ import tiktoken
 import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
+HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # how the 1,024 bytes of llm.c's begin
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # how the 1,024 bytes of llm.c's begin
-# What a download may raise. ValueError is for a malformed address of a proxy, and for a vocabulary of another hash.
-DOWNLOAD_ERRORS = (OSError, ValueError, http.client.HTTPException)
 
 
-class TextError(ValueError):
+class TextError(Exception):
     """A text that can't be trained on. The message says why, and what to pass instead."""
 
 
@@ -42,11 +39,6 @@ class Corpus:
     ids: np.ndarray
     held_out: np.ndarray
     source: str | None = None
-
-    @property
-    def in_bytes(self):
-        """Whether each byte is a token, as it is without GPT-2's vocabulary. The first ids tell: all are below 256."""
-        return bool(self.ids[np.arange(min(len(self.ids), 4096))].max() < 256)
 
 
 class TokenLoader:
@@ -96,8 +88,8 @@ def check_ids(ids, name):
 def load_tokens(source=None):
     """Return the Corpus of a text.
 
-    source: None for Tiny Shakespeare, "docs" for Python's documentation, or the path of a file or folder: see
-    ids_of_file() and corpus_of_folder(). Raises TextError where there is no such text.
+    source: the path of a file or folder, None for Tiny Shakespeare, or "docs" for Python's documentation. Raises
+    TextError where there is no such text.
     """
     if source is None:
         return tiny_shakespeare()
@@ -112,65 +104,6 @@ def corpus_of(name, ids, source):
     """Return the Corpus of a text, the last tenth of whose ids is held out."""
     cut = len(ids) * 9 // 10
     return Corpus(name, ids[:cut], ids[cut:], source)
-
-
-def tiny_shakespeare():
-    """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
-    path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
-    with contextlib.suppress(OSError, ValueError):  # it is not there yet, may not be read, or is empty
-        return corpus_of("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
-    print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
-    try:
-        ids = ids_of(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256), tiktoken.get_encoding("gpt2"))
-    except DOWNLOAD_ERRORS as error:
-        print(f"no download ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
-        return pythons_documentation()
-    with contextlib.suppress(OSError):  # a run goes on without its cache
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        ids.tofile(unfinished)
-        os.replace(unfinished, path)  # so that another run never reads half of it
-    return corpus_of("Tiny Shakespeare", ids, None)
-
-
-def download(url, sha256):
-    """Return the text at an address. Raises one of DOWNLOAD_ERRORS, also where the hash of the text is wrong."""
-    with urllib.request.urlopen(url, timeout=10) as response:
-        content = response.read()
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise OSError(f"{url} sent another text")
-    return content.decode()
-
-
-def pythons_documentation():
-    """Return the Corpus of the language reference that comes with Python, a token for each byte."""
-    from pydoc_data.topics import topics
-
-    text = "\n".join(topics[topic] for topic in sorted(topics))
-    return corpus_of("Python's documentation, a token a byte", ids_of(text, single_bytes()), "docs")
-
-
-def ids_of(text, encoding):
-    """Return the ids of a text, a 1-D array of uint16."""
-    return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
-
-
-def gpt2_encoding():
-    """Return tiktoken's Encoding of GPT-2 or, where its vocabulary can't be had, that of its single-byte tokens."""
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except DOWNLOAD_ERRORS as error:
-        print(f"no GPT-2 vocabulary ({str(error)[:200]}): each byte is a token", file=sys.stderr)
-        return single_bytes()
-
-
-def single_bytes():
-    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
-    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
 # A reader's own files
@@ -193,17 +126,27 @@ def ids_of_file(path):
                 ids = ids[512:]
             if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
                 raise ValueError("every second id is 0, so they are no uint16")
-            first_bytes = ids[:4096].view(np.uint8)
-            if first_bytes.max(initial=0) < 128 and len(np.unique(first_bytes[1::2])) > 9:
-                raise ValueError("no byte is above 127, so it is a text, or has ids of 8 bits")
         else:
-            ids = ids_of(path.read_bytes().decode("utf-8-sig"), gpt2_encoding())
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.dtype.itemsize == 1:
-            raise ValueError("it is no row of ids of 16 bits or more")
+            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"))
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError("it is no row of ids")
     except (OSError, ValueError, EOFError) as error:
         remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
         raise TextError(f"--data {path}: {error}; {remedy}") from None
     return ids
+
+
+def ids_of_text(text):
+    """Return the ids of a text, a 1-D array of uint16. Raises TextError where GPT-2's vocabulary can't be had."""
+    return np.array(gpt2_encoding().encode_ordinary(text), dtype=np.uint16)
+
+
+def gpt2_encoding():
+    """Return tiktoken's Encoding of GPT-2. Raises TextError where its vocabulary can't be had."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # no network, or a vocabulary of another hash
+        raise TextError(f"no GPT-2 vocabulary ({str(error)[:200]}): connect to a network once") from None
 
 
 def corpus_of_folder(folder):
@@ -233,8 +176,54 @@ class Shards:
     def __getitem__(self, positions):
         """Return the ids at an array of positions, as an array of int64."""
         ids = np.empty(len(positions), dtype=np.int64)
-        shard_of_each = np.searchsorted(self.starts, positions, side="right") - 1
-        for number in np.unique(shard_of_each):
-            here = shard_of_each == number
-            ids[here] = ids_of_file(self.paths[number])[positions[here] - self.starts[number]]
+        shards = np.searchsorted(self.starts, positions, side="right") - 1  # that of each position
+        for shard in np.unique(shards):
+            is_inside = shards == shard
+            ids[is_inside] = ids_of_file(self.paths[shard])[positions[is_inside] - self.starts[shard]]
         return ids
+
+
+# The text of those who bring none
+
+
+def tiny_shakespeare():
+    """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
+    path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
+    try:
+        if not path.exists():
+            download_tiny_shakespeare(path)
+        return corpus_of("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
+    except (OSError, TextError, ValueError, http.client.HTTPException) as error:
+        print(f"no Tiny Shakespeare ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
+        return pythons_documentation()
+
+
+def download_tiny_shakespeare(path):
+    """Download Tiny Shakespeare, and write its ids to a path as uint16."""
+    print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
+        content = response.read()
+    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+        raise OSError(f"{SHAKESPEARE_URL} sent another text")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    ids_of_text(content.decode()).tofile(unfinished)
+    os.replace(unfinished, path)  # so that another run never reads half of it
+
+
+def pythons_documentation():
+    """Return the Corpus of the language reference that comes with Python, a token for each byte."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[topic] for topic in sorted(topics))
+    ids = np.array(single_bytes().encode_ordinary(text), dtype=np.uint16)
+    return corpus_of("Python's documentation, a token a byte", ids, "docs")
+
+
+def single_bytes():
+    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
+    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})

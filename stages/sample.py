@@ -9,13 +9,13 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, say
-from harness.flags import Parser, positive, seed
+from harness.flags import Parser, positive
 from harness.weights import PUBLISHED, load
 
 import torch
 from torch.nn import functional as F
 
-from data import VOCAB, gpt2_encoding, single_bytes
+from data import VOCAB, TextError, gpt2_encoding, single_bytes
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -25,17 +25,15 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
 parser = Parser(__doc__)
 add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
-add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
+add("--prompt", metavar="TEXT", help="the text to continue (a line break)")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
-add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
+add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
 if args.temperature < 0:
     refuse(f"--temperature {args.temperature}: pass 0 or more")
-if not args.prompt:
-    refuse("--prompt is empty: pass a text")
 
 device = machine.find_device(args.device)
 model, in_bytes = load(args.weights, attention)
@@ -44,10 +42,11 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
-encoding = single_bytes() if in_bytes else gpt2_encoding()
-if encoding.n_vocab < VOCAB and not in_bytes:
-    refuse("these weights know GPT-2's tokens, and its vocabulary can't be had: connect once to a network")
-prompt = torch.tensor([encoding.encode_ordinary(args.prompt)], device=device)
+try:
+    encoding = single_bytes() if in_bytes else gpt2_encoding()
+except TextError as error:
+    refuse(error)
+prompt = torch.tensor([encoding.encode_ordinary(args.prompt or "\n")], device=device)
 ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-# Without GPT-2's vocabulary the encoding has the 256 bytes only, and decode() fails for any other id.
+# Weights of single bytes may draw another id, for which decode() fails.
 say(encoding.decode([token for token in ids if token < encoding.n_vocab]))

@@ -1,4 +1,6 @@
-"""GPT-2 against its formulas, its sizes and weights, and what it generates."""
+"""GPT-2 against Hugging Face's, its sizes and weights, and what it generates."""
+
+from harness.weights import CONV1D_SUFFIXES, load
 
 import math
 
@@ -40,54 +42,42 @@ def model(request):
     return small(attention_of(request.param))
 
 
-# Against the formulas
+# Against Hugging Face's GPT-2
 
 
-def logits_by_the_formulas(weights, ids):
-    """GPT-2's logits (B, T, vocab_size) in plain torch. weights: SMALL's, by their names in a GPT."""
-
-    def linear(x, name):
-        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-
-    def layer_norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
-        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    T, C, n_head = ids.shape[1], SMALL["n_embd"], SMALL["n_head"]
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    x = weights["transformer.wte.weight"][ids] + weights["transformer.wpe.weight"][:T]
-    for layer in range(SMALL["n_layer"]):
-        block = f"transformer.h.{layer}"
-        q, k, v = linear(layer_norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(C, -1)
-        heads = []
-        for head in range(n_head):
-            own = slice(head * C // n_head, (head + 1) * C // n_head)
-            scores = q[..., own] @ k[..., own].mT / math.sqrt(C / n_head)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[..., own])
-        x = x + linear(torch.cat(heads, -1), f"{block}.attn.c_proj")
-        h = linear(layer_norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + linear(h, f"{block}.mlp.c_proj")
-    return layer_norm(x, "transformer.ln_f") @ weights["transformer.wte.weight"].T
+def hugging_faces(dtype, **settings):
+    """Return a GPT-2 of the package transformers with random weights, in a dtype."""
+    transformers = pytest.importorskip("transformers")
+    shape = SMALL | settings | dict(n_positions=SMALL["block_size"], bos_token_id=None, eos_token_id=None)
+    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
+    for p in reference.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return reference.to(dtype)
 
 
-def test_logits_loss_and_gradients_are_those_of_the_formulas(model):
+@pytest.mark.parametrize("stage", ["s01", "s05"])
+def test_logits_loss_and_gradients_are_those_of_hugging_faces_gpt_2(tmp_path, stage):
+    reference = hugging_faces(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    model, in_bytes = load(tmp_path, attention_of(stage))
+    assert (model.config, in_bytes) == (GPTConfig(**SMALL), False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # whatever was saved
     model.double()
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    reference.double()
     ids = random_ids(3, 25)
     x, y = ids[:, :-1], ids[:, 1:]  # y is not contiguous
-    expected_logits = logits_by_the_formulas(weights, x)
-    expected_loss = -expected_logits.log_softmax(-1).gather(-1, y[..., None]).mean()
+    expected_logits = reference(x).logits
     torch.testing.assert_close(model(x), expected_logits, rtol=0, atol=1e-9)
 
-    loss = model(x, y)
+    loss, expected_loss = model(x, y), F.cross_entropy(expected_logits.flatten(0, 1), y.flatten())
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
     loss.backward()
     expected_loss.backward()
+    expected = dict(reference.named_parameters())
     for name, p in model.named_parameters():
-        assert p.grad.abs().max() > 1e-4, name
-        torch.testing.assert_close({name: p.grad}, {name: weights[name].grad}, rtol=0, atol=1e-6)
+        grad = expected[name].grad.t() if name.endswith(CONV1D_SUFFIXES) else expected[name].grad
+        assert grad.abs().max() > 1e-4, name
+        torch.testing.assert_close({name: p.grad}, {name: grad}, rtol=0, atol=1e-6)
 
 
 # Weights and sizes

@@ -102,7 +102,7 @@ class StepLog:
         """Save the weights. Exits with one line where they can't be written, for example where the disk is full."""
         path = self.args.save
         try:
-            save(self.model, path, self.corpus.in_bytes)
+            save(self.model, path, in_bytes=self.corpus.source == "docs")
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             refuse(f"--save {path} was not written: {reason}; look whether its disk is full")

@@ -1,4 +1,4 @@
-"""Weights of a GPT: to a file and back, those that OpenAI published, and their loss on held-out text."""
+"""Weights of a GPT: to a file and back, those of nanoGPT and transformers, and their loss on held-out text."""
 
 import os
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from data import TextError, check_ids
+from data import check_ids
 from model import GPT, GPTConfig
 
 from .common import refuse, whole_file
@@ -48,31 +48,31 @@ def load(path, attention):
             return from_transformers(path, attention), False
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if "model_args" in checkpoint:
-            checkpoint = converted(checkpoint)
+            return from_nanogpt(checkpoint, attention), False
         model = GPT(GPTConfig(**checkpoint["config"]), attention)
-        biases = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
-        model.load_state_dict(biases | checkpoint["weights"])  # a nanoGPT without biases leaves these at 0
+        model.load_state_dict(checkpoint["weights"])
+        return model, checkpoint["in_bytes"]
     except ImportError:
         refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or nanoGPT's ckpt.pt")
-    if not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"{path} holds weights that are not finite: its training has diverged")
-    return model, checkpoint.get("in_bytes", False)
 
 
-def converted(checkpoint):
-    """Return a checkpoint of nanoGPT as save() writes one. Raises ValueError where its settings are not GPT-2's."""
-    about = checkpoint["model_args"]  # and not "config": a resumed model has the shape of its first run
-    config = {name: about[name] for name in about if name not in ("bias", "dropout")}
-    if config.keys() != asdict(GPTConfig()).keys():  # a fork may compute otherwise with the same weights
-        raise ValueError(f"it has the settings {', '.join(config)}")
-    weights = {}
+def from_nanogpt(checkpoint, attention):
+    """Return the GPT of a checkpoint of nanoGPT.
+
+    Raises TypeError for a setting that nanoGPT does not have: a fork may compute otherwise with the same weights.
+    """
+    settings = checkpoint["model_args"]  # and not "config": a resumed model has the shape of its first run
+    shape = {name: settings[name] for name in settings if name not in ("bias", "dropout")}
+    model = GPT(GPTConfig(**shape), attention)
+    weights = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}  # 0, where nanoGPT has none
     for name, tensor in checkpoint["model"].items():
         if not name.endswith(".attn.bias"):  # masks, and no weights
             weights[name.removeprefix("_orig_mod.")] = tensor
-    return {"config": config, "weights": weights}
+    model.load_state_dict(weights)
+    return model
 
 
 def from_transformers(name, attention):
@@ -83,8 +83,8 @@ def from_transformers(name, attention):
     from transformers import GPT2LMHeadModel
 
     reference = GPT2LMHeadModel.from_pretrained(name).float().eval()
-    about = reference.config
-    shape = (about.vocab_size, about.n_positions, about.n_layer, about.n_head, about.n_embd)
+    config = reference.config
+    shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
     model = GPT(GPTConfig(*shape), attention)
     weights = reference.state_dict()
     for key in weights:
@@ -101,11 +101,9 @@ def from_transformers(name, attention):
 def held_out_ids(corpus):
     """Return the first million held-out tokens of a Corpus, a 1-D integer array.
 
-    Raises TextError below 2 ids, and for an id past GPT-2's vocabulary.
+    Raises TextError for an id past GPT-2's vocabulary.
     """
     ids = corpus.held_out[np.arange(min(len(corpus.held_out), HELD_OUT_AT_MOST))]
-    if len(ids) < 2:
-        raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
     check_ids(ids, "the held-out text")
     return ids
 
