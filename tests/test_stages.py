@@ -299,7 +299,8 @@ def test_two_ranks_train_as_one_process_and_rank_0_tells_the_held_out_loss_of_wh
     printed = re.findall(r"^step .*\| (\S+) tok/sec", both.out, re.MULTILINE)
     assert printed == [f"{192 / dt:,.0f}" for dt in both.figures("dt")]  # the tokens of both, by rank 0 alone
 
-    model, _ = load(tmp_path / "w", definitions("s05", "attention", F=F)["attention"])
+    model, in_bytes = load(tmp_path / "w", definitions("s05", "attention", F=F)["attention"])
+    assert not in_bytes
     held_out = IDS[441:]  # two windows of 24, and the last target
     with torch.no_grad():
         loss = model(held_out[:-1].view(2, 24), held_out[1:].view(2, 24)).item()

@@ -12,8 +12,8 @@ from model import SIZES
 
 PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 
-# The bytes that all operations but matmuls read and write for each number of a tensor, in float32 and under autocast:
-# one operation after the other, and fused by a compiler. stages/arithmetic.md adds them up.
+# The bytes that all operations but matmuls read and write for each number of a tensor: (one operation after the other,
+# fused by a compiler) in float32, and the same two under autocast. stages/arithmetic.md adds them up.
 BYTES = {
     "scores": ((68, 20), (34, 10)),
     "logits": ((24, 12), (36, 6)),

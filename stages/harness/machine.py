@@ -45,7 +45,7 @@ def find_device(name=None):
     Under torchrun each rank takes a card of its own where the name has no number. Exits with one line where this
     machine has no such device.
     """
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0  # an old driver counts what torch can't use
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which are counted with an old driver, too
     devices = [f"cuda:{number}" for number in range(cards)]
     if torch.backends.mps.is_available():
         devices.append("mps")
