@@ -1,7 +1,7 @@
 """The arithmetic of a step against what torch counts: FLOPs, passes over memory, and sums made by hand."""
 
 from harness import arithmetic, ladder
-from harness.arithmetic import Rates, Work
+from harness.arithmetic import Work
 
 import math
 import re
@@ -26,7 +26,7 @@ B, T = 2, 80
 L, N_HEAD, C = 2, 4, 64
 V = 5003
 SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C, "seq_len": T}
-A100 = Rates({"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, copy=2.039e12)  # its datasheet
+A100 = {"peak": {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, "copy": 2.039e12}  # its datasheet
 RUN_ON_A100 = header("s12", environment=RECORD_OF_A100, shape=GPT2, batch_size=16, accum=4) | {"sdpa": "flash"}
 VIEWS = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 ONLY_WRITES = ("aten::fill_", "aten::zero_", "aten::copy_", "aten::nll_loss_backward")

@@ -1,7 +1,6 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
 from harness import ladder, rates
-from harness.arithmetic import Rates
 from harness.stepprofile import StepProfile, part_of, predicted_ms
 
 import re
@@ -74,7 +73,7 @@ def test_a_profile_that_saw_no_kernel_or_lost_one_says_so():
 def lines_of_parts(short, amp_dtype="float32", **ms):
     """The last lines of a profile of gpt2 at B 1, T 1024, on a machine whose rates are round. ms: of each operation."""
     run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"sdpa": "flash"}
-    predicted = predicted_ms(ladder.effect_of(ladder.stage_of(short), run).work, Rates(RATES["peak"], RATES["copy"]))
+    predicted = predicted_ms(ladder.effect_of(ladder.stage_of(short), run).work, RATES)
     events = [event(NAMES[part], cpu_us=1e3 * part_ms) for part, part_ms in ms.items()]
     lines = StepProfile(events, torch.device("cpu"), step_ms=126.0).lines(predicted)
     heading = " measured predicted ms, by what its FLOPs and bytes take at the rates of this machine"

@@ -68,14 +68,6 @@ class Work:
         return self.batch_size * self.shape["seq_len"]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """How fast a machine is. matmul: {dtype: FLOP/s} of a large matmul. copy: bytes/s, read and written."""
-
-    matmul: dict
-    copy: float
-
-
 # Seconds
 
 
@@ -84,14 +76,15 @@ def seconds_per_token(work, rates):
 
     A prediction is the ratio of two of these sums.
     """
-    if work.matmul_dtype not in rates.matmul:
+    if work.matmul_dtype not in rates["peak"]:
         return None
     return sum(seconds_of_parts(work, rates).values()) / work.tokens
 
 
 def seconds_of_parts(work, rates):
-    """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take at the Rates of a machine.
+    """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take.
 
+    rates: of a machine, a dict as rates.measure() returns it: "peak" is {dtype: FLOP/s}, and "copy" bytes per second.
     --profile measures the same parts, but it counts a cast in eager code as pointwise. "matmuls" are those with
     weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
     explicit attention does.
@@ -99,12 +92,12 @@ def seconds_of_parts(work, rates):
     moved = bytes_moved(work)
     pointwise = moved["residual"] + moved["gelu"] + moved["projections"] + moved["casts"]
     return {
-        "matmuls": work.tokens * 6 * matmul_weights(work.shape) / rates.matmul[work.matmul_dtype],
+        "matmuls": work.tokens * 6 * matmul_weights(work.shape) / rates["peak"][work.matmul_dtype],
         "attention": attention_seconds(work, rates),
-        "softmax and mask": moved["scores"] / rates.copy,
-        "pointwise": pointwise / rates.copy,
-        "loss": moved["logits"] / rates.copy,
-        "optimizer": update_bytes(work) / rates.copy,
+        "softmax and mask": moved["scores"] / rates["copy"],
+        "pointwise": pointwise / rates["copy"],
+        "loss": moved["logits"] / rates["copy"],
+        "optimizer": update_bytes(work) / rates["copy"],
     }
 
 
@@ -115,12 +108,12 @@ def attention_seconds(work, rates):
     there are 128 FLOPs for each number of the scores that is moved, which is little for a GPU.
     """
     unit = work.shape["n_layer"] * work.tokens * work.shape["seq_len"] * work.shape["n_embd"]
-    rate = rates.matmul[work.matmul_dtype]
+    rate = rates["peak"][work.matmul_dtype]
     if work.flash:
         return FLASH_ATTENTION_FLOPS * unit / rate
     bytes_of_score = 4 if work.amp_dtype == "float32" else 2
     moved = 6 * bytes_of_score * numbers_in(work)["scores"]  # two of its six matmuls write the scores, four read them
-    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates.copy)
+    return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates["copy"])
 
 
 # Bytes

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ladder, machine, ranks, rates
-from .arithmetic import Rates, shape_of
+from .arithmetic import shape_of
 from .common import refuse
 from .flags import settings_of
 from .log import finite_or_none, header_of
@@ -139,7 +139,7 @@ class StepLog:
             predicted = {}
             if self.args.stage:  # nothing is predicted of another script
                 work = ladder.effect_of(self.args.stage, self.log.header | summary).work
-                predicted = predicted_ms(work, Rates(measured["peak"], measured["copy"]))
+                predicted = predicted_ms(work, measured)
             lines += self.profile.lines(predicted)
         return summary, lines
 

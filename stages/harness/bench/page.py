@@ -219,8 +219,9 @@ def noise_line(table):
 
 
 def rates_line(rates):
-    """Return what the columns "% of peak" and "predicted" divide by. rates: the Rates of the probe, or None."""
+    """Return what the columns "% of peak" and "predicted" divide by. rates: of the probe, or None."""
     if rates is None:
         return "No peak and no predictions, since the probe left no rates."
-    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates.matmul.items())]
-    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {rates.copy / 1e9:,.1f} GB/s."
+    peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates["peak"].items())]
+    copied = rates["copy"] / 1e9
+    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {copied:,.1f} GB/s."

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from .. import ladder
-from ..arithmetic import Rates, flops_per_token, seconds_per_token
+from ..arithmetic import flops_per_token, seconds_per_token
 from ..card import words_on_card
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from ..scripts import uses, work_of
@@ -86,7 +86,7 @@ class Table:
     facts: dict | None = None  # of the first row that has some
     unit: str | None = None  # what this row counts
     probe_times: dict = field(default_factory=dict)  # {round: seconds of a FLOP in each step, or in the median step}
-    rates: Rates | None = None  # that the probe measured
+    rates: dict | None = None  # that the probe measured
     loss_step: int | None = None  # the last step that all rows took
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     noise: Noise | None = None  # of these
@@ -130,7 +130,7 @@ def add_rates(table, runs):
     steps = [step for run in runs for step in run.counted]
     if steps:
         peak = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in steps[0]["peak"]}
-        table.rates = Rates(peak, statistics.median(step["copy"] for step in steps))
+        table.rates = {"peak": peak, "copy": statistics.median(step["copy"] for step in steps)}
 
 
 def times_of(runs, bench, time_of):
