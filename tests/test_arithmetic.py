@@ -120,7 +120,7 @@ def test_passes_over_each_tensor_are_those_that_torch_makes(dtype):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = model(x, x)
         loss.backward()
-    moved = arithmetic.bytes_moved(Work(SHAPE, B, matmul_dtype=dtype, amp_dtype=dtype))
+    moved = arithmetic.bytes_moved(Work(SHAPE, B, matmul_dtype=dtype))
 
     scores = B * N_HEAD * T * T  # of a layer
     softmax_and_mask = traffic.of(scores, "div", "_softmax", "_softmax_backward_data", "_to_copy")
@@ -192,7 +192,7 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
     for cell, dtype in zip(line.split(" | ")[2:], ("float32", "bfloat16"), strict=True):
         counts = re.findall(r"(\d+) → (\d+)", cell)
         for (one_by_one, fused), on_cuda in ((counts[0], False), (counts[-1], True)):
-            work = Work(SHAPE, B, amp_dtype=dtype, on_cuda=on_cuda)
+            work = Work(SHAPE, B, matmul_dtype=dtype, on_cuda=on_cuda)
             assert arithmetic.bytes_per_number(tensor, work) == int(one_by_one)
             assert arithmetic.bytes_per_number(tensor, replace(work, compiled=True)) == int(fused)
 
@@ -233,5 +233,5 @@ def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown()
 def test_float16_has_two_bytes_and_unscales_its_gradients():
     run = RUN_ON_A100 | {"settings": RUN_ON_A100["settings"] | {"amp_dtype": "float16"}}
     bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
-    assert float16 == replace(bfloat16, amp_dtype="float16", matmul_dtype="float16", update=20 + 2)
+    assert float16 == replace(bfloat16, matmul_dtype="float16", update=20 + 2)
     assert arithmetic.bytes_moved(float16) == arithmetic.bytes_moved(bfloat16)

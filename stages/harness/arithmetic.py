@@ -11,6 +11,7 @@ from data import VOCAB
 from model import SIZES
 
 PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
+AUTOCAST_DTYPES = ("bfloat16", "float16")  # in which it multiplies
 
 # The bytes that all operations but matmuls read and write for each number of a tensor: (one operation after the other,
 # fused by a compiler) in float32, and the same two under autocast. stages/arithmetic.md adds them up.
@@ -46,16 +47,14 @@ class Work:
     """What one micro-batch of one process has to do, forward, backward and its share of the update.
 
     The defaults are those of s01. shape: a dict with n_layer, n_head, n_embd, vocab_size and seq_len. batch_size: B of
-    the micro-batch. matmul_dtype: "float32", "tf32", "bfloat16" or "float16". amp_dtype: of autocast, "float32" where
-    it is off. on_cuda: whether CUDA's kernels run. compiled: by torch.compile. flash: whether attention is one kernel.
-    update: numbers that an update reads and writes for each parameter. accum: micro-batches of this process for each
-    update.
+    the micro-batch. matmul_dtype: "float32", "tf32" or, under autocast, "bfloat16" or "float16". on_cuda: whether
+    CUDA's kernels run. compiled: by torch.compile. flash: whether attention is one kernel. update: numbers that an
+    update reads and writes for each parameter. accum: micro-batches of this process for each update.
     """
 
     shape: dict
     batch_size: int
     matmul_dtype: str = "float32"
-    amp_dtype: str = "float32"
     on_cuda: bool = False
     compiled: bool = False
     flash: bool = False
@@ -111,7 +110,7 @@ def attention_seconds(work, rates):
     rate = rates["peak"][work.matmul_dtype]
     if work.flash:
         return FLASH_ATTENTION_FLOPS * unit / rate
-    bytes_of_score = 4 if work.amp_dtype == "float32" else 2
+    bytes_of_score = 2 if work.matmul_dtype in AUTOCAST_DTYPES else 4
     moved = 6 * bytes_of_score * numbers_in(work)["scores"]  # two of its six matmuls write the scores, four read them
     return max(EXPLICIT_ATTENTION_FLOPS * unit / rate, moved / rates["copy"])
 
@@ -142,7 +141,7 @@ def bytes_per_number(tensor, work):
     if work.flash and tensor == "scores":  # they stay inside of the kernel
         return 0
     in_float32, under_autocast = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
-    one_by_one, fused = in_float32 if work.amp_dtype == "float32" else under_autocast
+    one_by_one, fused = under_autocast if work.matmul_dtype in AUTOCAST_DTYPES else in_float32
     needs_no_copies = work.flash and tensor == "projections"  # the kernel reads q, k and v in place
     return fused if work.compiled or needs_no_copies else one_by_one
 

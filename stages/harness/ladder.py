@@ -96,7 +96,7 @@ def effect_of(stage, facts):
             return Effect(work, fallbacks.get("amp_dtype", "float32 was asked for"), same_computation=True)
         case "s03_bf16":
             dtype = settings["amp_dtype"]
-            work = replace(work, matmul_dtype=dtype, amp_dtype=dtype)
+            work = replace(work, matmul_dtype=dtype)
             if dtype == "float16":
                 return Effect(replace(work, update=work.update + UNSCALING), "active: float16, loss scaled")
             return Effect(work, f"active: {dtype}")

@@ -157,7 +157,6 @@ def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
         shape,
         batch_size,
         matmul_dtype="tf32" if in_tf32 else amp_dtype,
-        amp_dtype=amp_dtype,
         on_cuda=on_cuda,
         compiled=techniques["compile"],
         flash=has_flash_attention(techniques),
