@@ -102,13 +102,10 @@ class Trap:
         return pytest.fail, ("its code has run",)
 
 
-INCOMPLETE = {"config": SMALL, "weights": {}, "in_bytes": False}
+CONTENTS = [Trap(), torch.ones(3), {"config": SMALL, "weights": {}, "in_bytes": False}, b"", b"First Citizen:\n"]
 
 
-CONTENTS = {"code": Trap(), "a tensor": torch.ones(3), "incomplete": INCOMPLETE, "nothing": b"", "a text": b"First Citizen:\n"}
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize("content", CONTENTS, ids=["code", "a tensor", "incomplete", "nothing", "a text"])
 def test_what_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(tmp_path, capsys, content):
     path = tmp_path / "w.pt"
     if isinstance(content, bytes):
