@@ -158,6 +158,7 @@ def test_a_cpu_may_have_units(system, monkeypatch, avx512_bf16, cpuinfo, amx_fp1
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": amx_fp16}, raising=False)
     assert machine.units_of(CPU) == units
+    assert machine.units_of(torch.device("xpu")) == units  # a watched script's device, of which nothing is known
 
 
 NATIVE = [({"float16", "bfloat16"}, torch.bfloat16), ({"float16"}, torch.float16), (set(), torch.float32)]

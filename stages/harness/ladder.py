@@ -75,9 +75,10 @@ class Effect:
 
 
 def effect_of(stage, facts):
-    """Return the Effect of a stage on the work of the stage before. A stage without a case changes the update alone.
+    """Return the Effect of a stage. Its work includes all stages before it.
 
-    facts: the header of a run's record and, as "sdpa", the attention kernel that its summary names, or None.
+    A stage that has no case below changes the numbers of the update alone. facts: the header of a run's record and, as
+    "sdpa", the attention kernel that its summary names, or None.
     """
     settings, environment, fallbacks = facts["settings"], facts["environment"], facts["fallbacks"]
     if stage == STAGES[0]:

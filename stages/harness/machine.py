@@ -83,11 +83,11 @@ def synchronize(device):
 
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
-    if device.type == "cpu":
-        return units_of_cpu()
     if device.type == "mps":
         emulates_bfloat16 = device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
+    if device.type != "cuda":  # a CPU, or a device of a watched script that nothing is known of
+        return units_of_cpu()
     if torch.version.hip:
         return units_of_amd(device)
     capability = torch.cuda.get_device_capability(device)
