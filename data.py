@@ -4,7 +4,6 @@ The text is a file of the reader's own, a folder of files, or Tiny Shakespeare, 
 can't be had, it is Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
 """
 
-import functools
 import hashlib
 import os
 import sys
@@ -30,8 +29,8 @@ class TextError(Exception):
 class Corpus:
     """A text as tokens.
 
-    name: for people. ids: the tokens to train on, a 1-D array of integers, or Shards. held_out: those on which no stage
-    trains. source: by which load_tokens() finds the text.
+    name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no stage trains.
+    source: by which load_tokens() finds the text.
     """
 
     name: str
@@ -107,7 +106,6 @@ def corpus_of(name, ids, source):
 # A reader's own files
 
 
-@functools.lru_cache(maxsize=8)  # a folder may have more files than a process may open
 def ids_of_file(path):
     """Return the ids in a user's file, a 1-D array of integers. Raises TextError where it holds none.
 
@@ -148,37 +146,17 @@ def gpt2_encoding():
 
 
 def corpus_of_folder(folder):
-    """Return the Corpus of the .bin and .npy of a folder, as one ring. Raises TextError where it has no two of them.
+    """Return the Corpus of the first .bin or .npy of a folder. Raises TextError where it has no two of them.
 
-    Those with val in their names are held out; without any, the last one is.
+    Held out is a file with val in its name or, without any, the last one.
     """
     paths = sorted(path for path in Path(folder).glob("[!.]*") if path.suffix in (".bin", ".npy"))
     held_out = [path for path in paths if "val" in path.name] or paths[-1:]
     training = [path for path in paths if path not in held_out]
     if not training:
         raise TextError(f"--data {folder}: it has no file .bin or .npy to train on beside those that are held out")
-    name = f"{Path(folder).resolve().name}, {len(training)} files, and {len(held_out)} held out"
-    return Corpus(name, Shards(training), Shards(held_out), folder)
-
-
-class Shards:
-    """The ids of several files, which stay on disk, one file after the other."""
-
-    def __init__(self, paths):
-        self.paths = paths
-        self.starts = np.cumsum([0] + [len(ids_of_file(path)) for path in paths])  # and at last the end
-
-    def __len__(self):
-        return int(self.starts[-1])
-
-    def __getitem__(self, positions):
-        """Return the ids at an array of positions, as an array of int64."""
-        ids = np.empty(len(positions), dtype=np.int64)
-        shards = np.searchsorted(self.starts, positions, side="right") - 1  # that of each position
-        for shard in np.unique(shards):
-            is_inside = shards == shard
-            ids[is_inside] = ids_of_file(self.paths[shard])[positions[is_inside] - self.starts[shard]]
-        return ids
+    name = f"{training[0].name}, the first of {len(training)} files to train on"
+    return Corpus(name, ids_of_file(training[0]), ids_of_file(held_out[0]), folder)
 
 
 # The text of those who bring none
