@@ -3,6 +3,7 @@
 from harness import machine, ranks
 from harness.watch.techniques import SDPA_KERNEL
 
+import ctypes.util
 import mmap
 import os
 import re
@@ -182,6 +183,9 @@ def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(cuda, mon
     assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
     (tmp_path / "Python.h").touch()
     assert "no C++ compiler icpx found: install g++" in machine.compile_problem(CPU)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    assert "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH" in machine.compile_problem(CUDA_0)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
     for name in ("icpx", "gcc"):
         (tmp_path / name).touch(mode=0o755)

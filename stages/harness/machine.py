@@ -1,6 +1,7 @@
 """What this machine is: its device, what that can do natively, and how much memory it has."""
 
 import contextlib
+import ctypes.util
 import functools
 import importlib.util
 import os
@@ -22,6 +23,8 @@ SLOW = (
     "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
     "HIP_LAUNCH_BLOCKING",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
+    "PYTORCH_NO_HIP_MEMORY_CACHING",
+    "CUDA_INJECTION64_PATH",  # follows each kernel, as nsys does
     "ONEDNN_MAX_CPU_ISA",  # leaves units of a CPU unused
 )
 # Variables that turn torch.compile off, replace it, or hide that it fails.
@@ -168,6 +171,9 @@ def triton_problem(device):
         return "Triton needs a GPU of compute capability 7.0 or more"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
+    has_libcuda = os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
+    if not (torch.version.hip or has_libcuda):
+        return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
     if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang")):
         return "Triton finds no C compiler: install gcc"
     return None

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from data import check_ids
+from data import TextError, check_ids
 from model import GPT, GPTConfig
 
 from .common import refuse, whole_file
@@ -101,9 +101,11 @@ def from_transformers(name, attention):
 def held_out_ids(corpus):
     """Return the first million held-out tokens of a Corpus, a 1-D integer array.
 
-    Raises TextError for an id past GPT-2's vocabulary.
+    Raises TextError below 2 ids, and for an id past GPT-2's vocabulary.
     """
     ids = corpus.held_out[:HELD_OUT_AT_MOST]
+    if len(ids) < 2:
+        raise TextError(f"the held-out text has {len(ids)} tokens, and needs 2: pass a longer text")
     check_ids(ids, "the held-out text")
     return ids
 
