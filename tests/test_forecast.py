@@ -24,7 +24,7 @@ def test_what_is_foretold_of_the_h100_is_what_its_page_predicts(a_card):
     stage_args = {name: parse(None, results.bench["flags"]) for name in results.rows}
     foretold = forecast_of(begun, stage_args)
 
-    predicted = [outcome.predicted for outcome in foretold.rows]
+    predicted = [outcome.comparison.predicted for outcome in foretold.shown]
     assert predicted[0] is predicted[5] is None  # s01, and the vocabulary of s06
     on_its_page = [2.522, 1.223, 2.439, 1.507, 0.985, 1, 1, 1.071, 1.030, 0.994]
     assert [ratio for ratio in predicted if ratio] == pytest.approx(on_its_page, rel=0.02)

@@ -1,5 +1,6 @@
 """From the runs of a record to the table: figures, ratios, predictions, noise and verdicts."""
 
+from harness.bench.answer import answer
 from harness.bench.ratios import Verdict
 from harness.figures import WARMUP, figures_of
 
@@ -19,9 +20,8 @@ def test_a_rows_figures_are_those_of_all_its_runs():
     first = run("s01", [4.0, 1.0], memory=2, warmup_dt=3.0)
     second = run("s01", [9.0], memory=1, number=1)
     table = table_from(first, second, run("s01", [16.0, 25.0], memory=None, number=2, end=None))
-    s01 = table.reference
-    assert (s01.dt_ms, s01.memory) == (9000, 2_000_000_000)
-    assert (len(s01.counted), len(s01.means)) == (5, 2)
+    s01 = table.outcomes["s01"]
+    assert (s01.dt_ms, s01.memory, len(s01.counted)) == (9000, 2_000_000_000, 5)
     assert s01.warmup_s == 3 * WARMUP  # of the first run, which may compile
 
 
@@ -31,12 +31,12 @@ def test_a_rows_figures_are_those_of_all_its_runs():
 def test_a_ratio_is_the_median_of_the_ratios_within_the_turns():
     """The ratios are 4, 1 and 1.5. Their mean is 2.2, and the median times of both rows are equal."""
     table = table_from(run("s01", [1.0, 4.0, 9.0]), run("s03", [0.25, 4.0, 6.0]))
-    assert table.outcomes["s03"].ratio.value == pytest.approx(1.5)
+    assert table.outcomes["s03"].comparison.ratio.value == pytest.approx(1.5)
 
 
 def test_a_turn_that_one_row_did_not_take_is_in_no_ratio():
     table = table_from(run("s01", [1.0, 1.0, 4.0, 9.0]), run("s03", [0.5, 0.25, 0.5]))
-    assert table.outcomes["s03"].ratio.value == 4
+    assert table.outcomes["s03"].comparison.ratio.value == 4
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -44,9 +44,9 @@ def test_a_round_of_fresh_processes_gives_one_ratio(in_turn):
     """In turn the medians of the rounds' ratios are 2, 2 and 5, and alone the ratios of their medians 4, 2 and 5."""
     s01 = [run("s01", dts, i) for i, dts in enumerate([[1.0, 2.0, 3.0], [9.0, 2.0, 1.0], [1.0] * 3])]
     s03 = [run("s03", dts, i) for i, dts in enumerate([[0.5, 4.0, 0.5], [1.0] * 3, [9.0, 0.2, 0.2]])]
-    ratio = table_from(*s01, *s03, in_turn=in_turn, rounds=3).outcomes["s03"].ratio
+    ratio = table_from(*s01, *s03, in_turn=in_turn, rounds=3).outcomes["s03"].comparison.ratio
     assert (ratio.value, ratio.rounds) == (2 if in_turn else 4, 3)
-    once = table_from(s01[0], s03[0], in_turn=False).outcomes["s03"].ratio
+    once = table_from(s01[0], s03[0], in_turn=False).outcomes["s03"].comparison.ratio
     assert (once.value, once.spread) == (4, None)
 
 
@@ -55,13 +55,13 @@ def test_a_round_of_fresh_processes_gives_one_ratio(in_turn):
 )
 def test_two_models_are_not_compared_nor_are_tokens_with_samples(other):
     table = table_from(run("a", [1.0]), run("b", [1.0], **other), run("c", [0.5], **other))
-    assert table.outcomes["b"].ratio is None
-    assert table.outcomes["c"].ratio.value == 2
+    assert table.outcomes["b"].comparison.ratio is None
+    assert table.outcomes["c"].comparison.ratio.value == 2
 
 
 def test_a_gpt_with_a_padded_vocabulary_or_a_longer_sequence_is_the_same_model():
     padded = {"shape": MINI | {"vocab_size": 50304, "seq_len": 512}, "parameters": 1}
-    assert table_from(run("a", [1.0]), run("b", [0.5], **padded)).outcomes["b"].ratio.value == 2
+    assert table_from(run("a", [1.0]), run("b", [0.5], **padded)).outcomes["b"].comparison.ratio.value == 2
 
 
 def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together_in_each_round():
@@ -71,14 +71,14 @@ def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together_i
     b = [run("b", dts, number, wait=0.4, techniques={"loaders": 1}) for number, dts in enumerate(bursts)]
     outcome = table_from(*a, *b).outcomes["b"]
     assert outcome.tok_per_sec == pytest.approx(12000 / 5)
-    assert (outcome.ratio.value, outcome.ratio.rounds) == (pytest.approx(0.5), 3)
+    assert (outcome.comparison.ratio.value, outcome.comparison.ratio.rounds) == (pytest.approx(0.5), 3)
 
 
 def test_a_script_that_loads_its_data_by_itself_is_compared_in_each_turn():
     turns = [1.0, 1.1, 0.9, 1.0]
     table = table_from(run("a", turns), run("b", [dt / 2 for dt in turns], wait=0.4, techniques={}), in_turn=True)
-    assert table.outcomes["b"].ratio.value == 2
-    assert table.outcomes["b"].ratio.spread == pytest.approx(0)
+    assert table.outcomes["b"].comparison.ratio.value == 2
+    assert table.outcomes["b"].comparison.ratio.spread == pytest.approx(0)
 
 
 def test_so_is_a_script_in_which_long_steps_take_most_of_the_time():
@@ -86,7 +86,7 @@ def test_so_is_a_script_in_which_long_steps_take_most_of_the_time():
     a = [run("a", [1.0] * 4, number) for number in range(3)]
     b = [run("b", [1.0, 1.0, 1.0, 12.0], number, techniques={}) for number in range(3)]
     outcome = table_from(*a, *b).outcomes["b"]
-    assert (1 / outcome.ratio.value, 1000 / outcome.tok_per_sec) == pytest.approx((15 / 4, 15 / 4))
+    assert (1 / outcome.comparison.ratio.value, 1000 / outcome.tok_per_sec) == pytest.approx((15 / 4, 15 / 4))
 
 
 # predictions
@@ -109,8 +109,8 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
     table = table_from(*[run_of_one(name) for name in ("s06", "s09", "s10", "s07")], probed(**RATES))
     flops, bytes_but_the_update = 78 + 7, 24 + 132 + 80 + 60
     s06, s07, s10 = (flops + (bytes_but_the_update + numbers * 56) / 10 for numbers in (20, 23, 10))
-    predicted = [outcome.predicted for outcome in table.rows]
-    assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), pytest.approx(s10 / s07)]
+    predicted = [outcome.comparison.predicted for outcome in table.shown]
+    assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), None]
 
 
 def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
@@ -119,20 +119,20 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
     runs = [run(name, [1.0], techniques={}) for name in ("t.py", "other.py")]
     runs.append(run("+ bf16", [1.0], techniques={"autocast": "bfloat16"}))
     table = table_from(*runs, probed(float32=1e9, bfloat16=2e9, copy=1e15), rows=rows)
-    predicted = [outcome.predicted for outcome in table.rows]
+    predicted = [outcome.comparison.predicted for outcome in table.shown]
     assert predicted == [None, pytest.approx(2, rel=0.05), None]  # who knows what else another script does
 
 
-@pytest.mark.parametrize("names", ["s05 s06", "s05 s07", "s07 s05", "mine s02", "s01 mine", "plain s01"])
+@pytest.mark.parametrize("names", ["s05 s06", "s07 s05", "mine s02", "s01 mine", "plain s01"])
 def test_what_flops_and_bytes_do_not_tell_is_not_predicted(names):
     above, name = names.split()
-    assert table_from(run_of_one(above), run_of_one(name), probed(**RATES)).outcomes[name].predicted is None
+    assert table_from(run_of_one(above), run_of_one(name), probed(**RATES)).outcomes[name].comparison.predicted is None
 
 
 def test_between_one_process_and_several_nothing_is_predicted():
     rows = [*rows_of_names(["s12", "probe"]), row("two s12", script="s12_ddp", above="s12")]
     runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2), probed(**RATES)]
-    assert table_from(*runs, rows=rows).outcomes["two s12"].predicted is None
+    assert table_from(*runs, rows=rows).outcomes["two s12"].comparison.predicted is None
 
 
 def test_the_share_of_the_peak_is_by_the_models_shape():
@@ -143,7 +143,7 @@ def test_the_share_of_the_peak_is_by_the_models_shape():
     several = run("several ranks", [1.0] * 2, shape=shape, world_size=2)
     longer = run("a longer sequence", [1.0] * 2, shape=shape | {"seq_len": 8})
     table = table_from(a_gpt, no_gpt, several, longer, probed(float32=1e7, bfloat16=1e8))
-    shares = [outcome.peak_share for outcome in table.rows]
+    shares = [outcome.peak_share for outcome in table.shown]
     assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None, pytest.approx(1962 * 1000 / 1e8)]
 
 
@@ -155,7 +155,7 @@ def test_a_stage_that_does_nothing_here_and_a_second_run_are_pairs_of_one_comput
     names = [*(f"s{number:02d}" for number in range(1, 13)), "s07 again"]
     table = table_from(*[run(name, [1.0], **missing) for name in names])
     pairs = ["s02 / s01", "s03 / s02", "s04 / s03", "s08 / s07", "s09 / s08", "s11 / s10", "s07 again / s07"]
-    assert [f"{outcome.row.name} / {outcome.base.row.name}" for outcome in table.pairs] == pairs
+    assert [f"{outcome.row.name} / {outcome.comparison.base.row.name}" for outcome in table.pairs] == pairs
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_a_single_round_of_a_row_tells_nothing_whatever_the_noise():
     once = [run("b", [0.1]), run("b", [0.1], 1, end=None), run("b", [0.1], 2, end=None)]
     table = table_from(*both, *once, in_turn=False, rounds=3)
     assert table.noise.size == 0
-    assert table.outcomes["b"].verdict is Verdict.UNCLEAR
+    assert table.outcomes["b"].comparison.verdict is Verdict.UNCLEAR
 
 
 def test_a_stage_that_is_known_to_do_nothing_makes_no_difference_however_wide_its_spread():
     dts = [1.0] * 3
     s02 = table_from(run("s01", dts), run("s01 again", dts), run("s02", [0.9, 1.0, 1.1])).outcomes["s02"]
-    assert s02.ratio.spread > 0.2
-    assert s02.verdict is Verdict.SAME
+    assert s02.comparison.ratio.spread > 0.2
+    assert s02.comparison.verdict is Verdict.SAME
 
 
 def test_a_pair_that_contradicts_our_claim_is_no_noise_and_says_nothing_of_the_row_below():
@@ -194,7 +194,7 @@ def test_a_pair_that_contradicts_our_claim_is_no_noise_and_says_nothing_of_the_r
     dts = {"s01": 1.0, "s02": 0.5, "s02 again": 0.5, "s03": 0.1, "s07": 0.05, "s08": 0.05 * 1.03}
     table = table_from(*[run(name, [dt] * 3) for name, dt in dts.items()])
     assert table.noise == (pytest.approx(0.03), 2)
-    verdicts = [outcome.verdict for outcome in table.rows[1:]]
+    verdicts = [outcome.comparison.verdict for outcome in table.shown[1:]]
     assert verdicts == [Verdict.UNCLEAR, Verdict.UNCLEAR, Verdict.FASTER, Verdict.SAME]
 
 
@@ -202,11 +202,11 @@ def test_a_second_run_of_a_row_is_noise_however_bad_and_excuses_a_claim():
     runs = [run("s01", [1.0] * 3), run("s02", [0.5] * 3), run("s02 again", [1.25] * 3), run("s03", [0.1] * 3)]
     table = table_from(*runs)
     assert table.noise == (pytest.approx(1.5), 2)
-    assert table.outcomes["s02"].verdict is Verdict.SAME
-    assert table.outcomes["s03"].verdict is Verdict.FASTER
+    assert table.outcomes["s02"].comparison.verdict is Verdict.SAME
+    assert table.outcomes["s03"].comparison.verdict is Verdict.FASTER
 
 
-def test_what_was_in_a_script_already_is_no_verdict_and_a_pair_of_one_computation():
+def test_what_was_in_a_script_already_is_a_pair_of_one_computation_and_no_row_of_the_answer():
     """+compile adds nothing to a script that compiles, +fused nothing to SGD, and +bf16 adds something."""
     rows = [
         row("t.py"),
@@ -219,24 +219,25 @@ def test_what_was_in_a_script_already_is_no_verdict_and_a_pair_of_one_computatio
     runs = [run(each.name, [1.0] * 3, techniques=sgd) for each in rows[:4]]
     runs.append(run("+bf16", [0.5] * 3, techniques=sgd | {"autocast": "bfloat16"}))
     table = table_from(*runs, rows=rows)
-    assert [outcome.added_in_vain for outcome in table.rows] == [[], ["compile"], ["fused"], []]
-    assert [outcome.verdict for outcome in table.rows] == [None, None, None, Verdict.FASTER]
-    assert len(table.pairs) == 3
+    assert [outcome.comparison.change.in_vain for outcome in table.shown] == [[], ["compile"], ["fused"], []]
+    assert [outcome.row.name for outcome in table.pairs] == ["t.py again", "+compile", "+fused"]
+    assert [heading for heading, _ in answer(table)] == ["worth it", "all together", "what to type 1"]
 
 
 def test_all_together_is_the_last_row_of_one_process_that_trains_the_first_rows_model():
     others = [run("d", [0.1] * 3, shape=None), run("e", [0.1] * 3, world_size=2), run("f", [0.1], end=failure("boom"))]
-    table = table_from(run("a", [1.0] * 3), run("b", [0.25] * 3), run("c", [0.5] * 3), *others)
-    assert (table.last.row.name, table.together.value) == ("c", 2)
+    runs = [run(name, [dt] * 3) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.25, "c": 0.5}.items()]
+    table = table_from(*runs, *others)
+    assert dict(answer(table))["all together"] == "the last row, c, is 2.00 ± 0.00 times as fast as a"
 
 
 def test_a_script_that_trains_on_another_device_has_no_prediction_and_no_share_of_the_peak():
     rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), above="t.py"), row("probe")]
     runs = [run("t.py", [1.0], techniques={}), run("+bf16", [1.0], techniques={"autocast": "bfloat16"})]
     runs.append(probed(float32=1e9, bfloat16=2e9, copy=1e15))
-    assert table_from(*runs, rows=rows).outcomes["+bf16"].predicted is not None
+    assert table_from(*runs, rows=rows).outcomes["+bf16"].comparison.predicted is not None
     outcome = table_from(*runs, rows=rows, environment=CPU | {"device": "cuda"}).outcomes["+bf16"]
-    assert (outcome.ran_on, outcome.predicted, outcome.peak_share) == ("cpu", None, None)
+    assert (outcome.is_on_other_device, outcome.comparison.predicted, outcome.peak_share) == (True, None, None)
 
 
 def test_rows_that_take_no_turns_are_compared_round_by_round():
@@ -247,7 +248,10 @@ def test_rows_that_take_no_turns_are_compared_round_by_round():
         runs.append(run("a.py", 9 * [seconds], number, techniques=ahead))
         runs.append(run("b.py", 9 * [2.0], number, techniques=ahead))
     table = table_from(*runs, rows=[row("s01"), row("a.py", above="s01"), row("b.py", above="a.py")])
-    _, first, second = table.rows
-    assert first.ratio.spread is None
-    assert (second.ratio.value, second.ratio.rounds) == (1.0, 3) and second.ratio.spread > 0.4
-    assert second.verdict != Verdict.FASTER
+    _, first, second = table.shown
+    assert first.comparison.ratio.spread is None
+    assert (second.comparison.ratio.value, second.comparison.ratio.rounds) == (
+        1.0,
+        3,
+    ) and second.comparison.ratio.spread > 0.4
+    assert second.comparison.verdict != Verdict.FASTER

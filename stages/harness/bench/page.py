@@ -11,6 +11,8 @@ import textwrap
 from ..arithmetic import flops_per_token, shape_name
 from . import words
 from .answer import answer
+from .ratios import NOT_SHOWN_TO_DIFFER
+from .table import compare
 from .words import number_cell
 
 TERMINAL_WIDTH = 80  # columns
@@ -24,37 +26,38 @@ WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares wit
 
 
 def short_table(table, path_to_stages=None):
-    """Return the table of a terminal; on a page its rows are linked. path_to_stages: from that page."""
-    first = table.reference.row.title
-    lines = [["row", "tok/sec", "x above", f"x {first if len(first) < 8 else 'the first'}", "GB", "what you type"]]
-    for outcome in table.rows:
-        cells = [
-            words.linked_title(outcome.row, path_to_stages) if path_to_stages else outcome.row.title,
+    """Yield the lines of a terminal's table; on a page its rows are linked. path_to_stages: from that page."""
+    reference = table.outcomes[table.bench["reference"]]
+    title_of_reference = reference.row.title if len(reference.row.title) < 8 else "the first"
+    yield ["row", "tok/sec", "x above", f"x {title_of_reference}", "GB", "what you type"]
+    for outcome in table.shown:
+        title = words.quoted(outcome.row.title)
+        if path_to_stages and outcome.row.stage:
+            title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
+        ratio_to_reference = compare(outcome, reference)
+        yield [
+            title,
             words.speed_cell(outcome),
-            words.ratio_cell(outcome),
-            number_cell(outcome.x_reference, "{:.2f}"),
+            words.ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict),
+            number_cell(ratio_to_reference.value if ratio_to_reference else None, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
-            words.typed_cell(outcome),
+            outcome.comparison.change.typed or words.NOTHING,
         ]
-        lines.append(cells)
-    return lines
 
 
 def full_table(table):
-    """Return the second table of a page, which adds to the short one."""
+    """Yield the lines of the second table of a page, which adds to the short one."""
     title_of_loss = "loss" if table.loss_step is None else f"loss, step {table.loss_step}"
-    lines = [["row", "predicted", "dt ms", "% of peak", title_of_loss, "note"]]
-    for outcome in table.rows:
-        cells = [
+    yield ["row", "predicted", "dt ms", "% of peak", title_of_loss, "note"]
+    for outcome in table.shown:
+        yield [
             words.quoted(outcome.row.title),
-            number_cell(outcome.predicted, "{:.2f}"),
+            number_cell(outcome.comparison.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
             number_cell(outcome.losses.get(table.loss_step), "{:.2f}"),
             escaped(words.note_cell(outcome, table.bench)),
         ]
-        lines.append(cells)
-    return lines
 
 
 def escaped(text):
@@ -92,16 +95,16 @@ def wrapped(text, indent, width=TERMINAL_WIDTH):
 
 def how_to_read(table):
     """Return how to read the ratios of the table, and the commands that it leaves out, a list of sentences."""
-    with_ratios = [outcome for outcome in table.rows if outcome.ratio]
     lines = []
-    if with_ratios and table.noise is None:
-        lines.append(NO_NOISE)
-    elif any(words.is_in_brackets(outcome) for outcome in with_ratios):
-        apart = f"By chance alone, runs of the same code differ by about {100 * table.noise.size:.1f} % here."
-        lines.append(f"A number in brackets is too close to 1 to call. {apart}")
-    if with_ratios and table.bench["in_turn"]:
-        lines.append(WHICH_TO_TRUST)
-    for outcome in table.rows:
+    if any(outcome.comparison.ratio for outcome in table.shown):
+        if table.noise is None:
+            lines.append(NO_NOISE)
+        elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
+            apart = f"By chance alone, runs of the same code differ by about {100 * table.noise.size:.1f} % here."
+            lines.append(f"A number in brackets is too close to 1 to call. {apart}")
+        if table.bench["in_turn"]:
+            lines.append(WHICH_TO_TRUST)
+    for outcome in table.shown:
         if len(outcome.row.name) > words.MOST_OF_A_COMMAND:  # its cell has no room for it
             lines.append(f"{words.quoted(outcome.row.title)} is {words.code(outcome.row.name)}")
     return lines
@@ -113,10 +116,10 @@ def how_to_read(table):
 def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_table(table))]
-    for outcome in table.rows:
-        parts = words.words_on_comparison(outcome) + words.words_on_script(outcome)
-        if parts:
-            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
+    for outcome in table.shown:
+        remarks = words.remarks(outcome)
+        if remarks:
+            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(remarks)}", 2))
     return "\n".join(lines)
 
 
@@ -135,11 +138,12 @@ def expectations(forecast):
 
     forecast: the Table that forecast_of() returned.
     """
-    if not any(outcome.predicted for outcome in forecast.rows):
+    if not any(outcome.comparison.predicted for outcome in forecast.shown):
         return None
     lines = [["row", "should be x above", "what you type"]]
-    for outcome in forecast.rows:
-        lines.append([outcome.row.title, number_cell(outcome.predicted, "{:.2f}"), words.typed_cell(outcome)])
+    for outcome in forecast.shown:
+        predicted = number_cell(outcome.comparison.predicted, "{:.2f}")
+        lines.append([outcome.row.title, predicted, outcome.comparison.change.typed])
     before = "What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"
     return f"{before}\n{aligned(lines)}\nWhat has a dash can't be predicted."
 
@@ -165,55 +169,52 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    lines = [machine_line(table), what_ran(table), how_rows_ran(bench), noise_line(table), rates_line(table.rates)]
-    return [*lines, f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}."]
-
-
-def machine_line(table):
-    """Return the machine and its software."""
-    env = table.bench["environment"]
-    line = f"**{env['device_name']}**, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
-    line += f"torch {env['torch']}, Python {env['python']}"
-    if env["cuda"]:
-        line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
-    if table.facts and "environment" in table.facts["fallbacks"]:
-        line += f". All is {table.facts['fallbacks']['environment']}"
-    return f"{line}."
-
-
-def what_ran(table):
-    """Return the model, the batch, the text, the seed and the date of the first row that ran."""
-    if table.facts is None:
-        return "No row got as far as its first step."
-    shape, settings = table.facts["shape"], table.facts["settings"]
-    parts = ["No GPT"]
-    if shape:
-        parts = [shape_name(shape), f"{flops_per_token(shape) / 1e6:.0f} MFLOP a token"]
-    if settings["batch_size"]:
-        parts.append(f"B {settings['batch_size']}")
-    if settings["seq_len"]:
-        parts.append(f"T {settings['seq_len']}")
-    if settings.get("corpus"):  # which nobody knows of a script
-        parts.append(settings["corpus"])
-    return f"The first row: {', '.join(parts)}, seed {settings['seed']}, {table.facts['started'][:10]}."
-
-
-def how_rows_ran(bench):
-    """Return how the rows were led."""
     how = "One after the other, each in a fresh process"
     if bench["in_turn"]:
         how = "In turn, all processes alive at once"
     steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
-    return f"{how}: {steps}. Rounds: {bench['rounds']}."
+    return [
+        machine_line(bench["environment"], table.facts),
+        what_ran(table.facts),
+        f"{how}: {steps}. Rounds: {bench['rounds']}.",
+        noise_line(table),
+        rates_line(table.rates),
+        f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}.",
+    ]
+
+
+def machine_line(env, facts):
+    """Return the machine and its software. facts: of the first row that ran, or None."""
+    line = f"**{env['device_name']}**, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
+    line += f"torch {env['torch']}, Python {env['python']}"
+    if env["cuda"]:
+        line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
+    if facts and "environment" in facts["fallbacks"]:
+        line += f". All is {facts['fallbacks']['environment']}"
+    return f"{line}."
+
+
+def what_ran(facts):
+    """Return the model, the batch, the text, the seed and the date of the first row that ran. facts: its, or None."""
+    if facts is None:
+        return "No row got as far as its first step."
+    shape, settings = facts["shape"], facts["settings"]
+    line = "The first row: "
+    line += f"{shape_name(shape)}, {flops_per_token(shape) / 1e6:.0f} MFLOP a token" if shape else "No GPT"
+    for name, setting in (("B ", "batch_size"), ("T ", "seq_len"), ("", "corpus")):
+        if settings.get(setting):  # of a script not all are known
+            line += f", {name}{settings[setting]}"
+    return f"{line}, seed {settings['seed']}, {facts['started'][:10]}."
 
 
 def noise_line(table):
     """Return how much runs of one computation differed, and what that makes of the noise."""
     parts = []
     for outcome in table.pairs:
-        left_out = ", which is left out" if outcome.is_contradicted else ""
-        pair = f"{words.quoted(outcome.row.title)} / {words.quoted(outcome.base.row.title)}"
-        parts.append(f"{pair} {outcome.ratio.value:.3f}{left_out}")
+        comparison = outcome.comparison
+        left_out = ", which is left out" if comparison.is_contradicted else ""
+        pair = f"{words.quoted(outcome.row.title)} / {words.quoted(comparison.base.row.title)}"
+        parts.append(f"{pair} {comparison.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(parts) or 'none'}."
     return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line
 

@@ -2,9 +2,9 @@
 
 from html import escape
 
-from .ratios import Verdict
+from .ratios import NOT_SHOWN_TO_DIFFER, Verdict
 from .rows import shortened
-from .words import UNITS, failure, is_in_brackets, name_of_change, speed_cell
+from .words import UNITS, failure, speed_cell
 
 WIDTH = 640  # all lengths are in pixels
 LETTER = 8.4  # of a wide font, as DejaVu Sans
@@ -38,70 +38,87 @@ line, polyline, rect { stroke: #24292f; fill: none }
 
 def draw(table, name):
     """Return the text of results/NAME.svg."""
-    title = f"{name}: {table.bench['environment']['device_name']}, {UNITS[table.unit]}/s, x above"
-    parts = [text(8, 8, shortened(title, int(WIDTH / LETTER)))]
-    parts += bars(table)
-    bottom = TOP + LINE * (len(table.rows) + 1) + 6
-    rows_of_unit = [outcome for outcome in table.rows if outcome.unit == table.unit]
-    with_curves = [outcome for outcome in rows_of_unit if len(outcome.curve) > 1 and outcome.curve[-1][0]]
+    unit = UNITS[table.unit]
+    title = f"{name}: {table.bench['environment']['device_name']}, {unit}/s, x above"
+    with_bars = [each for each in table.shown if each.tok_per_sec and not each.error and each.unit == table.unit]
+    with_curves = [outcome for outcome in with_bars if points_of(outcome)]
+    parts = [text(8, 8, shortened(title, int(WIDTH / LETTER))), *bars(table.shown, with_bars)]
+    bottom = TOP + LINE * (len(table.shown) + 1) + 6
     if with_curves:
-        parts += curves(with_curves[0], with_curves[-1], UNITS[table.unit], bottom + LINE)
+        parts += curves(with_curves[0], with_curves[-1], unit, bottom + LINE)
         bottom += PLOT_HEIGHT + 3 * LINE
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
     return "\n".join([opening, HEAD, *parts, "</svg>"]) + "\n"
 
 
-def bars(table):
-    """Return elements of SVG with a line for each row, and what the colors of the bars mean, as far as they occur.
+def bars(outcomes, with_bars):
+    """Return elements of SVG with a line for each row, and below them what the colors of the bars mean.
 
     A bar is as long as the speed. A row that failed, or counts something else than the first, has words alone.
+    with_bars: the Outcomes of all others.
     """
-    labels = [shortened(name_of_change(outcome), MOST_LETTERS) for outcome in table.rows]
+    labels = [shortened(outcome.comparison.change.title, MOST_LETTERS) for outcome in outcomes]
     left = 16 + LETTER * max(len(label) for label in labels)
-    with_bars = [each for each in table.rows if each.tok_per_sec and not each.error and each.unit == table.unit]
     farthest = max((outcome.tok_per_sec + half_of_whisker(outcome) for outcome in with_bars), default=1)
     scale = (WIDTH - left - RIGHT_MARGIN) / farthest
     parts = []
     y = TOP
-    for label, outcome in zip(labels, table.rows, strict=True):
+    for label, outcome in zip(labels, outcomes, strict=True):
         parts.append(text(left - 8, y, label, anchor="end"))
         end = left
         if outcome in with_bars:
             length, half = scale * outcome.tok_per_sec, scale * half_of_whisker(outcome)
             end = left + length + half
-            parts.append(rectangle(left, y, length, COLORS[outcome.verdict]))
+            parts.append(rectangle(left, y, length, COLORS[outcome.comparison.verdict]))
             if half:
                 parts.append(line(end - 2 * half, y + BAR / 2, end, y + BAR / 2))
         parts.append(text(end + 6, y, words_beside(outcome)))
         y += LINE
+    return parts + legend([outcome.comparison.verdict for outcome in with_bars], y + 6)
+
+
+def legend(verdicts, y):
+    """Return elements of SVG that say what the colors of some Verdicts mean; none where all are None."""
+    parts = []
     x = 8
-    verdicts = dict.fromkeys(outcome.verdict for outcome in with_bars)
-    for verdict in verdicts if any(verdicts) else ():  # after one round on a card there are none
+    for verdict in dict.fromkeys(verdicts) if any(verdicts) else ():
         words = verdict.value if verdict else "no verdict"
-        parts += [rectangle(x, y + 6, BAR, COLORS[verdict]), text(x + BAR + 5, y + 6, words)]
+        parts += [rectangle(x, y, BAR, COLORS[verdict]), text(x + BAR + 5, y, words)]
         x += 34 + LETTER * len(words)
     return parts
 
 
 def words_beside(outcome):
     """Return the speed of a row and its ratio to the row above, in brackets as in the table, or why it failed."""
+    ratio = outcome.comparison.ratio
     if outcome.error:
         return shortened(failure(outcome.error), MOST_LETTERS_OF_A_FAILURE)
-    if outcome.ratio is None:
+    if ratio is None:
         return speed_cell(outcome)
-    factor = f"x {outcome.ratio.value:.2f}"
-    if is_in_brackets(outcome):
+    factor = f"x {ratio.value:.2f}"
+    if outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER:
         factor = f"({factor})"
     return f"{speed_cell(outcome)}\u00a0\u00a0 {factor}"  # an SVG would fold blanks
 
 
 def half_of_whisker(outcome):
     """Return how far a row's speed may be off, by the ± of its ratio to the row above; 0 without one."""
-    ratio = outcome.ratio
+    ratio = outcome.comparison.ratio
     if ratio is None or ratio.spread is None:
         return 0
     return outcome.tok_per_sec * min(1, ratio.spread / ratio.value)
+
+
+def points_of(outcome):
+    """Return the training loss of a row by tokens, [(tokens up to a step, loss of the step)]."""
+    points = []
+    tokens = 0
+    for step in outcome.runs[0].steps:
+        tokens += step["tokens"]
+        if tokens and step["loss"] is not None:
+            points.append((tokens, step["loss"]))
+    return points
 
 
 def curves(first, last, unit, top):
@@ -109,8 +126,9 @@ def curves(first, last, unit, top):
 
     unit: what the tokens are, "tokens" or "samples".
     """
-    most = max(first.curve[-1][0], last.curve[-1][0])
-    losses = [loss for _, loss in first.curve + last.curve]
+    all_points = points_of(first) + points_of(last)
+    losses = [loss for _, loss in all_points]
+    most = max(tokens for tokens, _ in all_points)
     highest = max(losses)
     lowest = min(*losses, highest - FEWEST_NATS)
     right, bottom = WIDTH - RIGHT_MARGIN, top + PLOT_HEIGHT
@@ -126,10 +144,10 @@ def curves(first, last, unit, top):
     ]
     y_of_title = top + LINE
     for outcome, name in {first: "first", last: "last"}.items():
-        points = []
-        for tokens, loss in outcome.curve:
-            points.append(f"{PLOT_LEFT + x_scale * tokens:.1f},{bottom - y_scale * (loss - lowest):.1f}")
-        parts.append(f'<polyline class="{name}" points="{" ".join(points)}"/>')
+        places = []
+        for tokens, loss in points_of(outcome):
+            places.append(f"{PLOT_LEFT + x_scale * tokens:.1f},{bottom - y_scale * (loss - lowest):.1f}")
+        parts.append(f'<polyline class="{name}" points="{" ".join(places)}"/>')
         parts.append(line(right + 8, y_of_title, right + 30, y_of_title, name))
         parts.append(text(right + 36, y_of_title - 6, shortened(outcome.row.title, MOST_LETTERS_OF_A_CURVE)))
         y_of_title += LINE

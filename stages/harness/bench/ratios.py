@@ -41,6 +41,8 @@ class Verdict(Enum):
     UNCLEAR = "can't be told"
 
 
+NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)
+
 # from steps to a ratio
 
 
@@ -50,16 +52,18 @@ def seconds_of_a_token(steps):
     return sum(step["dt"] for step in steps) / tokens if tokens else None
 
 
-def ratio_of_rounds(times, times_of_base):
+def ratio_of_rounds(times, times_of_base, in_turn=True):
     """Return the Ratio of the speeds of two rows, or None where nothing pairs up.
 
-    times, times_of_base: {round: list of seconds per token}, of each turn or of the round as a whole; None is a step
-    without tokens. The turns of a single round are its samples. Each of several rounds gives one sample, because its
-    turns share two processes and say nothing of others.
+    times, times_of_base: {round: list of seconds per token}; None is a step without tokens. in_turn: whether both rows
+    took their steps in the same turns. Then the turns of a single round are its samples. Each of several rounds gives
+    one sample, because its turns share two processes and say nothing of others. Without turns it is by the medians.
     """
     by_round = []
     for number in times.keys() & times_of_base.keys():
-        pairs = zip(times[number], times_of_base[number], strict=False)  # one may have taken fewer turns
+        pairs = [(median_of_known(times[number]), median_of_known(times_of_base[number]))]
+        if in_turn:
+            pairs = zip(times[number], times_of_base[number], strict=False)  # one may have taken fewer turns
         ratios = [base / ours for ours, base in pairs if ours is not None and base is not None]
         if ratios:
             by_round.append(ratios)
@@ -69,6 +73,12 @@ def ratio_of_rounds(times, times_of_base):
         return ratio_of_turns(by_round[0])
     value, spread = median_and_spread([statistics.median(ratios) for ratios in by_round])
     return Ratio(value, spread, len(by_round))
+
+
+def median_of_known(times):
+    """Return the median of times without those that are None; None where no time is known."""
+    known = [time for time in times if time is not None]
+    return statistics.median(known) if known else None
 
 
 def ratio_of_turns(ratios):

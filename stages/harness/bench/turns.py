@@ -18,7 +18,6 @@ from . import page, picture
 from .forecast import forecast_of
 from .rows import PROBE
 from .table import table_of
-from .words import words_on_speed
 from .workers import Worker
 
 PAUSE = 0.02  # seconds between the steps of two workers: threads of the one that just stepped may still spin
@@ -199,9 +198,9 @@ def words_on_end(row, results):
     outcome = table_of(results).outcomes.get(row.name)  # the probe has none
     if outcome is None or not outcome.tok_per_sec:
         return f"{row.title} has ended"
-    words = f"{row.title}: {words_on_speed(outcome)}"
-    if outcome.ratio:
-        words += f", {outcome.ratio.value:.2f} x {outcome.base.row.title}"
+    words = f"{row.title}: {outcome.tok_per_sec:,.0f} {outcome.unit}/sec"
+    if outcome.comparison.ratio:
+        words += f", {outcome.comparison.ratio.value:.2f} x {outcome.comparison.base.row.title}"
     return words
 
 

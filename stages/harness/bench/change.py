@@ -1,0 +1,91 @@
+"""What a row changes beside the row above: the code that its reader types, and whether both compute the same."""
+
+from dataclasses import dataclass, field
+
+from .. import ladder
+from ..scripts import uses, what_to_type
+from .rows import CPU_MEMORY, runs_the_same
+from .words import command_cell
+
+
+@dataclass
+class Change:
+    """What a row changes beside its base, the row above or the one that a second run repeats.
+
+    title: the row's title, and what it adds where that does not say it. typed: the cell with what its reader types, in
+    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it adds, also where they
+    do nothing here. in_vain: the techniques, as "bf16", that were added to a script and do nothing there.
+    """
+
+    title: str
+    typed: str
+    code: list = field(default_factory=list)
+    stages: list = field(default_factory=list)
+    in_vain: list = field(default_factory=list)
+    is_same_computation: bool = False
+
+
+def change_of(outcome, base):
+    """Return the Change of a row beside its base. base: an Outcome, or None for the first row."""
+    row, above = outcome.row, base and base.row
+    has_same_script = runs_the_same(row, above)
+    if row.control_of:
+        return Change(row.title, "", is_same_computation=True)
+    if not row.keeps_memory:
+        return Change(row.title, "without the memory variables")
+    if has_same_script and not above.keeps_memory:
+        variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
+        code = [f"`{variables}` in front of `python`"]
+        return Change(f"{row.title} with memory variables", "three variables of the environment", code)
+    if row.stage:
+        return change_of_stage(row, above, outcome.facts)
+    if has_same_script:
+        return change_from_outside(outcome, base)
+    return Change(row.title, command_cell(row))
+
+
+def change_of_stage(row, above, facts):
+    """Return the Change of a stage. The first row adds it; a row below an earlier stage adds all in between as well.
+
+    Those in between are named first, because the ratio includes their gains. above: a Row, or None. facts: of the
+    Outcome.
+    """
+    stages = []
+    if above is None:
+        stages = [row.stage]
+    elif above.stage:
+        stages = list(ladder.between(above.stage, row.stage))
+    idle = [stage for stage in stages if facts and ladder.effect_of(stage, facts).same_computation]
+    added = [stage for stage in stages if stage.for_the_loss or stage not in idle]
+    skipped = [stage for stage in added if stage is not row.stage]
+    title, typed = row.title, command_cell(row)
+    if stages and not row.launcher and not row.flags:
+        typed = row.stage.line
+        if row.stage.technique:
+            title = f"{row.title} {row.stage.technique}"
+    if skipped:
+        title = f"{row.title} with {ladder.words_on_stages(skipped)}"
+        typed = f"{ladder.words_on_stages(skipped)}, {typed}"
+    code = [stage.line for stage in added if not stage.for_the_loss]
+    has_same_command = above is not None and (row.launcher, row.flags) == (above.launcher, above.flags)
+    is_same_computation = has_same_command and bool(stages) and idle == stages
+    return Change(title, typed, code, stages, is_same_computation=is_same_computation)
+
+
+def change_from_outside(outcome, base):
+    """Return the Change of a script to which techniques are added that the row above goes without.
+
+    One is in vain where the script had it before, or does not have it now.
+    """
+    row, techniques = outcome.row, outcome.techniques
+    names = [name for name in row.added if name not in base.row.added]
+    stages = [ladder.ADDED[name] for name in names]
+    in_vain = []
+    if techniques and base.techniques:
+        in_vain = [name for name in names if uses(base.techniques, name) or not uses(techniques, name)]
+    code = []
+    for stage in stages:
+        if stage.added_as not in in_vain:
+            code.append(what_to_type(techniques, stage) if techniques else stage.line)
+    typed = ", ".join(code) if names else command_cell(row)
+    return Change(row.title, typed, code, stages, in_vain, is_same_computation=bool(names) and in_vain == names)
