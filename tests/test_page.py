@@ -108,14 +108,11 @@ def test_a_stage_that_does_nothing_here_is_not_among_those_that_a_row_skips_nor_
     assert code == ["`with torch.autocast(...):`", "`F.scaled_dot_product_attention(...)`", "`AdamW(..., fused=True)`"]
 
 
-def test_brackets_stand_around_what_is_no_difference_and_a_single_round_on_a_card_calls_none():
+def test_the_terminal_aligns_figures_and_wraps_words():
     times = {"s01": 1.0, "s01 again": 1.01, "s05": 0.25, "s06": 0.251}
     shown = page.terminal_at_the_end(table_from(*[run(name, [dt] * 3) for name, dt in times.items()]))
     assert re.search(r"^s05 +4,000 +4\.00 ± 0\.00 +4\.00  1\.50  s03 to s04,$", shown, re.MULTILINE)
     assert "  (1.00 ± 0.00)  " in shown
-    once = page.terminal_at_the_end(table_from(*[run(name, [dt]) for name, dt in times.items()], in_turn=False))
-    assert "(1.00)" not in once
-    assert "Nothing is called faster or slower" in once
 
 
 # The answer
@@ -124,7 +121,7 @@ def test_brackets_stand_around_what_is_no_difference_and_a_single_round_on_a_car
 def test_the_answer_has_each_kind_of_verdict_the_largest_first():
     """On a machine whose noise is 1 %.
 
-    The rows and the control count 45.7 s, and 84 s are warm-up. Sixty steps more of each take 3 x 45.7 s.
+    The rows and the control count 53.3 s, and 76 s are warm-up. Sixty steps more of each take 3 x 53.3 s.
     """
     runs = [
         run("s01", [0.6] * 20),
@@ -159,10 +156,3 @@ def test_in_rounds_more_rounds_tell_more():
     runs = [run(name, [dt], number) for name, each in dts.items() for number, dt in enumerate(each)]
     lines = dict(answer(table_from(*runs, in_turn=False, rounds=3)))
     assert lines["to tell more"].startswith("more rounds make each ± smaller: --rounds 6 ")
-
-
-def test_what_can_not_be_told_has_its_reason():
-    dts = {"s01": [1.0] * 3, "s01 again": [1.0] * 3, "s02": [0.5] * 3, "s03": [0.25] * 3}
-    told = dict(answer(table_from(*[run(name, each) for name, each in dts.items()])))["can't be told"]
-    assert told.startswith("s02 TF32 2.00 ± 0.00 (should be as fast as the row above, ")
-    assert told.endswith("s03 autocast 2.00 ± 0.00 (the row above may have been disturbed)")

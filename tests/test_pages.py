@@ -1,7 +1,7 @@
 """README, the lessons and the results show what the stages and the records say, and their commands run."""
 
 from harness import machine
-from harness.bench import page, picture, words
+from harness.bench import page, picture
 from harness.bench.results import Results
 from harness.bench.table import compare, table_of
 
@@ -76,19 +76,14 @@ ALSO = {"memory variables": "s01", "vocabulary": "s06", "fused AdamW": "s10", "a
 )
 def test_what_to_do_first_says_what_our_records_say(reader, record):
     table = committed_table(record)
-    ratios = {
-        outcome.row.title: words.ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict)
-        for outcome in table.shown
-    }
-    ratios = {title: re.sub(" ± [0-9.]+", "", cell) for title, cell in ratios.items()}
+    ratios = {line[0]: re.sub(" ± [0-9.]+", "", line[2]) for line in page.short_table(table)}
     line = re.search(rf"^\| \[?{reader}.*", README, re.MULTILINE)[0]
     cells = line.strip("| ").split(" | ")
     assert cells[1:5] == [ratios["s02"], ratios["s03"], ratios["s04"], ratios["s05"]]
     for technique, stage in ALSO.items():
         if technique in cells[5]:
             assert f"{technique} {ratios[stage]}" in re.sub(r"[\[\]]|\(stages[^)]*\)", "", cells[5])
-    s11 = next(outcome for outcome in table.shown if outcome.row.title == "s11")
-    assert cells[6] == f"{compare(s11, table.shown[0]).value:.1f}"
+    assert cells[6] == f"{compare(table.outcomes['s11'], table.shown[0]).value:.1f}"
 
 
 def changed_lines(before, stage):

@@ -1,6 +1,6 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
-from .ratios import Verdict, distance, judge
+from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
 from .table import compare
 from .words import quoted, ratio_cell
 
@@ -17,7 +17,7 @@ def answer(table):
     lines = []
     for verdict in Verdict:
         rows = [outcome for outcome in told if outcome.comparison.verdict is verdict]
-        if verdict in (Verdict.FASTER, Verdict.SLOWER):
+        if verdict not in NOT_SHOWN_TO_DIFFER:
             rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
         if rows:
             lines.append((verdict.value, ", ".join(words_on_verdict(outcome) for outcome in rows)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from .. import ladder
 from ..scripts import uses, what_to_type
 from .rows import CPU_MEMORY, runs_the_same
-from .words import command_cell
+from .words import NOTHING, command_cell
 
 
 @dataclass
@@ -87,5 +87,5 @@ def change_from_outside(outcome, base):
     for stage in stages:
         if stage.added_as not in in_vain:
             code.append(what_to_type(techniques, stage) if techniques else stage.line)
-    typed = ", ".join(code) if names else command_cell(row)
+    typed = (", ".join(code) or NOTHING) if names else command_cell(row)
     return Change(row.title, typed, code, stages, in_vain, is_same_computation=bool(names) and in_vain == names)

@@ -5,15 +5,13 @@ others figures. The short table stands in the terminal, first on the page, and i
 every page, such as what a ratio and its ± are, stands in results/README.md.
 """
 
-import re
 import textwrap
 
 from ..arithmetic import flops_per_token, shape_name
-from . import words
 from .answer import answer
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .table import compare
-from .words import number_cell
+from .words import MOST_OF_A_COMMAND, UNITS, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -31,17 +29,17 @@ def short_table(table, path_to_stages=None):
     title_of_reference = reference.row.title if len(reference.row.title) < 8 else "the first"
     yield ["row", "tok/sec", "x above", f"x {title_of_reference}", "GB", "what you type"]
     for outcome in table.shown:
-        title = words.quoted(outcome.row.title)
+        title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
         ratio_to_reference = compare(outcome, reference)
         yield [
             title,
-            words.speed_cell(outcome),
-            words.ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict),
+            speed_cell(outcome),
+            ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict),
             number_cell(ratio_to_reference.value if ratio_to_reference else None, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
-            outcome.comparison.change.typed or words.NOTHING,
+            outcome.comparison.change.typed,
         ]
 
 
@@ -51,18 +49,13 @@ def full_table(table):
     yield ["row", "predicted", "dt ms", "% of peak", title_of_loss, "note"]
     for outcome in table.shown:
         yield [
-            words.quoted(outcome.row.title),
+            quoted(outcome.row.title),
             number_cell(outcome.comparison.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
             number_cell(outcome.losses.get(table.loss_step), "{:.2f}"),
-            escaped(words.note_cell(outcome, table.bench)),
+            note_cell(outcome, table.bench),
         ]
-
-
-def escaped(text):
-    """Return a text whose signs markdown leaves as they are."""
-    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", text)
 
 
 def markdown(lines):
@@ -105,8 +98,8 @@ def how_to_read(table):
         if table.bench["in_turn"]:
             lines.append(WHICH_TO_TRUST)
     for outcome in table.shown:
-        if len(outcome.row.name) > words.MOST_OF_A_COMMAND:  # its cell has no room for it
-            lines.append(f"{words.quoted(outcome.row.title)} is {words.code(outcome.row.name)}")
+        if len(outcome.row.name) > MOST_OF_A_COMMAND:  # its cell has no room for it
+            lines.append(f"{quoted(outcome.row.title)} is {code(outcome.row.name)}")
     return lines
 
 
@@ -117,9 +110,9 @@ def terminal(table):
     """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
     lines = [aligned(short_table(table))]
     for outcome in table.shown:
-        remarks = words.remarks(outcome)
-        if remarks:
-            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(remarks)}", 2))
+        parts = remarks(outcome)
+        if parts:
+            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
     return "\n".join(lines)
 
 
@@ -142,8 +135,8 @@ def expectations(forecast):
         return None
     lines = [["row", "should be x above", "what you type"]]
     for outcome in forecast.shown:
-        predicted = number_cell(outcome.comparison.predicted, "{:.2f}")
-        lines.append([outcome.row.title, predicted, outcome.comparison.change.typed])
+        comparison = outcome.comparison
+        lines.append([outcome.row.title, number_cell(comparison.predicted, "{:.2f}"), comparison.change.typed])
     before = "What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"
     return f"{before}\n{aligned(lines)}\nWhat has a dash can't be predicted."
 
@@ -155,7 +148,7 @@ def page(table, name):
     """Return the whole of results/NAME.md, whose title tells it from all others."""
     parts = [
         f"# {name}: a bench on {table.bench['environment']['device_name']}",
-        f"![The speed of each row, and the training loss by {words.UNITS[table.unit]}]({name}.svg)",
+        f"![The speed of each row, and the training loss by {UNITS[table.unit]}]({name}.svg)",
         markdown(short_table(table, path_to_stages="../stages/")),
         "\n\n".join(how_to_read(table)),
         "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
@@ -169,9 +162,7 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    how = "One after the other, each in a fresh process"
-    if bench["in_turn"]:
-        how = "In turn, all processes alive at once"
+    how = "In turn, all processes alive at once" if bench["in_turn"] else "One after the other, each in a fresh process"
     steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
     return [
         machine_line(bench["environment"], table.facts),
@@ -213,7 +204,7 @@ def noise_line(table):
     for outcome in table.pairs:
         comparison = outcome.comparison
         left_out = ", which is left out" if comparison.is_contradicted else ""
-        pair = f"{words.quoted(outcome.row.title)} / {words.quoted(comparison.base.row.title)}"
+        pair = f"{quoted(outcome.row.title)} / {quoted(comparison.base.row.title)}"
         parts.append(f"{pair} {comparison.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(parts) or 'none'}."
     return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line

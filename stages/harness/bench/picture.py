@@ -63,9 +63,9 @@ def bars(outcomes, with_bars):
     farthest = max((outcome.tok_per_sec + half_of_whisker(outcome) for outcome in with_bars), default=1)
     scale = (WIDTH - left - RIGHT_MARGIN) / farthest
     parts = []
-    y = TOP
-    for label, outcome in zip(labels, outcomes, strict=True):
-        parts.append(text(left - 8, y, label, anchor="end"))
+    for number, outcome in enumerate(outcomes):
+        y = TOP + LINE * number
+        parts.append(text(left - 8, y, labels[number], anchor="end"))
         end = left
         if outcome in with_bars:
             length, half = scale * outcome.tok_per_sec, scale * half_of_whisker(outcome)
@@ -74,8 +74,7 @@ def bars(outcomes, with_bars):
             if half:
                 parts.append(line(end - 2 * half, y + BAR / 2, end, y + BAR / 2))
         parts.append(text(end + 6, y, words_beside(outcome)))
-        y += LINE
-    return parts + legend([outcome.comparison.verdict for outcome in with_bars], y + 6)
+    return parts + legend([outcome.comparison.verdict for outcome in with_bars], TOP + LINE * len(outcomes) + 6)
 
 
 def legend(verdicts, y):
@@ -142,15 +141,14 @@ def curves(first, last, unit, top):
         text(right, bottom + 6, f"{most:,.0f} {unit}", anchor="end"),
         text(right + 8, top - 6, "training loss"),
     ]
-    y_of_title = top + LINE
-    for outcome, name in {first: "first", last: "last"}.items():
+    for number, (outcome, name) in enumerate({first: "first", last: "last"}.items(), 1):
+        y = top + LINE * number
         places = []
         for tokens, loss in points_of(outcome):
             places.append(f"{PLOT_LEFT + x_scale * tokens:.1f},{bottom - y_scale * (loss - lowest):.1f}")
         parts.append(f'<polyline class="{name}" points="{" ".join(places)}"/>')
-        parts.append(line(right + 8, y_of_title, right + 30, y_of_title, name))
-        parts.append(text(right + 36, y_of_title - 6, shortened(outcome.row.title, MOST_LETTERS_OF_A_CURVE)))
-        y_of_title += LINE
+        parts.append(line(right + 8, y, right + 30, y, name))
+        parts.append(text(right + 36, y - 6, shortened(outcome.row.title, MOST_LETTERS_OF_A_CURVE)))
     return parts
 
 

@@ -108,13 +108,12 @@ def order_statistic(n):
     median with probability 1/2, so how many are below it follows the binomial distribution (Conover, Practical
     Nonparametric Statistics). Below six samples there is no such k.
     """
-    largest = 0
-    missed = 0.0  # the probability that the median lies outside the range from the k-th smallest to the k-th largest
-    for k in range(1, n // 2 + 1):
-        missed += 2 * math.comb(n, k - 1) / 2**n
-        if missed <= 0.05:
-            largest = k
-    return largest
+    k = 0
+    missed = 2 / 2**n  # the probability that the median lies outside the range from the next k-th smallest to largest
+    while missed <= 0.05:
+        k += 1
+        missed += 2 * math.comb(n, k) / 2**n
+    return k
 
 
 def median_and_spread(samples):

@@ -11,8 +11,9 @@ from .. import ladder
 from ..arithmetic import flops_per_token, seconds_per_token
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from ..scripts import work_of
+from . import ratios
 from .change import Change, change_of
-from .ratios import ALIKE, Noise, Ratio, Verdict, distance, judge, noise_of_pairs, ratio_of_rounds, seconds_of_a_token
+from .ratios import Noise, Ratio, Verdict
 from .results import first_known
 from .rows import PROBE, Row
 
@@ -25,8 +26,8 @@ class Comparison:
 
     base: "Outcome | None"
     change: Change
-    ratio: Ratio | None = None  # of their speeds
-    predicted: float | None = None  # what the ratio should be
+    ratio: Ratio | None  # of their speeds
+    predicted: float | None  # what the ratio should be
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
 
@@ -72,7 +73,7 @@ class Table:
     outcomes: dict = field(default_factory=dict)  # {name: Outcome} of all rows and of the control
     shown: list = field(default_factory=list)  # Outcomes without that of the control
     facts: dict | None = None  # of the first row that has some
-    unit: str = "tok"  # what this row counts
+    unit: str | None = None  # what this row counts
     loss_step: int | None = None  # the last step that all rows took
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     noise: Noise | None = None  # of these
@@ -88,17 +89,19 @@ def table_of(results):
             outcome = outcome_of(row, results)
             outcome.peak_share = peak_share(outcome, probe_times)
             base = table.outcomes.get(row.control_of or row.above)
-            outcome.comparison = comparison_of(outcome, base, table.rates)
+            change, ratio = change_of(outcome, base), compare(outcome, base)
+            outcome.comparison = Comparison(base, change, ratio, predicted_ratio(outcome, base, change, table.rates))
             table.outcomes[row.name] = outcome
-            if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
+            if ratio and change.is_same_computation:
                 table.pairs.append(outcome)
     table.shown = [outcome for outcome in table.outcomes.values() if not outcome.row.control_of]
     table.facts = first_known([outcome.facts for outcome in table.shown])
-    if table.facts:
-        table.unit = table.facts["unit"]
+    table.unit = table.facts["unit"] if table.facts else "tok"
     last_steps = [max(outcome.losses) for outcome in table.shown if outcome.counted and outcome.losses]
     table.loss_step = min(last_steps, default=None)
-    table.noise = noise_of(table.pairs)
+    mark_contradicted(table.pairs)
+    agreeing = [outcome.comparison for outcome in table.pairs if not outcome.comparison.is_contradicted]
+    table.noise = ratios.noise_of_pairs([comparison.ratio for comparison in agreeing])
     for outcome in table.shown:
         outcome.comparison.verdict = verdict_on(outcome.comparison, table.noise)
     return table
@@ -129,8 +132,7 @@ def outcome_of(row, results):
     """Return the Outcome of a row, without its peak_share and its Comparison."""
     runs = results.runs_of(row)
     counted = [step for run in runs for step in run.counted]
-    techniques = first_known([run.techniques for run in runs])
-    outcome = Outcome(row, runs, counted, results.error(row), techniques)
+    outcome = Outcome(row, runs, counted, results.error(row), first_known([run.techniques for run in runs]))
     header = first_known([run.header for run in runs])
     summary = first_known([run.summary for run in runs])
     if header:
@@ -170,10 +172,10 @@ def add_figures(outcome, bench):
     outcome.has_turns = bench["in_turn"] and not (loads_ahead or no_step_is_typical)
     if no_step_is_typical:
         speed = speed_of_all(outcome.counted)
-        outcome.times = {run.round: [seconds_of_a_token(run.counted)] for run in outcome.runs if run.summary}
+        outcome.times = {run.round: [ratios.seconds_of_a_token(run.counted)] for run in outcome.runs if run.summary}
     else:
         speed = figures["tok_per_sec"]
-        outcome.times = times_of(outcome.runs, bench, lambda step: seconds_of_a_token([step]))
+        outcome.times = times_of(outcome.runs, bench, lambda step: ratios.seconds_of_a_token([step]))
     outcome.dt_ms = figures["dt_ms"]
     outcome.tok_per_sec = speed or None  # 0: no step has tokens
     outcome.memory = figures["memory"] or None  # 0: without a meter
@@ -190,29 +192,21 @@ def peak_share(outcome, probe_times):
     if not shape or outcome.is_on_other_device or outcome.ranks > 1:
         return None
     # seconds per FLOP over seconds per token
-    tokens_per_flop = ratio_of_rounds(outcome.times, probe_times, outcome.has_turns)
+    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe_times, outcome.has_turns)
     return tokens_per_flop.value * flops_per_token(shape) if tokens_per_flop else None
 
 
 # Beside another row
 
 
-def comparison_of(outcome, base, rates):
-    """Return the Comparison of a row with its base, without a verdict. base: an Outcome, or None for the first row."""
-    change = change_of(outcome, base)
-    if base is None:
-        return Comparison(base, change)
-    return Comparison(base, change, compare(outcome, base), predicted_ratio(outcome, base, change, rates))
-
-
 def compare(outcome, base):
     """Return the Ratio of the speeds of two rows, or None where no samples pair up, and where one of them failed.
 
-    Two models are not compared, nor are tokens with samples of another kind, or with steps.
+    Two models are not compared, nor are tokens with samples of another kind, or with steps. base: an Outcome, or None.
     """
-    if base is outcome or base.model != outcome.model or base.error or outcome.error:
+    if base in (None, outcome) or base.model != outcome.model or base.error or outcome.error:
         return None
-    return ratio_of_rounds(outcome.times, base.times, outcome.has_turns and base.has_turns)
+    return ratios.ratio_of_rounds(outcome.times, base.times, outcome.has_turns and base.has_turns)
 
 
 def predicted_ratio(outcome, base, change, rates):
@@ -221,7 +215,7 @@ def predicted_ratio(outcome, base, change, rates):
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
-    if not (rates and outcome.effect and base.effect and outcome.ranks == base.ranks):
+    if not (rates and base and outcome.effect and base.effect and outcome.ranks == base.ranks):
         return None
     work, work_of_base = outcome.effect.work, base.effect.work
     if any(stage.unpredictable for stage in change.stages):
@@ -229,30 +223,22 @@ def predicted_ratio(outcome, base, change, rates):
     if not change.stages and (outcome.row.script != base.row.script or work == work_of_base):
         return None  # more differs than two Works tell, or no FLOP and no byte does, as between s01 and `plain`
     before, after = seconds_per_token(work_of_base, rates), seconds_per_token(work, rates)
-    if before is None or after is None:  # a rate is not known
-        return None
-    return before / after
+    return before / after if before and after else None  # None: a rate is not known
 
 
 # Noise and verdicts
 
 
-def noise_of(pairs):
-    """Return the Noise that some pairs of one computation show, Outcomes; None without a pair that has a ±.
+def mark_contradicted(pairs):
+    """Mark the pairs that are only said to be one computation, and whose ratios say otherwise. pairs: Outcomes.
 
-    A pair that is only said to be one computation, and whose ratio says otherwise, is marked as contradicted and left
-    out. Its ratio is judged by the noise of second runs alone, or by 5 % where these differ by less.
+    They are judged by the noise of second runs alone, or by 5 % where these differ by less.
     """
-    distances = [distance(outcome.comparison.ratio.value) for outcome in pairs if outcome.row.control_of]
-    noise_of_second_runs = Noise(max([ALIKE, *distances]), len(distances))
-    agreeing = []
+    distances = [ratios.distance(outcome.comparison.ratio.value) for outcome in pairs if outcome.row.control_of]
+    noise_of_second_runs = Noise(max([ratios.ALIKE, *distances]), len(distances))
     for outcome in pairs:  # no second run is contradicted, since each is a part of this noise
-        ratio = outcome.comparison.ratio
-        if judge(ratio, noise_of_second_runs) in (Verdict.FASTER, Verdict.SLOWER):
-            outcome.comparison.is_contradicted = True
-        else:
-            agreeing.append(ratio)
-    return noise_of_pairs(agreeing)
+        verdict = ratios.judge(outcome.comparison.ratio, noise_of_second_runs)
+        outcome.comparison.is_contradicted = verdict not in ratios.NOT_SHOWN_TO_DIFFER
 
 
 def verdict_on(comparison, noise):
@@ -263,4 +249,4 @@ def verdict_on(comparison, noise):
         return Verdict.UNCLEAR
     if comparison.change.is_same_computation:
         return Verdict.SAME
-    return judge(comparison.ratio, noise)
+    return ratios.judge(comparison.ratio, noise)

@@ -63,7 +63,10 @@ def command_cell(row):
 
 
 def note_cell(outcome, bench):
-    """Return what the technique of a row does on this machine, and why the row failed or is not complete."""
+    """Return the cell with what a row's technique does on this machine, and why the row failed or is not complete.
+
+    Signs of markdown are escaped.
+    """
     parts = remarks(outcome)
     rounds = sum(run.summary is not None for run in outcome.runs)
     if rounds < bench["rounds"] and not outcome.error:
@@ -75,7 +78,7 @@ def note_cell(outcome, bench):
         parts.append("same computation as the row above")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:
         parts.append(f"{outcome.warmup_s:.0f} s of warm-up")
-    return "; ".join(parts)
+    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", "; ".join(parts))
 
 
 def remarks(outcome):
