@@ -6,17 +6,10 @@ from .words import quoted, ratio_cell
 
 
 def answer(table):
-    """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first.
-
-    A script's row to which nothing was added, as its note says, is left out.
-    """
-    told = []
-    for outcome in table.shown:
-        if not (outcome.row.is_watched and outcome.comparison.change.is_same_computation):
-            told.append(outcome)
+    """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
     lines = []
     for verdict in Verdict:
-        rows = [outcome for outcome in told if outcome.comparison.verdict is verdict]
+        rows = [each for each in table.shown if each.comparison.verdict is verdict and not adds_nothing(each)]
         if verdict not in NOT_SHOWN_TO_DIFFER:
             rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
         if rows:
@@ -31,6 +24,11 @@ def answer(table):
     for number, line in enumerate(typed, 1):
         lines.append((f"what to type {number}", line))
     return lines
+
+
+def adds_nothing(outcome):
+    """Tell whether techniques were added to a script, and none took effect, of which its note says why."""
+    return outcome.row.is_watched and outcome.comparison.change.is_same_computation
 
 
 def words_on_verdict(outcome):

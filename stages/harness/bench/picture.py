@@ -79,9 +79,11 @@ def bars(outcomes, with_bars):
 
 def legend(verdicts, y):
     """Return elements of SVG that say what the colors of some Verdicts mean; none where all are None."""
+    if not any(verdicts):
+        return []
     parts = []
     x = 8
-    for verdict in dict.fromkeys(verdicts) if any(verdicts) else ():
+    for verdict in dict.fromkeys(verdicts):  # each once
         words = verdict.value if verdict else "no verdict"
         parts += [rectangle(x, y, BAR, COLORS[verdict]), text(x + BAR + 5, y, words)]
         x += 34 + LETTER * len(words)

@@ -121,8 +121,8 @@ def times_of(runs, bench, time_of):
 
     time_of: returns the seconds of a token or a FLOP in a step, or None.
     """
-    told = [run for run in runs if bench["in_turn"] or run.summary]
-    return {run.round: [time_of(step) for step in run.counted] for run in told}
+    complete = [run for run in runs if bench["in_turn"] or run.summary]
+    return {run.round: [time_of(step) for step in run.counted] for run in complete}
 
 
 # A row by itself
