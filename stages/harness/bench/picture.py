@@ -2,9 +2,9 @@
 
 from html import escape
 
-from .ratios import NOT_SHOWN_TO_DIFFER, Verdict
+from .ratios import Verdict
 from .rows import shortened
-from .words import UNITS, failure, speed_cell
+from .words import UNITS, bracketed, failure, speed_cell
 
 WIDTH = 640  # all lengths are in pixels
 LETTER = 8.4  # of a wide font, as DejaVu Sans
@@ -97,9 +97,7 @@ def words_beside(outcome):
         return shortened(failure(outcome.error), MOST_LETTERS_OF_A_FAILURE)
     if ratio is None:
         return speed_cell(outcome)
-    factor = f"x {ratio.value:.2f}"
-    if outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER:
-        factor = f"({factor})"
+    factor = bracketed(f"x {ratio.value:.2f}", outcome.comparison.verdict)
     return f"{speed_cell(outcome)}\u00a0\u00a0 {factor}"  # an SVG would fold blanks
 
 

@@ -38,7 +38,12 @@ def ratio_cell(ratio, verdict=None):
     cell = f"{ratio.value:.2f}"
     if ratio.spread is not None:
         cell += f" ± {ratio.spread:.2f}"
-    return f"({cell})" if verdict in NOT_SHOWN_TO_DIFFER else cell
+    return bracketed(cell, verdict)
+
+
+def bracketed(text, verdict):
+    """Return a text in brackets where the Verdict on a ratio shows no difference, and otherwise as it is."""
+    return f"({text})" if verdict in NOT_SHOWN_TO_DIFFER else text
 
 
 # Titles and commands
