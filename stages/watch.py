@@ -14,7 +14,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, say
 from harness.figures import COUNTED_STEPS, WARMUP
-from harness.flags import Parser, positive, seed
+from harness.flags import Parser, positive
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
 from harness.watch import hooks
@@ -46,7 +46,7 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
     add("--steps", type=steps_or_all, default=DEFAULT_STEPS, metavar="N", help=f"{steps_help} (%(default)s)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
+    add("--seed", type=int, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     args = parser.parse_args([word for word in own if not word.startswith("+")])

@@ -4,6 +4,7 @@ from harness import log, machine
 from harness.bench.results import Results, Run
 
 import json
+from pathlib import Path
 
 import torch
 from conftest import FLOAT32
@@ -13,8 +14,9 @@ import bench
 
 
 def documented_lines():
-    """Return the lines that the docstring of log.py shows as examples."""
-    text = " ".join(line.strip() for line in log.__doc__.splitlines() if line.startswith("    "))
+    """Return the lines that the end of log.py shows as examples."""
+    source = Path(log.__file__).read_text("utf-8").splitlines()
+    text = " ".join(line.removeprefix("#").strip() for line in source if line.startswith("#     "))
     lines = []
     while text:
         line, length = json.JSONDecoder().raw_decode(text)

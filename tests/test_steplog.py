@@ -1,5 +1,6 @@
 """The log of a stage: its clock, its lines, its record, what it tells the bench, and how a run fails."""
 
+from harness import log as log_module
 from harness import machine, parse_args, rates
 from harness.steplog import StepLog
 from harness.weights import load, save
@@ -22,6 +23,7 @@ from data import VOCAB, Corpus, TextError, TokenLoader, load_tokens
 from model import GPT, GPTConfig
 
 CARD = torch.device("cuda", 0)
+CARD_STATE = {"mhz": 1935, "celsius": 62, "reasons": 4}
 GB = 10**9
 LOADER = TokenLoader(Corpus("ids.bin", np.zeros(99, np.uint16), np.zeros(9, np.uint16)), batch_size=3, seq_len=5)
 
@@ -61,6 +63,7 @@ def card(monkeypatch):
     environment = {"device": "cuda", "device_name": "A card", "tf32": False, "cuda": "13.0"}
     monkeypatch.setattr(machine, "environment", lambda device: environment)
     monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: "flash")
+    monkeypatch.setattr(log_module, "card_state", lambda device: CARD_STATE)
     return card
 
 
@@ -124,15 +127,17 @@ def test_the_memory_of_a_card_is_the_peak_of_the_steps_after_the_warm_up(new_log
 # What a run prints and records
 
 
-def test_the_lines_of_a_run(new_log, card, capsys):
+def test_the_lines_of_a_run(new_log, card, monkeypatch, capsys):
     """By hand: 6 (12 L C^2 + V C) + 12 L C T are 39.81 MFLOP a token at T 24, at 72, 1.47 and 2 million a second."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     log = new_log()
     take_steps(log, card, 6)
     take_step(log, card, 49, 2.5)  # without figures
     log.finish()
-    _, what, _, first_step, *_, last_step, median, speed, _ = capsys.readouterr().out.splitlines()
+    _, what, _, fallback, first_step, *_, last_step, median, speed, _ = capsys.readouterr().out.splitlines()
     model = "1 layers of 2 heads, 128 wide, 6,637,568 parameters"
     assert what == f"{model} | B 2, T 24, 72,000,000 tokens per step"
+    assert fallback == "environment: slower, by CUDA_LAUNCH_BLOCKING"
     figures = "loss 5.5000 | norm 1.2346 | lr 3.00e-04 | 1000.00ms | 72,000,000 tok/sec"
     assert first_step == f"step    0 | {figures} | 2.87e+03 TFLOP/s"
     assert last_step == "step    6 | loss 2.5000 | 49000.00ms | 1,469,388 tok/sec | 58.5 TFLOP/s"
@@ -158,6 +163,7 @@ def test_a_step_is_on_disk_at_once_and_figures_replace_none_of_the_logs_own(new_
     log = new_log("--record", tmp_path / "r.jsonl")
     take_step(log, card, norm=torch.tensor(math.inf), lr=torch.tensor(0.5), step=99, dt=99, memory=99, kind=99)
     own = {"step": 0, "loss": 5, "dt": 1, "tokens": 72_000_000, "memory": GB, "meter": "peak allocated", "queued": 1}
+    own["card"] = CARD_STATE
     assert lines_of(tmp_path / "r.jsonl")[1] == {"kind": "step", "norm": None, "lr": 0.5} | own
 
 
@@ -224,22 +230,17 @@ def test_below_a_failure_is_what_to_try_where_that_is_known(new_log, capsys, tmp
     assert line["out_of_memory"] == ("memory" in advice)
 
 
-NO_KERNEL = RuntimeError("could not create a primitive descriptor for a matmul primitive")
-
-
-@pytest.mark.parametrize("error", [NO_KERNEL, ZeroDivisionError("division by zero")])
-def test_a_failure_of_another_kind_is_told_as_python_does_and_kept_whole(new_log, capsys, tmp_path, error):
+def test_a_failure_of_another_kind_is_told_as_python_does_and_kept_whole(new_log, capsys, tmp_path):
     new_log("--record", tmp_path / "r.jsonl")
     try:
-        raise error
-    except Exception:
+        raise RuntimeError("could not create a primitive descriptor")  # which has to do with kernels, not with memory
+    except RuntimeError:
         sys.excepthook(*sys.exc_info())
     report = capsys.readouterr().err
-    message = f"{type(error).__name__}: {error}"
+    message = "RuntimeError: could not create a primitive descriptor"
     assert report.startswith("Traceback (most recent call last):\n") and report.endswith(f"{message}\n")
-    line = lines_of(tmp_path / "r.jsonl")[-1]
-    assert (line["kind"], line["message"], line["out_of_memory"]) == ("error", message, False)
-    assert line["traceback"] == report
+    error = {"kind": "error", "message": message, "traceback": report, "out_of_memory": False}
+    assert lines_of(tmp_path / "r.jsonl")[-1] == error
 
 
 def test_a_reader_who_leaves_and_a_terminal_in_ascii_cost_a_run_nothing(monkeypatch, tmp_path):
@@ -274,7 +275,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeyp
     log.log.file = open("/dev/full", "w")  # noqa: SIM115
     take_steps(log, card, 2)
     printed = capsys.readouterr()
-    assert printed.err == f"--record {tmp_path / 'r.jsonl'} ends here: No space left on device\n"
+    assert printed.err == "--record /dev/full ends here: No space left on device\n"
     assert "step    1 |" in printed.out
 
 

@@ -22,10 +22,10 @@ def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypat
     assert run.summary["rates"] == RATES
     assert parts.keys() >= {"matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"}
     assert sum(parts.values()) == pytest.approx(1e3 * run.figures("dt")[-1])
-    assert run.scope["log"].profile.calls["Optimizer.step#AdamW.step"] == 1  # of one step
     # 2 x 24 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 0.955 GFLOP at 0.1 TFLOP/s
     assert f"{parts['matmuls']:9.2f}      9.55 matmuls\n" in run.out
-    assert re.search(r"\d ms in +\d+ x aten::mm\n", run.out)
+    # in one step's backward two for each of 8 linear layers, and for the last matrix three in all
+    assert re.search(r"\d ms in +19 x aten::mm\n", run.out)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What an accelerator was like while it trained: whether it waited and, on NVIDIA's, its clock, power and heat."""
+"""What an accelerator was like while it trained: whether it waited and, on NVIDIA's, its clock and heat."""
 
 import ctypes
 import functools
@@ -9,7 +9,6 @@ import torch
 # What NVML, the library of NVIDIA's driver, is asked at a moment: the function, and which clock or sensor.
 QUESTIONS = {
     "mhz": ("nvmlDeviceGetClockInfo", 1),  # of the processors
-    "milliwatts": ("nvmlDeviceGetPowerUsage",),  # most cards tell the mean of the last second
     "celsius": ("nvmlDeviceGetTemperature", 0),
     "reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # bits: why the clock is not higher
 }
@@ -18,31 +17,36 @@ CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another 
 LAUNCH_BOUND = 0.9  # the card is said to wait where a step is queued only after a larger share of its time
 
 
+def card_state(device):
+    """Return what the driver tells of a card at this moment, a dict with the keys of QUESTIONS.
+
+    None where there is no NVML, or it leaves a question open.
+    """
+    if device.type != "cuda" or not nvml_of(device):
+        return None
+    nvml, handle = nvml_of(device)
+    state = {}
+    for name, (function, *which) in QUESTIONS.items():
+        answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
+        ask = getattr(nvml, function)
+        if ask(handle, *which, ctypes.byref(answer)) != 0:
+            return None
+        state[name] = answer.value
+    return state
+
+
 @functools.cache
 def nvml_of(device):
     """Return NVML and its handle of a card, or None where there is none, as on AMD's. It opens no context."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    except (OSError, AttributeError):
+    except OSError:
         return None
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     handle = ctypes.c_void_p()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
         return None  # each of its functions returns 0 where it succeeds
     return nvml, handle
-
-
-def card_state(device):
-    """Return what the driver tells of a card at this moment, a dict with the keys of QUESTIONS; {} without NVML."""
-    state = {}
-    if device.type == "cuda" and nvml_of(device):
-        nvml, handle = nvml_of(device)
-        for name, (function, *which) in QUESTIONS.items():
-            answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
-            ask = getattr(nvml, function)
-            if ask(handle, *which, ctypes.byref(answer)) == 0:
-                state[name] = answer.value
-    return state
 
 
 def words_on_card(rounds):
@@ -51,20 +55,17 @@ def words_on_card(rounds):
     rounds: for each round, the step lines of a record that are counted. Some have "card", which is a card_state().
     "queued" is the seconds until all of a step was queued.
     """
-    words = []
-    steps = sum(rounds, [])
-    clocks = [statistics.median(mhz) for mhz in map(clocks_of, rounds) if mhz]
+    words, clocks, hot = [], [], []
+    for steps in rounds:
+        states = [step["card"] for step in steps if step.get("card")]
+        hot += [state for state in states if state["reasons"] & HEAT]
+        if states:
+            clocks.append(statistics.median(state["mhz"] for state in states))
     if clocks and max(clocks) > CLOCKS_DIFFER * min(clocks):
         words.append(f"the card's clock differs between rounds: {min(clocks):.0f} to {max(clocks):.0f} MHz")
-    hot = [step["card"] for step in steps if step.get("card", {}).get("reasons", 0) & HEAT]
     if hot:
-        words.append(f"slowed by heat: {hot[-1].get('mhz')} MHz at {hot[-1].get('celsius')} °C")
-    shares = [step["queued"] / step["dt"] for step in steps if "queued" in step]
+        words.append(f"slowed by heat: {hot[-1]['mhz']} MHz at {hot[-1]['celsius']} °C")
+    shares = [step["queued"] / step["dt"] for step in sum(rounds, []) if "queued" in step]
     if shares and statistics.median(shares) > LAUNCH_BOUND:
         words.append("a step is queued only near its end: the card waits for Python, or Python for its numbers")
     return words
-
-
-def clocks_of(steps):
-    """Return the clocks of a card at some steps, in MHz."""
-    return [step["card"]["mhz"] for step in steps if "mhz" in step.get("card", {})]

@@ -17,16 +17,18 @@ def refuse(message):
     raise SystemExit(2)
 
 
-def say(line, file=None):
+def say(line, file=None, remark=None):
     """Print a line at once. Where that fails, as behind `| head` or on a full disk, it and all later lines go nowhere.
 
-    file: where to print, instead of sys.stdout.
+    file: where to print, instead of sys.stdout. remark: told on stderr where it fails, with the reason behind it.
     """
     file = file or sys.stdout
     try:
         print(line, file=file, flush=True)
-    except OSError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        if remark:
+            tell(f"{remark}: {error.strerror}")
 
 
 def tell(line):

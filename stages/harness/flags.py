@@ -1,6 +1,7 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from model import SIZES
 from . import ladder, machine, ranks
 from .arithmetic import most_memory, shape_of_size
 from .common import refuse
+from .failure import tell_failure
 from .figures import COUNTED_STEPS, WARMUP
 from .log import Log
 from .weights import is_saved
@@ -20,6 +22,88 @@ CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 (np.array(ids, np.uint16).tofile(FILE)); a folder of these; or "docs", Python's documentation (Tiny Shakespeare)"""
+
+
+def parse_args(doc):
+    """Return the flags of a stage as a namespace, and open its log, which keeps an exception from here on.
+
+    doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
+    for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
+    ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
+    """
+    ranks.check_ranks()
+    ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
+    for name in machine.variables_set(machine.TURN_COMPILE_OFF):
+        del os.environ[name]  # --no-compile turns it off
+    args = parse(doc, sys.argv[1:])
+    args.script = Path(sys.argv[0]).resolve()
+    args.stage = ladder.stage_of(str(args.script))
+    args.title = (doc or args.script.stem).strip().splitlines()[0]
+    check_ranks_of_stage(args)
+    if args.save:
+        check_save(args)
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    args.log = Log(args.record_path)
+    sys.excepthook = functools.partial(tell_failure, args.log, args.batch_size)
+    return args
+
+
+def parse(doc, argv, free_memory=None):
+    """Return the flags in argv as a namespace, every default resolved for the device.
+
+    doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
+    machine.free_memory_of_card(). The namespace also has `fallbacks`, a dict of what the user should know, in words:
+    why "device", "amp_dtype" or "compile" is not what it usually is, how "batch_size" was chosen, and what in the
+    "environment" slows all down. Exits with one line and status 2 for a wrong flag.
+    """
+    args = new_parser(doc).parse_args(argv)
+    args.fallbacks = {}
+    fill_in_device(args)
+    fill_in_sizes(args, free_memory or machine.free_memory_of_card)
+    fill_in_techniques(args)
+    slow = machine.variables_set(machine.SLOW)
+    if slow:
+        args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"
+    return args
+
+
+def settings_of(args):
+    """Return what parse() returned as the settings of a record's header, a dict."""
+    names = ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum")
+    settings = {name: getattr(args, name) for name in names}
+    return settings | {"world_size": ranks.world_size(), "amp_dtype": machine.dtype_name(args.amp_dtype)}
+
+
+# what can be typed
+
+
+def new_parser(doc):
+    """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
+    parser = Parser(doc)
+    add = parser.add_argument
+    add("--steps", type=positive, metavar="N", help=f"optimizer steps, {WARMUP} of them warm-up (50; 24 on a CPU)")
+    add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
+    add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
+    add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
+    add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
+    add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--lr", type=float, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
+    add("--data", metavar="FILE", help=HELP_ON_DATA)
+    add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
+    add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
+    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
+    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
+    add(
+        "--record",
+        type=Path,
+        dest="record_path",
+        metavar="FILE",
+        help="write every step as a line of JSON to this new file",
+    )
+    add("--save", type=Path, metavar="FILE", help="write the weights there at the end")
+    return parser
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,121 +124,33 @@ def positive(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
 
 
-def seed(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is none that numpy takes for a seed."""
-    if text.isdecimal() and int(text) < 2**32:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+# what was not typed
 
 
-def parse_args(doc):
-    """Return the flags of a stage as a namespace, and open its log, which keeps an exception from here on.
-
-    doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
-    for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
-    ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
-    """
-    ranks.check_ranks()
-    ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
-    for name in machine.variables_set(machine.TURN_COMPILE_OFF):
-        del os.environ[name]  # --no-compile turns it off
-    args = parse(doc, sys.argv[1:])
-    args.script = Path(sys.argv[0]).resolve()
-    args.stage = ladder.stage_of(str(args.script))
-    args.title = (doc or args.script.stem).strip().splitlines()[0]
-    check(args)
-    if args.device.type == "cuda":
-        torch.cuda.set_device(args.device)
-    args.log = Log(args.record_path, args.batch_size)
-    sys.excepthook = args.log.tell_failure
-    if not args.log.is_led:  # the bench tells what holds for all rows, and has the others in its notes
-        for name, reason in args.fallbacks.items():
-            args.log.notice(f"{name}: {reason}")
-    return args
-
-
-def parse(doc, argv, free_memory=None):
-    """Return the flags in argv as a namespace, every default resolved for the device.
-
-    doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
-    machine.free_memory_of_card(). The namespace also has `fallbacks`, a dict of what the user should know, in words:
-    why "device", "amp_dtype" or "compile" is not what it usually is, how "batch_size" was chosen, and what in the
-    "environment" slows all down. Exits with one line and status 2 for a wrong flag.
-    """
-    args = new_parser(doc).parse_args(argv)
-    args.fallbacks = {}
+def fill_in_device(args):
+    """Replace the name of the device by the device, the best one where no name was given."""
     name = args.device
     args.device = machine.find_device(name)
     if name is None and args.device.type == "cpu":
         reason = machine.why_no_card()
         if reason:
             args.fallbacks["device"] = f"this trains on the CPU, since the card can't be used: {reason}"
-    fill_in_sizes(args, free_memory or machine.free_memory_of_card)
-    fill_in_techniques(args)
-    return args
-
-
-def settings_of(args):
-    """Return what parse() returned as the settings of a record's header, a dict."""
-    names = ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum")
-    settings = {name: getattr(args, name) for name in names}
-    settings["world_size"] = ranks.world_size()
-    settings["amp_dtype"] = machine.dtype_name(args.amp_dtype)
-    return settings
-
-
-def new_parser(doc):
-    """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
-    parser = Parser(doc)
-    add = parser.add_argument
-    add("--steps", type=positive, metavar="N", help=f"optimizer steps, {WARMUP} of them warm-up (50; 24 on a CPU)")
-    add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
-    add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
-    add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
-    add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
-    add("--lr", type=float, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
-    add("--data", metavar="FILE", help=HELP_ON_DATA)
-    add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
-    add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
-    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
-    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
-    add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    add("--save", metavar="FILE", help="write the weights there at the end")
-    return parser
 
 
 def fill_in_sizes(args, free_memory):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
-    world_size = ranks.world_size()
-    defaults = {"size": "gpt2", "steps": 50, "accum": 4}
-    if args.device.type == "cpu":
-        defaults = {"size": "micro", "steps": WARMUP + COUNTED_STEPS, "accum": 2, "batch_size": 1}
-    defaults["accum"] = world_size * max(1, defaults["accum"] // world_size)  # all ranks as many, and at least one
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.batch_size is None and world_size > 1 and args.device.type == "cuda":
-        fit_batch(args, machine.memory_of_smallest_card())
+    world_size, on_cpu = ranks.world_size(), args.device.type == "cpu"
+    args.size = args.size or ("micro" if on_cpu else "gpt2")
+    args.steps = args.steps or (WARMUP + COUNTED_STEPS if on_cpu else 50)
+    if args.accum is None:
+        micro_batches = 2 if on_cpu else 4
+        args.accum = world_size * max(1, micro_batches // world_size)  # all ranks as many, and at least one
+    if args.batch_size is None and on_cpu:
+        args.batch_size = 1
+    elif args.batch_size is None and args.device.type == "cuda" and world_size > 1:
+        fit_batch(args, machine.memory_of_smallest_card())  # so that all ranks take the same
     elif args.batch_size is None:
         fit_batch(args, free_memory(args.device))
-
-
-def fill_in_techniques(args):
-    """Turn on what the device can do, as far as no flag says otherwise, and note why the others stay off."""
-    native = machine.native_amp_dtype(args.device)
-    if args.amp_dtype is None and native == torch.float32:
-        args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
-    args.amp_dtype = native if args.amp_dtype is None else getattr(torch, args.amp_dtype)
-    if args.compile is None:
-        problem = machine.compile_problem(args.device)
-        args.compile = problem is None
-        if problem:
-            args.fallbacks["compile"] = f"left out, {problem}"
-    slow = machine.variables_set(machine.SLOW)
-    if slow:
-        args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"
 
 
 def fit_batch(args, free):
@@ -169,13 +165,27 @@ def fit_batch(args, free):
             break
     args.batch_size = batch_size
     reason = f"{batch_size}, since the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
-    if needed > free:
-        reason += ", and does not fit: from s05 on it may"
     args.fallbacks["batch_size"] = reason
 
 
-def check(args):
-    """Exit with one line where the flags do not fit the ranks, the stage or the disk."""
+def fill_in_techniques(args):
+    """Turn on what the device can do, as far as no flag says otherwise, and note why the others stay off."""
+    native = machine.native_amp_dtype(args.device)
+    if args.amp_dtype is None and native == torch.float32:
+        args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
+    args.amp_dtype = getattr(torch, args.amp_dtype) if args.amp_dtype else native
+    if args.compile is None:
+        problem = machine.compile_problem(args.device)
+        args.compile = problem is None
+        if problem:
+            args.fallbacks["compile"] = f"left out, {problem}"
+
+
+# what does not go together
+
+
+def check_ranks_of_stage(args):
+    """Exit with one line where a stage, or its --accum, is not for so many processes as were started."""
     world_size, stage = ranks.world_size(), args.stage
     if args.accum % world_size:
         refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
@@ -183,10 +193,6 @@ def check(args):
         refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
     if stage and stage.takes_ranks and args.device.type == "mps":
         refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-    if "" in (args.save, args.record_path):
-        refuse("--save and --record need the name of a file")
-    if args.save:
-        check_save(args)
 
 
 def check_save(args):
@@ -194,10 +200,10 @@ def check_save(args):
 
     This is looked at before the training, which would be lost at its end.
     """
-    if args.record_path and os.path.realpath(args.record_path) == os.path.realpath(args.save):
+    path = args.save.resolve()
+    if args.record_path and args.record_path.resolve() == path:
         refuse(f"--save and --record are both {args.save}: pass two names")
-    if os.path.exists(args.save) and not is_saved(args.save):
+    if os.path.exists(path) and not is_saved(path):
         refuse(f"--save {args.save} is there already, and --save did not write it: pass another name")
-    folder = os.path.dirname(os.path.realpath(args.save))
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         refuse(f"--save {args.save}: name a file in a folder that is there, and that you may write to")

@@ -1,147 +1,45 @@
-"""What a run prints and leaves: a line for each step, a summary, and the same as lines of JSON.
+"""What a run prints and leaves: a line for each step, a summary, and its record, the same as lines of JSON.
 
-The format of a record
-======================
-
-A record is a text file with one JSON object in each line. `--record FILE` of a stage writes the lines of one run: a
-header, a line for each step, and a summary. An example of each, the header wrapped:
-
-    {"kind": "header", "stage": "s10_fused", "commit": "569c6896ba9f",
-     "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "lr": 0.0006,
-                  "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
-                  "corpus": "Tiny Shakespeare"},
-     "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
-     "parameters": 16299520, "unit": "tok",
-     "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
-                     "system": "Linux x86_64", "python": "3.11.7",
-                     "torch": "2.13.0+cpu", "cuda": null, "driver": null},
-     "fallbacks": {"compile": "left out, Python.h is missing: install python3-dev"},
-     "started": "2026-11-21T02:13:12+00:00"}
-    {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
-     "memory": 1870000000, "meter": "peak RSS"}
-    {"kind": "summary", "sdpa": "flash", "eval": 6.12}
-
-dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. On an
-accelerator a step also has "queued", the seconds until all of it was queued, and on CUDA each fifth one has "card",
-which card.py explains: {"mhz": 1935, "milliwatts": 651000, "celsius": 62, "reasons": 4}.
-
-"commit" has a + behind it where files differ from it. "shape" is null for a model that is no GPT. Its vocabulary is
-without the padding of s06. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens.
-"sdpa" is the kernel that F.scaled_dot_product_attention chooses. A summary may also have "eval", the held-out loss, and
-"rates" and "parts" with --profile.
-
-results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
-
-    {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
-     "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
-               "is_watched": false, "keeps_memory": true, "above": null, "control_of": null},
-              {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
-               "is_watched": false, "keeps_memory": true, "above": null, "control_of": null}],
-     "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
-     "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
-     "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
-
-"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
-"in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load its
-data ahead took its steps at once, in three rounds or more. Without it a ratio compares two medians of one
-round. "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
-rows. The two lists "of_scripts" are for scripts that watch.py watches.
-
-Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the line
-"start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. A failure leaves
-an "error".
-
-    {"kind": "start", "round": 0, "name": "probe"}
-    {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
-     "copy": 3.5e10}
-    {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
-     "out_of_memory": false}
-
-A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has "spent",
-the seconds of each of timeline.KINDS, and "graphs", how many torch.compile made in it. The summary has "shares", the
-shares of the time, of steps without a new graph where these are the most. On a card they are those of steps 2 to 4, in
-which each kind waits for the card. What a loss takes longer than its backward counts as "rest".
-
-Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
-many processes and threads the script has started, most likely to load its data. On a card, and with --profile,
-operations are seen in one step more, behind all others, which leaves no line of its own. Until then "profiled" is
-false. A second line "techniques" with all keys follows that step, and replaces the first.
+The end of this file describes the format of a record.
 """
 
 import datetime
 import json
 import math
-import re
-import sys
 import time
-import traceback
-
-from data import TextError
 
 from . import machine, ranks
 from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
+from .failure import is_out_of_memory
 from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all
 from .leader import find_leader
 
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
-# oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
-OUT_OF_MEMORY = (
-    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
-    r"|could not create a primitive(?! descriptor)"
-)
-STEPS_PER_CARD_STATE = 5  # asking the driver at each step would take time from small ones
-# After the first steps, a line is printed and the peak of memory is read at most a hundred times a second. Neither is
-# on the clock of a step, but each makes a run of steps of 1 ms take a twentieth longer.
+# Of the steps behind these, a line is printed and the meters are read at most a hundred times a second. Neither is on
+# the clock of a step, but each makes a run of steps of 1 ms take a twentieth longer.
 FIRST_LINES = 100
 SECONDS_PER_LINE = 0.01
-
-
-def header_of(name, device, settings, shape, parameters, fallbacks, unit="tok"):
-    """Return the header of a record, a dict: see above.
-
-    name: of the stage or script. device: a torch.device. settings: a dict with batch_size, seq_len, accum, world_size,
-    seed and what else is known. shape: of a GPT, as arithmetic.shape_of() returns it, or None. unit: what is counted,
-    "tok", "sample" or "step".
-    """
-    return {
-        "stage": name,
-        "commit": machine.commit(ROOT),
-        "settings": settings,
-        "shape": shape,
-        "parameters": parameters,
-        "unit": unit,
-        "environment": machine.environment(device),
-        "fallbacks": fallbacks,
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 class Log:
     """The log of a run. Rank 0 prints, and writes the record: to the file of --record, or to the bench that leads it.
 
-    steps: the step lines of the record so far. header: its first line, or None before begin(). profiled_step: the
-    number of the step that a profiler made slower, or None.
+    steps: the step lines of the record so far. header: its first line, or None before begin().
     """
 
-    def __init__(self, record_path, batch_size=None, out=None):
+    def __init__(self, record_path, out=None):
         """Find the bench that leads this process, or open the file of --record, a new one.
 
-        batch_size: of a stage, which is told where memory is short. out: where to print, instead of sys.stdout. Exits
-        with one line where the file is there already or can't be written.
+        out: where to print, instead of sys.stdout. Exits with one line where the file is there already or can't be
+        written.
         """
-        self.record_path = record_path
-        self.batch_size = batch_size
         self.out = out
         self.leader = find_leader()
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
         self.steps = []
-        self.profiled_step = None
-        self.device = None  # that the steps run on, from begin() on
-        self.first_step = 0
         self.next_line = 0.0  # when the next step's line may be printed
         if self.leader is None and record_path and self.is_rank_0:
             try:
@@ -158,38 +56,37 @@ class Log:
         """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
         return self.leader.wait_for_request() if self.leader else True
 
-    # lines for people
+    # a run, from its first line to its last
 
-    def say(self, line):
-        """Print a line, on rank 0 of a run that no bench leads."""
-        if self.is_rank_0 and not self.is_led:
-            say(line, self.out)
-
-    def begin(self, title, header, device, tokens, first_step=0):
+    def begin(self, title, device, tokens, first_step=0, **about):
         """Print what runs, and write the header.
 
-        title: the first line. tokens: of a whole step, of all ranks. first_step: the number of the first step.
+        title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks. first_step: the
+        number of the first step. about: "stage", "settings", "shape", "parameters", "unit" and "fallbacks" of the
+        header, which is described below.
         """
-        self.header = header
         self.device = device
         self.first_step = first_step
-        settings, shape = header["settings"], header["shape"]
-        model = f"{header['parameters']:,} parameters"
-        if shape:
-            model = f"{shape_name(shape)}, {model}"
-        if header["unit"] == "tok":
+        environment = machine.environment(device)
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.header = {**about, "commit": machine.commit(ROOT), "environment": environment, "started": started}
+        settings, unit = about["settings"], about["unit"]
+        model = f"{about['parameters']:,} parameters"
+        if about["shape"]:
+            model = f"{shape_name(about['shape'])}, {model}"
+        if unit == "tok":
             model += f" | B {settings['batch_size']}, T {settings['seq_len']}, {tokens:,} tokens per step"
-        elif header["unit"] == "sample":
+        elif unit == "sample":
             model += f" | B {settings['batch_size']}, {tokens:,} samples per step"
-        where = header["environment"]["device_name"]
+        hardware = environment["device_name"]
         if device.type == "cpu":
-            where += f", threads {header['environment']['threads']}"
+            hardware += f", threads {environment['threads']}"
         if settings.get("corpus"):
-            where += f" | {settings['corpus']}"
-        self.say(title)
-        self.say(model)
-        self.say(where)
-        self.write("header", **header)
+            hardware += f" | {settings['corpus']}"
+        self.say(title, model, hardware)
+        for name, words in about["fallbacks"].items():
+            self.say(f"{name}: {words}")
+        self.write("header", **self.header)
 
     def step(self, loss, dt, tokens, figures, **unprinted):
         """Record a step and print its line; of many short steps not each has one.
@@ -201,7 +98,7 @@ class Log:
         is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line
         if is_shown:
             self.next_line = now + SECONDS_PER_LINE
-            self.memory, self.meter = machine.peak_memory(self.device)
+            self.meters = read_meters(self.device)
         entry = {
             **{name: finite_or_none(value) for name, value in figures.items()},
             **unprinted,
@@ -209,21 +106,27 @@ class Log:
             "loss": finite_or_none(loss),
             "dt": dt,
             "tokens": tokens,
-            "memory": self.memory,
-            "meter": self.meter,
+            **self.meters,
         }
-        if len(self.steps) >= WARMUP and len(self.steps) % STEPS_PER_CARD_STATE == 0:
-            card = card_state(self.device)
-            if card:
-                entry["card"] = card
         self.steps.append(entry)
         self.write("step", **entry)
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
         if is_shown:
-            self.say(self.line_of(entry, figures))
+            self.say(self.line_of_step(entry, figures))
 
-    def line_of(self, entry, figures):
+    def finish(self, summary, lines=()):
+        """Write the summary of the record, a dict, and print the figures of the whole run, and these lines."""
+        self.write("summary", **summary)
+        self.say(*self.lines_of_figures(), *lines)
+
+    def counted_steps(self):
+        """Return the steps after the warm-up, without the one that --profile made slower."""
+        return [step for step in self.steps[WARMUP:] if "profiled" not in step]
+
+    # in words
+
+    def line_of_step(self, entry, figures):
         """Return the line of a step for people. entry: its line of the record. figures: what the script logs."""
         words = [f"step {entry['step']:4d}"]
         if entry["loss"] is not None:
@@ -233,8 +136,24 @@ class Log:
         words.append(f"{1e3 * entry['dt']:.2f}ms")
         return " | ".join(words + self.words_on_speed(entry["tokens"] / entry["dt"]))
 
+    def lines_of_figures(self):
+        """Return lines with the figures of the counted steps, or else of the last one, and what their card was like."""
+        steps = self.counted_steps() or self.steps[-1:]
+        figures = figures_of(steps)
+        quartiles = f"[{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}]"
+        which = f"over {len(steps)} steps after {self.steps.index(steps[0])} of warm-up"
+        lines = [f"median {figures['dt_ms']:.2f}ms {quartiles} {which}"]
+        if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
+            speed = self.words_on_speed(speed_of_all(steps))[0]
+            lines.append(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
+        words = self.words_on_speed(figures["tok_per_sec"])
+        meter = steps[-1]["meter"]
+        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
+        words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
+        return [*lines, " | ".join(words), *words_on_card([steps])]
+
     def words_on_speed(self, tokens_per_second):
-        """Return a speed in words: tokens per second and, for a GPT, the FLOP/s that they need."""
+        """Return a speed in words, a list: tokens per second and, for a GPT, the FLOP/s that they need."""
         if self.header["unit"] == "step":
             return [f"{tokens_per_second:.2f} steps/sec"]
         words = [f"{tokens_per_second:,.0f} {self.header['unit']}/sec"]
@@ -242,58 +161,13 @@ class Log:
             words.append(f"{flops_per_token(self.header['shape']) * tokens_per_second / 1e12:.3g} TFLOP/s")
         return words
 
-    def finish(self, summary, lines=()):
-        """Write the summary of the record, a dict, and print the figures of the whole run, and these lines."""
-        self.write("summary", **summary)
-        self.say_figures()
-        for line in lines:
-            self.say(line)
+    # where it goes
 
-    def say_figures(self):
-        """Print the figures of the counted steps, or else of the last one, and what their card was like."""
-        counted = self.counted_steps()
-        which = f"over {len(counted)} steps after {WARMUP} of warm-up"
-        if not counted:
-            unprofiled = [step for step in self.steps if step["step"] != self.profiled_step]
-            counted = unprofiled[-1:] or self.steps
-            which = f"of step {counted[0]['step']} alone, since no other was counted"
-        figures = figures_of(counted)
-        self.say(f"median {figures['dt_ms']:.2f}ms [{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}] {which}")
-        if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
-            speed = self.words_on_speed(speed_of_all(counted))[0]
-            self.say(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
-        meter = self.steps[-1]["meter"]
-        words = self.words_on_speed(figures["tok_per_sec"])
-        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
-        words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")
-        self.say(" | ".join(words))
-        for line in words_on_card([counted]):
-            self.say(line)
-
-    def counted_steps(self):
-        """Return the steps after the warm-up, without the profiled one."""
-        return [step for step in self.steps[WARMUP:] if step["step"] != self.profiled_step]
-
-    # lines of JSON
-
-    def write(self, kind, /, **entry):
-        """Write a line of the record, on rank 0 only; but an error from any rank, since it may come on one alone."""
-        if kind != "error" and not self.is_rank_0:
-            return
-        line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
-        if self.leader:
-            self.leader.send(line)
-        if self.file:
-            try:
-                print(json.dumps(line), file=self.file, flush=True)
-            except OSError as error:  # a training is worth more than its record
-                self.file = None
-                tell(f"--record {self.record_path} ends here: {error.strerror}")
-
-    def write_error(self, message, text=""):
-        """Write the line of a failure, from any rank. text: the traceback."""
-        memory_is_short = re.search(OUT_OF_MEMORY, message) is not None
-        self.write("error", message=message, traceback=text, out_of_memory=memory_is_short)
+    def say(self, *lines):
+        """Print lines, on rank 0 of a run that no bench leads."""
+        if self.is_rank_0 and not self.is_led:
+            for line in lines:
+                say(line, self.out)
 
     def notice(self, message):
         """Tell a remark that belongs in no record, on rank 0: to the bench where that leads, or else on stderr."""
@@ -302,33 +176,95 @@ class Log:
         elif self.is_rank_0:
             tell(message)
 
-    def tell_failure(self, error_type, error, trace):
-        """Report an exception as Python does, with what to try where that is known, and keep both in the record.
-
-        This is sys.excepthook once parse_args() has returned. Where the bench leads, every rank keeps its exception.
-        A text that can't be trained on is the user's mistake, and one line. After Ctrl-C the figures so far are told.
-        """
-        if error_type is KeyboardInterrupt:
-            if self.steps:
-                self.finish({"sdpa": None})
+    def write(self, kind, /, **entry):
+        """Write a line of the record, on rank 0 only; but an error from any rank, since it may come on one alone."""
+        if kind != "error" and not self.is_rank_0:
             return
-        message = f"{error_type.__name__}: {error}"
-        if error_type is TextError:
-            self.write_error(message)
-            refuse(error)
-        sys.__excepthook__(error_type, error, trace)
-        remedy = None
-        if re.search(OUT_OF_MEMORY, message):
-            smaller = f"--batch-size {self.batch_size // 2}" if self.batch_size > 1 else "a smaller --seq-len or --size"
-            remedy = f"memory is short at batch size {self.batch_size}: try {smaller}"
-        elif error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
-            remedy = "torch.compile failed: --no-compile goes without it"
-        if remedy:
-            tell(remedy)
-            message = f"{remedy} ({message})"
-        self.write_error(message, "".join(traceback.format_exception(error_type, error, trace)))
+        line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
+        if self.leader:
+            self.leader.send(line)
+        if self.file:  # a training is worth more than its record
+            say(json.dumps(line), self.file, f"--record {self.file.name} ends here")
+
+    def write_error(self, message, text=""):
+        """Write the line of a failure, from any rank. text: the traceback."""
+        self.write("error", message=message, traceback=text, out_of_memory=is_out_of_memory(message))
+
+
+def read_meters(device):
+    """Return the peak of memory, the name of its meter and the state of the card, as a step of the record has them."""
+    memory, meter = machine.peak_memory(device)
+    return {"memory": memory, "meter": meter, "card": card_state(device)}
 
 
 def finite_or_none(value):
     """Return a figure, or None where it is not finite, as a norm is where float16 overflows: JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None
+
+
+# The format of a record
+#
+# A record is a text file with one JSON object in each line. `--record FILE` of a stage writes the lines of one run: a
+# header, a line for each step, and a summary. An example of each, the header wrapped:
+#
+#     {"kind": "header", "stage": "s10_fused", "commit": "569c6896ba9f",
+#      "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "lr": 0.0006,
+#                   "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
+#                   "corpus": "Tiny Shakespeare"},
+#      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
+#      "parameters": 16299520, "unit": "tok",
+#      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
+#                      "system": "Linux x86_64", "python": "3.11.7",
+#                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
+#      "fallbacks": {"compile": "left out, Python.h is missing: install python3-dev"},
+#      "started": "2026-11-21T02:13:12+00:00"}
+#     {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
+#      "memory": 1870000000, "meter": "peak RSS", "card": null}
+#     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
+#
+# dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. On
+# an accelerator a step also has "queued", the seconds until all of it was queued. "card" is what NVIDIA's driver told,
+# see card.py: {"mhz": 1935, "celsius": 62, "reasons": 4}. Of many short steps some have memory and card of the one
+# before. The step that --profile makes slower has "profiled".
+#
+# "commit" has a + behind it where files differ from it. "shape" is null for a model that is no GPT. Its vocabulary is
+# without the padding of s06. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens.
+# "sdpa" is the kernel that F.scaled_dot_product_attention chooses. A summary may also have "eval", the held-out loss,
+# and "rates" and "parts" with --profile.
+#
+# results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
+#
+#     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
+#      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
+#                "is_watched": false, "keeps_memory": true, "above": null, "control_of": null},
+#               {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
+#                "is_watched": false, "keeps_memory": true, "above": null, "control_of": null}],
+#      "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
+#      "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
+#      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
+#
+# "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
+# "in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load
+# its data ahead took its steps at once, in three rounds or more. Without it a ratio compares two medians of one round.
+# "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
+# rows. The two lists "of_scripts" are for scripts that watch.py watches.
+#
+# Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the
+# line "start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. A
+# failure leaves an "error".
+#
+#     {"kind": "start", "round": 0, "name": "probe"}
+#     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
+#      "copy": 3.5e10}
+#     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
+#      "out_of_memory": false}
+#
+# A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has
+# "spent", the seconds of each of timeline.KINDS, and "graphs", how many torch.compile made in it. The summary has
+# "shares", the shares of the time, of steps without a new graph where these are the most. On a card they are those of
+# steps 2 to 4, in which each kind waits for the card. What a loss takes longer than its backward counts as "rest".
+#
+# Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
+# many processes and threads the script has started, most likely to load its data. On a card, and with --profile,
+# operations are seen in one step more, behind all others, which leaves no line of its own. Until then "profiled" is
+# false. A second line "techniques" with all keys follows that step, and replaces the first.

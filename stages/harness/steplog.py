@@ -12,7 +12,7 @@ from . import ladder, machine, ranks, rates
 from .arithmetic import shape_of
 from .common import refuse
 from .flags import settings_of
-from .log import finite_or_none, header_of
+from .log import finite_or_none
 from .stepprofile import StepProfile, predicted_ms
 from .weights import held_out_ids, held_out_loss, save
 
@@ -31,23 +31,22 @@ class StepLog:
         loader: a TokenLoader, whose text is named in the record. tokens_per_step: of all ranks and micro-batches.
         """
         self.args = args
-        self.device = args.device
         self.log = args.log
+        self.device = args.device
         self.model = unwrapped(model)
         self.is_compiled = any(isinstance(part, torch._dynamo.OptimizedModule) for part in model.modules())
         self.corpus = loader.corpus
         self.tokens_per_step = tokens_per_step
         self.t0 = None  # when the step began, where one has
-        self.profiler = None
-        self.profile = None
-        self.held_out = None  # ids, where the loss on them is asked for
-        if args.eval and ranks.is_rank_0():  # at once, since at the end a refusal would come too late
-            self.held_out = held_out_ids(self.corpus)
+        self.profiler = None  # of the last step, with --profile
+        takes_held_out_loss = args.eval and ranks.is_rank_0()
+        # read at once, since at the end a refusal would come too late
+        self.held_out = held_out_ids(self.corpus) if takes_held_out_loss else None
         shape = shape_of(self.model, args.seq_len)
         parameters = sum(p.numel() for p in self.model.parameters())
         settings = settings_of(args) | {"corpus": self.corpus.name}
-        header = header_of(args.script.stem, self.device, settings, shape, parameters, args.fallbacks)
-        self.log.begin(args.title, header, self.device, tokens_per_step)
+        about = dict(stage=args.script.stem, settings=settings, shape=shape, parameters=parameters, unit="tok")
+        self.log.begin(args.title, self.device, tokens_per_step, **about, fallbacks=args.fallbacks)
 
     def start(self):
         """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""
@@ -74,39 +73,36 @@ class StepLog:
         machine.synchronize(self.device)
         dt = time.perf_counter() - self.t0
         self.t0 = None
-        step = len(self.log.steps)
+        unprinted = {} if self.device.type == "cpu" else {"queued": queued}
         if self.profiler:
             self.profiler.stop()
-            self.profile = StepProfile(self.profiler.events(), self.device, 1e3 * dt)
-            self.profiler = None
-            self.log.profiled_step = step
+            unprinted["profiled"] = True
+        step = len(self.log.steps)
         if step == 0 and self.is_compiled and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             refuse("torch.compile has compiled nothing, so this would be measured as it is without: pass --no-compile")
         loss = as_float(loss)
         figures = {name: as_float(value) for name, value in figures.items()}
-        unprinted = {} if self.device.type == "cpu" else {"queued": queued}
         self.log.step(loss, dt, self.tokens_per_step, figures, **unprinted)
         if not math.isfinite(loss):
             refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
     def finish(self):
-        """End the run: save the weights with --save, then write and print the summary."""
-        self.log.wait_for_request()  # a process that exits would slow down a step of another row
-        try:
-            if self.args.save and ranks.is_rank_0():
-                self.save_weights()
-        finally:  # the summary comes, too, where the weights could not be written
-            self.end()
+        """End the run: save the weights with --save, then write and print the summary.
 
-    def save_weights(self):
-        """Save the weights. Exits with one line where they can't be written, for example where the disk is full."""
+        Exits with one line where the weights can't be written, for example where the disk is full. The summary comes
+        all the same.
+        """
+        self.log.wait_for_request()  # a process that exits would slow down a step of another row
         path = self.args.save
         try:
-            save(self.model, path, in_bytes=self.corpus.source == "docs")
+            if path and ranks.is_rank_0():
+                save(self.model, path, in_bytes=self.corpus.source == "docs")
+                self.log.say(f"saved to {path}")
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             refuse(f"--save {path} was not written: {reason}; look whether its disk is full")
-        self.log.say(f"saved to {path}")
+        finally:
+            self.end()
 
     def end(self):
         """Write and print the summary, where a step was taken. Then let torch.distributed release its last tensors.
@@ -124,23 +120,24 @@ class StepLog:
 
         It has the held-out loss with --eval, and the parts of the last step with --profile.
         """
+        args, shape = self.args, self.log.header["shape"]
         summary, lines = {"sdpa": None}, []
-        shape = self.log.header["shape"]
         if shape:
-            shape_of_q = (self.args.batch_size, shape["n_head"], self.args.seq_len, shape["n_embd"] // shape["n_head"])
-            summary["sdpa"] = machine.sdpa_kernel(shape_of_q, self.args.amp_dtype, self.device)
+            shape_of_q = (args.batch_size, shape["n_head"], args.seq_len, shape["n_embd"] // shape["n_head"])
+            summary["sdpa"] = machine.sdpa_kernel(shape_of_q, args.amp_dtype, self.device)
         if self.held_out is not None:
             loss = held_out_loss(self.model, self.held_out)
             summary["eval"] = finite_or_none(loss)
             lines.append(f"held-out loss {loss:.4f}")
-        if self.profile:
-            measured = rates.measure(self.device, self.args.amp_dtype)
-            summary |= {"rates": measured, "parts": self.profile.parts}
+        if self.profiler:
+            profile = StepProfile(self.profiler.events(), self.device, 1e3 * self.log.steps[-1]["dt"])
+            measured = rates.measure(self.device, args.amp_dtype)
+            summary |= {"rates": measured, "parts": profile.parts}
             predicted = {}
-            if self.args.stage:  # nothing is predicted of another script
-                work = ladder.effect_of(self.args.stage, self.log.header | summary).work
+            if args.stage:  # nothing is predicted of another script
+                work = ladder.effect_of(args.stage, self.log.header | summary).work
                 predicted = predicted_ms(work, measured)
-            lines += self.profile.lines(predicted)
+            lines += profile.lines(predicted)
         return summary, lines
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from .. import machine
 from ..figures import WARMUP
-from ..log import header_of
 from ..stepprofile import StepProfile
 from .added import Added
 from .counting import MicroBatches, call_of
@@ -277,8 +276,9 @@ class Watcher:
             "world_size": self.ranks,
         }
         parameters = sum(p.numel() for p in parameters_of(models, *self.habits.optimizers))
-        header = header_of(self.args.script, self.device, settings, shape, parameters, {}, seen.unit)
-        self.log.begin(self.args.title, header, self.device, seen.count_of(seen.unit) * self.ranks, first_step=1)
+        about = dict(settings=settings, shape=shape, parameters=parameters, unit=seen.unit, fallbacks={})
+        tokens = seen.count_of(seen.unit) * self.ranks
+        self.log.begin(self.args.title, self.device, tokens, first_step=1, stage=self.args.script, **about)
         if seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
         if seen.in_turn:
@@ -296,7 +296,6 @@ class Watcher:
         self.probe.stop()
         if self.probe.events is not None:
             self.techniques |= seen_in(self.probe.events, self.techniques, self.device)
-            self.log.profiled_step = 1 + len(self.log.steps)
         self.techniques["unseen"] = None if self.techniques["profiled"] else self.probe.unseen
         self.log.write("techniques", **self.techniques)
 
