@@ -93,21 +93,16 @@ def run_script(script, *flags, folder=None):
         except SystemExit as end:
             status = end.code or 0
         except Exception:
-            status = status_of_hook(*sys.exc_info())
+            status = 1
+            try:
+                sys.excepthook(*sys.exc_info())
+            except SystemExit as end:
+                status = end.code
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.set_float32_matmul_precision("highest")
     return Ended(status, out.getvalue(), err.getvalue(), scope=scope)
-
-
-def status_of_hook(*failure):
-    """The exit status of a process that failed, after its excepthook has told why."""
-    try:
-        sys.excepthook(*failure)
-    except SystemExit as end:
-        return end.code
-    return 1
 
 
 def run_stage(stage, *flags, folder):
@@ -171,14 +166,12 @@ def led_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
     bench = {"rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "in_turn": True, "rounds": 1, "variables": {}}
     bench |= {"flags": ["--steps", "24", *flags], "flags_of_scripts": ["--steps", "24"], "variables_of_scripts": {}}
-    lines = []
-    results = Results(bench)
-    keep = results.add
-    results.add = lambda line: lines.append(line) or keep(line)
-    with contextlib.closing(workers.Worker(row, results, 0)) as worker:
+    record = io.StringIO()
+    with contextlib.closing(workers.Worker(row, Results(bench, record), 0)) as worker:
         worker.take_steps(steps)
         worker.ask(END)
         worker.end_of_process()
+        _, *lines = [json.loads(line) for line in record.getvalue().splitlines()]
         return Ended(worker.process.returncode, worker.printed(), "", lines)
 
 

@@ -6,38 +6,32 @@ import statistics
 
 import torch
 
-# What NVML, the library of NVIDIA's driver, is asked at a moment: the function, and which clock or sensor.
-QUESTIONS = {
-    "mhz": ("nvmlDeviceGetClockInfo", 1),  # of the processors
-    "celsius": ("nvmlDeviceGetTemperature", 0),
-    "reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # bits: why the clock is not higher
-}
-HEAT = 0x20 | 0x40  # of these bits: the driver slows the card down because of heat, or the card itself does
+HEAT = 0x20 | 0x40  # of the bits in "reasons": the driver slows the card down because of heat, or the card itself does
 CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is told
 LAUNCH_BOUND = 0.9  # the card is said to wait where a step is queued only after a larger share of its time
 
 
 def card_state(device):
-    """Return what the driver tells of a card at this moment, a dict with the keys of QUESTIONS.
+    """Return what the driver tells of a card at this moment, or None where it does not.
 
-    None where there is no NVML, or it leaves a question open.
+    It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
     """
     if device.type != "cuda" or not nvml_of(device):
         return None
     nvml, handle = nvml_of(device)
-    state = {}
-    for name, (function, *which) in QUESTIONS.items():
-        answer = ctypes.c_ulonglong()  # of 8 bytes that are 0: some functions write the lower 4 alone
-        ask = getattr(nvml, function)
-        if ask(handle, *which, ctypes.byref(answer)) != 0:
-            return None
-        state[name] = answer.value
-    return state
+    # of 8 bytes that are 0: some functions write the lower 4 alone
+    mhz, celsius, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    errors = [  # 0 where a function succeeds
+        nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)),
+        nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(celsius)),
+        nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)),
+    ]
+    return None if any(errors) else {"mhz": mhz.value, "celsius": celsius.value, "reasons": reasons.value}
 
 
 @functools.cache
 def nvml_of(device):
-    """Return NVML and its handle of a card, or None where there is none, as on AMD's. It opens no context."""
+    """Return NVML, the library of NVIDIA's driver, and its handle of a card; None without it. It opens no context."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -45,7 +39,7 @@ def nvml_of(device):
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     handle = ctypes.c_void_p()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
-        return None  # each of its functions returns 0 where it succeeds
+        return None
     return nvml, handle
 
 

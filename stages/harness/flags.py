@@ -139,33 +139,33 @@ def fill_in_device(args):
 
 def fill_in_sizes(args, free_memory):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
-    world_size, on_cpu = ranks.world_size(), args.device.type == "cpu"
+    on_cpu, world_size = args.device.type == "cpu", ranks.world_size()
     args.size = args.size or ("micro" if on_cpu else "gpt2")
     args.steps = args.steps or (WARMUP + COUNTED_STEPS if on_cpu else 50)
-    if args.accum is None:
-        micro_batches = 2 if on_cpu else 4
-        args.accum = world_size * max(1, micro_batches // world_size)  # all ranks as many, and at least one
-    if args.batch_size is None and on_cpu:
-        args.batch_size = 1
-    elif args.batch_size is None and args.device.type == "cuda" and world_size > 1:
-        fit_batch(args, machine.memory_of_smallest_card())  # so that all ranks take the same
-    elif args.batch_size is None:
-        fit_batch(args, free_memory(args.device))
+    micro_batches = 2 if on_cpu else 4
+    args.accum = args.accum or world_size * max(1, micro_batches // world_size)  # each rank as many, at least one
+    if args.batch_size is None:
+        args.batch_size = 1 if on_cpu else largest_batch(args, free_memory)
 
 
-def fit_batch(args, free):
-    """Set args.batch_size to a power of two, at most 16, with which all stages fit into `free` bytes of a card.
+def largest_batch(args, free_memory):
+    """Return a power of two, at most 16: the largest batch with which all stages fit into the memory of a card.
 
-    It is 1 where none fits. A fallback says what was counted.
+    It is 1 where none fits. Of several ranks all take what fits into the smallest card. A fallback says what was
+    counted.
     """
     shape = shape_of_size(args.size, args.seq_len)
+    if args.device.type == "cuda" and ranks.world_size() > 1:
+        free = machine.memory_of_smallest_card()
+    else:
+        free = free_memory(args.device)
     for batch_size in (16, 8, 4, 2, 1):
         needed = CONTEXT + RESERVED * most_memory(shape, batch_size)
         if needed <= free:
             break
-    args.batch_size = batch_size
     reason = f"{batch_size}, since the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
     args.fallbacks["batch_size"] = reason
+    return batch_size
 
 
 def fill_in_techniques(args):

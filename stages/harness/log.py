@@ -36,25 +36,21 @@ class Log:
         """
         self.out = out
         self.leader = find_leader()
+        self.is_led = self.leader is not None  # it then takes a step for each request, and prints nothing
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
         self.steps = []
         self.next_line = 0.0  # when the next step's line may be printed
-        if self.leader is None and record_path and self.is_rank_0:
+        if record_path and self.is_rank_0 and not self.is_led:
             try:
                 self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
                 refuse(f"--record {record_path}: {error.strerror}; pass the path of a new file")
 
-    @property
-    def is_led(self):
-        """Whether the bench leads this process. It then takes a step for each request, and prints nothing."""
-        return self.leader is not None
-
     def wait_for_request(self):
         """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
-        return self.leader.wait_for_request() if self.leader else True
+        return self.leader.wait_for_request() if self.is_led else True
 
     # a run, from its first line to its last
 
@@ -98,7 +94,8 @@ class Log:
         is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line
         if is_shown:
             self.next_line = now + SECONDS_PER_LINE
-            self.meters = read_meters(self.device)
+            memory, meter = machine.peak_memory(self.device)
+            self.meters = {"memory": memory, "meter": meter, "card": card_state(self.device)}
         entry = {
             **{name: finite_or_none(value) for name, value in figures.items()},
             **unprinted,
@@ -181,7 +178,7 @@ class Log:
         if kind != "error" and not self.is_rank_0:
             return
         line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
-        if self.leader:
+        if self.is_led:
             self.leader.send(line)
         if self.file:  # a training is worth more than its record
             say(json.dumps(line), self.file, f"--record {self.file.name} ends here")
@@ -189,12 +186,6 @@ class Log:
     def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. text: the traceback."""
         self.write("error", message=message, traceback=text, out_of_memory=is_out_of_memory(message))
-
-
-def read_meters(device):
-    """Return the peak of memory, the name of its meter and the state of the card, as a step of the record has them."""
-    memory, meter = machine.peak_memory(device)
-    return {"memory": memory, "meter": meter, "card": card_state(device)}
 
 
 def finite_or_none(value):
