@@ -18,8 +18,6 @@ CPU = torch.device("cpu")
 MPS = torch.device("mps")
 CUDA = torch.device("cuda", 0)
 DOC = "Stage 5 · flash: a title.\n\nA text.\n"
-CARD_OF_24_GB = SimpleNamespace(total_memory=25.3e9)
-CARD_OF_12_GB = SimpleNamespace(total_memory=12.6e9)
 NO_UNITS = dict(dtype=torch.float32, problem="no C++ compiler found: install g++")
 
 
@@ -38,7 +36,7 @@ def parse(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    cards = [CARD_OF_24_GB, CARD_OF_12_GB, CARD_OF_24_GB]
+    cards = [SimpleNamespace(total_memory=memory) for memory in (25.3e9, 12.6e9, 25.3e9)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
 

@@ -34,9 +34,9 @@ def nvml_of(device):
     """Return NVML, the library of NVIDIA's driver, and its handle of a card; None without it. It opens no context."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    except (OSError, AttributeError):  # no driver of NVIDIA, or no uuid
         return None
-    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     handle = ctypes.c_void_p()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
         return None

@@ -44,7 +44,7 @@ def parse_args(doc):
         check_save(args)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    args.log = Log(args.record_path)
+    args.log = Log(args.record_path)  # makes the file of --record: what would end the run was told before
     sys.excepthook = functools.partial(tell_failure, args.log, args.batch_size)
     return args
 

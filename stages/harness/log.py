@@ -25,7 +25,8 @@ SECONDS_PER_LINE = 0.01
 class Log:
     """The log of a run. Rank 0 prints, and writes the record: to the file of --record, or to the bench that leads it.
 
-    steps: the step lines of the record so far. header: its first line, or None before begin().
+    steps: the step lines of the record so far. header: its first line, or None before begin(). is_led: whether the
+    bench leads this process, which then takes a step for each request, and prints nothing.
     """
 
     def __init__(self, record_path, out=None):
@@ -36,7 +37,7 @@ class Log:
         """
         self.out = out
         self.leader = find_leader()
-        self.is_led = self.leader is not None  # it then takes a step for each request, and prints nothing
+        self.is_led = self.leader is not None
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
