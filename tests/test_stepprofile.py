@@ -1,6 +1,7 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
-from harness import ladder, rates
+from harness import rates
+from harness.arithmetic import Work
 from harness.stepprofile import StepProfile, part_of, predicted_ms
 
 import re
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FLOAT32, run_stage
-from fixtures.records import GPT2, header
+from fixtures.records import GPT2
 from torch.autograd import DeviceType
 
 RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
@@ -70,29 +71,19 @@ def test_a_profile_that_saw_no_kernel_or_lost_one_says_so():
     assert "the profiler lost 1 of 2 kernels: their time is in the rest" in lines
 
 
-def lines_of_parts(short, amp_dtype="float32", **ms):
-    """The last lines of a profile of gpt2 at B 1, T 1024, on a machine whose rates are round. ms: of each operation."""
-    run = header(short, shape=GPT2, batch_size=1, amp_dtype=amp_dtype) | {"sdpa": "flash"}
-    predicted = predicted_ms(ladder.effect_of(ladder.stage_of(short), run).work, RATES)
-    events = [event(NAMES[part], cpu_us=1e3 * part_ms) for part, part_ms in ms.items()]
-    lines = StepProfile(events, torch.device("cpu"), step_ms=126.0).lines(predicted)
-    heading = " measured predicted ms, by what its FLOPs and bytes take at the rates of this machine"
-    return lines[lines.index(heading) + 1 :]
-
-
-NAMES = {"matmuls": "aten::mm", "fused": "triton_red", "pointwise": "aten::gelu", "loss": "aten::nll_loss_forward"}
-
-
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
-    """By hand at 10 GB/s: 151.0 M scores x 20, 51.46 M logits x 12, 25 tensors of 0.786 M numbers x 36, 12 of 3.146 M
-    x 20, and 12 of 0.786 M x 60 bytes: 566.65 ms."""
-    step, _, fused, rest = lines_of_parts("s04", loss=2.0, pointwise=3.0, fused=30.0, matmuls=90.0)
-    assert fused == "    35.00    566.65 fused kernels"
-    assert rest == "     1.00           the rest"
-    assert step.startswith("   126.00 ") and step.endswith(" the step")
+    operations = {"aten::mm": 90_000, "triton_red": 30_000, "aten::gelu": 3_000, "aten::nll_loss_forward": 2_000}
+    events = [event(name, cpu_us) for name, cpu_us in operations.items()]
+    predicted = {"matmuls": 80.0, "softmax and mask": 15.0, "pointwise": 11.0, "loss": 4.5}
+    assert StepProfile(events, torch.device("cpu"), step_ms=126.0).lines(predicted)[-4:] == [
+        "   126.00    110.50 the step",
+        "    90.00     80.00 matmuls",
+        "    35.00     30.50 fused kernels",
+        "     1.00           the rest",
+    ]
 
 
-@pytest.mark.parametrize("stage, predicted", [("s10", "7589.81"), ("s11", "15179.62")])
-def test_a_step_should_take_the_time_of_all_its_micro_batches(stage, predicted):
+@pytest.mark.parametrize("accum, ms", [(1, 7589.81), (2, 15179.62)])
+def test_a_step_should_take_the_time_of_all_its_micro_batches(accum, ms):
     """By hand: 1024 tokens x 741,192,192 FLOP at 0.1 TFLOP/s, and twice that."""
-    assert lines_of_parts(stage, matmuls=1.0)[-1] == f"     1.00 {predicted:>9} matmuls"
+    assert predicted_ms(Work(GPT2, 1, accum=accum), {"peak": {"float32": 1e11}, "copy": 1e10})["matmuls"] == pytest.approx(ms)

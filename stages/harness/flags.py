@@ -95,13 +95,7 @@ def new_parser(doc):
     add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
     add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
-    add(
-        "--record",
-        type=Path,
-        dest="record_path",
-        metavar="FILE",
-        help="write every step as a line of JSON to this new file",
-    )
+    add("--record", type=Path, dest="record_path", metavar="FILE", help="write each step to this new file, as JSON")
     add("--save", type=Path, metavar="FILE", help="write the weights there at the end")
     return parser
 
@@ -139,7 +133,8 @@ def fill_in_device(args):
 
 def fill_in_sizes(args, free_memory):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
-    on_cpu, world_size = args.device.type == "cpu", ranks.world_size()
+    on_cpu = args.device.type == "cpu"
+    world_size = ranks.world_size()
     args.size = args.size or ("micro" if on_cpu else "gpt2")
     args.steps = args.steps or (WARMUP + COUNTED_STEPS if on_cpu else 50)
     micro_batches = 2 if on_cpu else 4
@@ -155,10 +150,9 @@ def largest_batch(args, free_memory):
     counted.
     """
     shape = shape_of_size(args.size, args.seq_len)
+    free = free_memory(args.device)
     if args.device.type == "cuda" and ranks.world_size() > 1:
         free = machine.memory_of_smallest_card()
-    else:
-        free = free_memory(args.device)
     for batch_size in (16, 8, 4, 2, 1):
         needed = CONTEXT + RESERVED * most_memory(shape, batch_size)
         if needed <= free:

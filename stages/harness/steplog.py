@@ -120,7 +120,8 @@ class StepLog:
 
         It has the held-out loss with --eval, and the parts of the last step with --profile.
         """
-        args, shape = self.args, self.log.header["shape"]
+        args = self.args
+        shape = self.log.header["shape"]
         summary, lines = {"sdpa": None}, []
         if shape:
             shape_of_q = (args.batch_size, shape["n_head"], args.seq_len, shape["n_embd"] // shape["n_head"])
