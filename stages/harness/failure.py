@@ -19,9 +19,9 @@ OUT_OF_MEMORY = (
 def tell_failure(log, batch_size, error_type, error, trace):
     """Report an exception as Python does, with what to try where that is known, and keep both in the record.
 
-    With its first two arguments filled in this is sys.excepthook, once parse_args() has returned. log: the Log of the
-    run. batch_size: what it trains with. A text that can't be trained on is the user's mistake, and one line. After
-    Ctrl-C the figures so far are told.
+    Python calls it, as its sys.excepthook, once parse_args() has returned. log: the Log of the run. batch_size: of a
+    micro-batch. A text that can't be trained on is the user's mistake, and one line. After Ctrl-C the figures so far
+    are told.
     """
     message = f"{error_type.__name__}: {error}"
     if error_type is KeyboardInterrupt:

@@ -1,7 +1,6 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
-import functools
 import os
 import sys
 from pathlib import Path
@@ -45,7 +44,7 @@ def parse_args(doc):
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     args.log = Log(args.record_path)  # makes the file of --record: what would end the run was told before
-    sys.excepthook = functools.partial(tell_failure, args.log, args.batch_size)
+    sys.excepthook = lambda *failure: tell_failure(args.log, args.batch_size, *failure)
     return args
 
 
