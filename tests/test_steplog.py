@@ -22,7 +22,6 @@ from torch._dynamo.exc import Unsupported
 from data import VOCAB, Corpus, TextError, TokenLoader, load_tokens
 from model import GPT, GPTConfig
 
-CARD = torch.device("cuda", 0)
 CARD_STATE = {"mhz": 1935, "celsius": 62, "reasons": 4}
 GB = 10**9
 LOADER = TokenLoader(Corpus("ids.bin", np.zeros(99, np.uint16), np.zeros(9, np.uint16)), batch_size=3, seq_len=5)
@@ -39,6 +38,9 @@ class Card:
     def perf_counter(self):
         return self.now
 
+    def set_device(self, device):
+        assert device.type == "cuda"
+
     def synchronize(self, device):
         self.now += self.queued
         self.queued = 0.0
@@ -54,14 +56,12 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch):
+def card(a_card, monkeypatch):
     """The Card that the log sees."""
     card = Card()
     monkeypatch.setattr(time, "perf_counter", card.perf_counter)
-    for name in ("synchronize", "max_memory_allocated", "reset_peak_memory_stats"):
+    for name in ("set_device", "synchronize", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))
-    environment = {"device": "cuda", "device_name": "A card", "tf32": False, "cuda": "13.0"}
-    monkeypatch.setattr(machine, "environment", lambda device: environment)
     monkeypatch.setattr(machine, "sdpa_kernel", lambda q, dtype, device: "flash")
     monkeypatch.setattr(log_module, "card_state", lambda device: CARD_STATE)
     return card
@@ -75,7 +75,6 @@ def new_log(monkeypatch, card):
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
         monkeypatch.setattr(sys, "argv", [STAGE_FILES["s11"], *FLOAT32, "--steps", "7", *(str(flag) for flag in flags)])
         args = parse_args("Stage 11 · accum: a title.\n\nA text.")
-        args.device = CARD
         args.log.leader, args.log.is_led = bench, bench is not None
         return StepLog(args, small_gpt(), loader, tokens_per_step=72_000_000)
 
