@@ -67,13 +67,13 @@ class Log:
         environment = machine.environment(device)
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.header = {**about, "commit": machine.commit(ROOT), "environment": environment, "started": started}
-        settings, unit = about["settings"], about["unit"]
+        settings = about["settings"]
         model = f"{about['parameters']:,} parameters"
         if about["shape"]:
             model = f"{shape_name(about['shape'])}, {model}"
-        if unit == "tok":
+        if about["unit"] == "tok":
             model += f" | B {settings['batch_size']}, T {settings['seq_len']}, {tokens:,} tokens per step"
-        elif unit == "sample":
+        elif about["unit"] == "sample":
             model += f" | B {settings['batch_size']}, {tokens:,} samples per step"
         hardware = environment["device_name"]
         if device.type == "cpu":
