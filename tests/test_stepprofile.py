@@ -62,13 +62,9 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
     assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
 
 
-def test_a_profile_that_saw_no_kernel_or_lost_one_says_so():
+def test_a_profile_that_saw_no_kernel_says_so():
     lines = StepProfile([event("aten::mm", 10)], torch.device("mps"), step_ms=6.0).lines({})
     assert lines == ["the profiler saw no kernel of the card, as on WSL2, on macOS or without a permission"]
-    copied = event("Memcpy HtoD (Pinned -> Device)", device_type=DeviceType.CUDA)  # no call that starts a kernel
-    events = [event("aten::mm", 10, 4_000), event("cudaLaunchKernel"), event("cuLaunchKernelEx"), KERNEL, copied]
-    lines = StepProfile(events, torch.device("cuda"), step_ms=6.0).lines({})
-    assert "the profiler lost 1 of 2 kernels: their time is in the rest" in lines
 
 
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
