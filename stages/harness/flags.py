@@ -20,7 +20,8 @@ from .weights import is_saved
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
-(np.array(ids, np.uint16).tofile(FILE)); a folder of these; or "docs", Python's documentation (Tiny Shakespeare)"""
+(np.array(ids, np.uint16).tofile(FILE)); a folder of these, of which the first is taken; or "docs", Python's
+documentation (Tiny Shakespeare)"""
 
 
 def parse_args(doc):
