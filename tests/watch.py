@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import GPT
@@ -31,20 +29,14 @@ class Compiled(torch.nn.Module):
         return self._orig_mod(*inputs)
 
 
-def facts_of_group(group):
-    """The settings of one group of an optimizer, None where it has no such setting, and how many tensors it holds."""
-    settings = {name: group.get(name) for name in ("betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")}
-    return settings | {"tensors": len(group["params"])}
-
-
 class Watch:
     """What a script asked of torch.
 
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
-    of its groups and the norm of all gradients that it takes. groups: those of the optimizer, as they were at its last
-    step. keeps_a_graph: whether the loss that is logged does. Whoever watches fills in run, the Ended of the script,
-    and scales_loss, whether its GradScaler is on.
+    of its groups and the norm of all gradients that it takes. groups: the settings of its groups at the last step, and
+    as "tensors" how many each holds. keeps_a_graph: whether the loss that is logged does. Whoever watches fills in run,
+    the Ended of the script, and scales_loss, whether its GradScaler is on.
     """
 
     def __init__(self, patch):
@@ -93,9 +85,7 @@ class Watch:
         if tensor.dtype == torch.int64 and tensor.dim() == 2:  # the ids of a batch, x or y
             self.calls.append(f"copy to {args[0]}")
 
-    def note_attention(self, *tensors, **options):
-        for name in ("query", "key", "value"):
-            options.pop(name, None)
+    def note_attention(self, query, key, value, **options):
         self.calls.append(f"attention with {options}")
 
     def note_backward(self, loss):
@@ -105,7 +95,7 @@ class Watch:
     def note_wait(self, *args, **options):
         self.calls.append("wait for a number")
 
-    def note_forward(self, module, inputs):
+    def note_forward(self, module, *inputs):
         """Note the forward of a model, with the dtype of autocast where that is on for the model's device."""
         if isinstance(module, Compiled):
             self.calls.append("compiled")
@@ -116,11 +106,13 @@ class Watch:
             self.batches.append(inputs)
             self.matmul_precision = torch.get_float32_matmul_precision()
 
-    def note_optimizer_step(self, optimizer, args, kwargs):
+    def note_optimizer_step(self, optimizer):
         self.calls.append("optimizer.step")
         self.rates.append([group["lr"] for group in optimizer.param_groups])
-        self.groups = [facts_of_group(group) for group in optimizer.param_groups]
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.groups, gradients = [], []
+        for group in optimizer.param_groups:
+            self.groups.append(group | {"params": None, "tensors": len(group["params"])})
+            gradients += [p.grad for p in group["params"]]
         self.norms.append(torch.nn.utils.get_total_norm(gradients).tolist())  # not float(), which is noted as a wait
 
     def compile(self, model, **options):
@@ -131,9 +123,7 @@ class Watch:
     def pretend_ranks(self, world_size):
         """Let this process be rank 0 of so many. What is sent to the others, which are not there, is noted."""
         init_process_group, init_ddp = dist.init_process_group, DistributedDataParallel.__init__
-
-        def init_fake_group(backend):
-            init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        fake_group = {"rank": 0, "world_size": world_size, "store": FakeStore()}
 
         def init_ddp_with_hook(model, *args, **kwargs):
             init_ddp(model, *args, **kwargs)
@@ -142,7 +132,7 @@ class Watch:
         ranks = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
         for name, value in ranks.items():
             self.patch.setenv(name, str(value))
-        self.patch.setattr(dist, "init_process_group", init_fake_group)
+        self.patch.setattr(dist, "init_process_group", lambda backend: init_process_group("fake", **fake_group))
         self.patch.setattr(DistributedDataParallel, "__init__", init_ddp_with_hook)
         self.note_calls_of(dist, "all_reduce", self.note_all_reduce)
 
@@ -164,6 +154,8 @@ def watching(ranks=None):
         watch = Watch(patch)
         patch.setattr(torch, "compile", watch.compile)
         watch.note_steps()
+        watch.note_calls_of(torch.nn.Module, "__call__", watch.note_forward)
+        watch.note_calls_of(torch.optim.AdamW, "step", watch.note_optimizer_step)
         watch.note_calls_of(torch.nn.Module, "to", watch.note_model_to)
         watch.note_calls_of(torch.Tensor, "to", watch.note_batch_to)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
@@ -174,12 +166,4 @@ def watching(ranks=None):
             watch.note_calls_of(torch.Tensor, name, watch.note_wait)
         if ranks:
             watch.pretend_ranks(ranks)
-        hooks = [
-            register_module_forward_pre_hook(watch.note_forward),
-            register_optimizer_step_pre_hook(watch.note_optimizer_step),
-        ]
-        try:
-            yield watch
-        finally:
-            for hook in hooks:
-                hook.remove()
+        yield watch

@@ -12,22 +12,15 @@ from .machine import read_text
 
 # What is typed in a framework, which has no line of its own for it
 IN_FRAMEWORK = {
-    "lightning": {
-        "s02_tf32": '`torch.set_float32_matmul_precision("high")`',
-        "s03_bf16": '`Trainer(precision="bf16-mixed")`',
-        "s04_compile": "`self.blocks = torch.compile(self.blocks)`, a part of the model",
-    },
-    "transformers": {
-        "s02_tf32": "`--tf32 True`",
-        "s03_bf16": "`--bf16 True`",
-        "s04_compile": "`--torch_compile True`",
-        "s05_flash": '`from_pretrained(..., attn_implementation="sdpa")`',
-        "s10_fused": "`--optim adamw_torch_fused`",
-    },
-    "accelerate": {
-        "s03_bf16": '`Accelerator(mixed_precision="bf16")`',
-        "s04_compile": '`Accelerator(dynamo_backend="inductor")`',
-    },
+    ("lightning", "s03_bf16"): '`Trainer(precision="bf16-mixed")`',
+    ("lightning", "s04_compile"): "`self.blocks = torch.compile(self.blocks)`, a part of the model",
+    ("transformers", "s02_tf32"): "`--tf32 True`",
+    ("transformers", "s03_bf16"): "`--bf16 True`",
+    ("transformers", "s04_compile"): "`--torch_compile True`",
+    ("transformers", "s05_flash"): '`from_pretrained(..., attn_implementation="sdpa")`',
+    ("transformers", "s10_fused"): "`--optim adamw_torch_fused`",
+    ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
+    ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
 }
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
@@ -49,12 +42,24 @@ def folder_of(script):
 def words_on_techniques(techniques):
     """Return (what a watched script has of the ladder, what it lacks, remarks), two texts and a list of texts.
 
-    techniques: what find_techniques() returned.
+    techniques: what find_techniques() returned. A remark says why a technique does nothing, or what is not known.
     """
     has, lacks = has_and_lacks(techniques)
+    autocast, weights = techniques["autocast"], techniques["weights"]
+    remarks = []
+    if weights != "float32":
+        remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
+    elif autocast and not techniques["enters_autocast"]:
+        remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
+    if autocast == "bfloat16" and techniques["machine"]["amp_dtype"] != "bfloat16":
+        remarks.append("this device has no units for bfloat16, and is slow in it")
+    if techniques["sdpa"] == "math":
+        remarks.append("its scaled_dot_product_attention takes no flash kernel here, as with dropout on a CPU")
+    if not techniques["profiled"]:
+        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
     words_on_has = names_of(has) or "nothing of the ladder"
     words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
-    return words_on_has, words_on_lacks, remarks_on(techniques)
+    return words_on_has, words_on_lacks, remarks
 
 
 def names_of(stages):
@@ -71,30 +76,29 @@ def has_and_lacks(techniques):
     machine = techniques["machine"]
     has_float32 = techniques["weights"] == "float32"
     can_use_tf32 = machine["tf32"] and has_float32
+    can_use_autocast = machine["amp_dtype"] != "float32" and has_float32
     rows = techniques["vocabulary"] or 0
     has_large_vocabulary = rows >= SMALL_VOCABULARY
-    used = {
-        "s02_tf32": techniques["tf32"] and can_use_tf32,
-        "s03_bf16": techniques["autocast"] and has_float32,
-        "s04_compile": techniques["compile"],
-        "s05_flash": has_flash_attention(techniques),
-        "s06_vocab": has_large_vocabulary and rows % 64 == 0,
-        "s07_clip": techniques["clips"],
-        "s08_cosine": techniques["schedules"],
-        "s09_decay": techniques["groups"],
-        "s10_fused": techniques["fused"],
-        "s11_accum": techniques["accum"] > 1,
+    has_slow_attention = techniques["attention"] and techniques["sdpa"] is None
+    table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
+        "s02_tf32": (techniques["tf32"] and can_use_tf32, can_use_tf32),
+        "s03_bf16": (techniques["autocast"] and has_float32, can_use_autocast),
+        "s04_compile": (techniques["compile"], machine["compile"]),
+        "s05_flash": (has_flash_attention(techniques), has_slow_attention),
+        "s06_vocab": (has_large_vocabulary and rows % 64 == 0, has_large_vocabulary),
+        "s07_clip": (techniques["clips"], False),
+        "s08_cosine": (techniques["schedules"], False),
+        "s09_decay": (techniques["groups"], False),
+        "s10_fused": (techniques["fused"], techniques["fused"] is not None),
+        "s11_accum": (techniques["accum"] > 1, False),
     }
-    useful = {
-        "s02_tf32": can_use_tf32,
-        "s03_bf16": machine["amp_dtype"] != "float32" and has_float32,
-        "s04_compile": machine["compile"],
-        "s05_flash": techniques["attention"] and not has_no_flash_kernel(techniques),
-        "s06_vocab": has_large_vocabulary,
-        "s10_fused": techniques["fused"] is not None,
-    }
-    has = [stage for stage in ladder.STAGES if used.get(stage.name)]
-    lacks = [stage for stage in ladder.STAGES if useful.get(stage.name) and stage not in has]
+    has, lacks = [], []
+    for stage in ladder.STAGES:
+        is_used, would_help = table.get(stage.name, (False, False))
+        if is_used:
+            has.append(stage)
+        elif would_help:
+            lacks.append(stage)
     return has, lacks
 
 
@@ -103,33 +107,11 @@ def has_flash_attention(techniques):
     return techniques["sdpa"] not in (None, "math")
 
 
-def has_no_flash_kernel(techniques):
-    """Tell whether a watched script asks for flash attention, and dropout keeps PyTorch from it on this device."""
-    return techniques["sdpa"] == "math" and techniques["drops"]
-
-
-def remarks_on(techniques):
-    """Return why a technique does nothing in a watched script, or can't be told, a list of texts."""
-    autocast, weights = techniques["autocast"], techniques["weights"]
-    remarks = []
-    if techniques["emulated"]:
-        remarks.append(f"this device has no units for {autocast}, and is slow in it")
-    if weights != "float32":
-        remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
-    elif autocast and not techniques["enters_autocast"]:
-        remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
-    if has_no_flash_kernel(techniques):
-        remarks.append("its attention has dropout, for which scaled_dot_product_attention has no flash kernel here")
-    if not techniques["profiled"]:
-        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
-    return remarks
-
-
 def what_to_type(techniques, stage):
     """Return what adds the technique of a Stage to a watched script, in markdown: a line, or a framework's flag."""
-    flag = IN_FRAMEWORK.get(techniques["framework"], {}).get(stage.name)
-    if flag:
-        return flag
+    call = (techniques["framework"], stage.name)
+    if call in IN_FRAMEWORK:
+        return IN_FRAMEWORK[call]
     if stage.name == "s10_fused":
         return f"`{techniques['optimizer']}(..., fused=True)`"
     return stage.line

@@ -1,9 +1,6 @@
 """What a step trains on: its micro-batches, and how many tokens or samples each has."""
 
-import inspect
-import itertools
 import re
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,30 +8,6 @@ import torch
 from torch import nn
 
 NO_TEXT = re.compile("label|target|mask|edge|adj")  # arguments of whole numbers that are not what is read
-PADDING = 128  # a last layer may have so many rows more than there are tokens, but no more than a 16th of these
-
-
-@dataclass
-class Call:
-    """A call of a module with gradients.
-
-    is_training: whether the module is in training mode. tokens: 0 where it reads no text. batch_size, seq_len: of its
-    text; without one they are the rows of its first tensor, and None. inputs: its first tensor. module: what is called.
-    version: of its first weight, which SAM's changes of it raise. A fused update does not.
-    """
-
-    is_training: bool
-    tokens: int
-    batch_size: int
-    seq_len: int | None
-    inputs: torch.Tensor
-    module: nn.Module
-    version: int
-
-    @property
-    def priority(self):
-        """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.tokens, self.batch_size
 
 
 class MicroBatches:
@@ -61,21 +34,21 @@ class MicroBatches:
             self.call = call
 
     def add_backward(self, loss, in_closure):
-        """Close a micro-batch. loss: what backward() gets. in_closure: whether an optimizer's closure calls it.
+        """Close a micro-batch, and keep its loss, or list of losses. in_closure: whether an optimizer's closure calls.
 
         The first backward of a closure counts, since LBFGS evaluates one batch again and again.
         """
-        losses = loss if isinstance(loss, (list, tuple)) else [loss]
         self.backwards_of_closure += in_closure
-        its_losses_count = self.close()
+        is_new = self.close()
+        losses = loss if isinstance(loss, (list, tuple)) else [loss]
         if self.unscaled_losses:
             losses = [self.unscaled_losses.pop(0)]
         for each in losses:
-            if its_losses_count and torch.is_tensor(each) and each.numel() == 1:
+            if is_new and torch.is_tensor(each) and each.numel() == 1:
                 self.losses.append(each.detach().float().clone())  # a CUDA graph may write into its own again
 
     def close(self):
-        """Take the calls since the last backward for a micro-batch, if it is new. Return whether its loss counts."""
+        """Take the calls since the last backward for a micro-batch. Return False where that was counted before."""
         call, self.call = self.call, None
         if self.backwards_of_closure > 1:
             return False
@@ -86,10 +59,6 @@ class MicroBatches:
             # SAM: the same batch under changed weights
             if call.module is last.module and call.version != last.version:
                 return False
-            # another model on the same batch, with a loss of its own
-            if call.module is not last.module and call.inputs is last.inputs:
-                return True
-            last.inputs = None  # memory that is the script's
         self.batches.append(call)
         return True
 
@@ -113,48 +82,63 @@ class MicroBatches:
         return max(counts, default=0) if self.in_turn else sum(counts)
 
 
+@dataclass
+class Call:
+    """A call of a module with gradients.
+
+    is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
+    A fused update does not. batch_size: the rows of what it gets. tokens, seq_len: of its text, 0 and None without one.
+    """
+
+    module: nn.Module
+    is_training: bool
+    version: int
+    batch_size: int
+    tokens: int = 0
+    seq_len: int | None = None
+
+    @property
+    def priority(self):
+        """What decides which of several calls is the micro-batch: those not in training may be a validation."""
+        return self.is_training, self.tokens, self.batch_size
+
+
 def call_of(module, args, kwargs):
     """Return (the Call of a module with these arguments, these as named_tensors() returns them).
 
     The Call is None where there are no tensors.
     """
-    facts = FACTS.get(module)
-    if facts is None:
-        facts = FACTS[module] = facts_of(module)
-    names, reads_ids, predicts_ids, weight = facts
-    pairs = itertools.zip_longest(names[: len(args)], args, fillvalue="")
-    tensors = [*named_tensors(pairs), *named_tensors(kwargs.items())]
+    tensors = named_tensors([("", args), *kwargs.items()])
     if not tensors:
         return None, tensors
-    texts = []
-    for name, tensor in tensors:
-        is_text = reads_ids if tensor.dim() == 2 else predicts_ids and tensor.dim() == 1
-        if is_text and is_whole(tensor) and not NO_TEXT.search(name):
-            texts.append(tensor)
-    first = tensors[0][1]
+    _, first = tensors[0]
     rows = first.shape[0] if first.dim() else 1
-    call = Call(module.training, 0, rows, None, first, module, weight._version)
+    call = Call(module, module.training, next(module.parameters())._version, rows)
+    texts = [tensor for name, tensor in tensors if not NO_TEXT.search(name) and is_text(tensor, module)]
     if texts:
         text = max(texts, key=torch.Tensor.numel)
-        call.tokens = text.numel()
-        call.batch_size, call.seq_len = text.shape if text.dim() == 2 else (1, len(text))
+        call.batch_size = text.shape[0] if text.dim() == 2 else 1
+        call.tokens, call.seq_len = text.numel(), text.shape[-1]
     return call, tensors
 
 
-FACTS = weakref.WeakKeyDictionary()  # what facts_of() returned, by module
+def is_text(tensor, module):
+    """Tell whether a tensor has the ids of a text that a module reads, which has an embedding then.
 
-
-def facts_of(module):
-    """Return (names of a module's arguments, whether it has an embedding, or a last layer for its ids, first weight).
-
-    Without such a layer, ids in one dimension are users or products, and with it they are a text.
+    Ids in one dimension may be users or products, so one of its layers must choose among them.
     """
-    rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    widths = [part.out_features for part in module.modules() if isinstance(part, nn.Linear)]
-    padded = [range(number, number + 1 + min(PADDING, number // 16)) for number in rows]
-    predicts_ids = any(width in allowed for width in widths for allowed in padded)
-    names = list(inspect.signature(module.forward).parameters)
-    return names, bool(rows), predicts_ids, next(module.parameters())
+    if tensor.dtype not in (torch.int32, torch.int64):
+        return False
+    if tensor.dim() == 2:
+        return any(isinstance(part, nn.Embedding) for part in module.modules())
+    return tensor.dim() == 1 and vocabulary_of(list(module.modules())) is not None
+
+
+def vocabulary_of(modules):
+    """Return the rows of the largest embedding for which a layer has as many outputs, or None."""
+    rows = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    widths = {module.out_features for module in modules if isinstance(module, nn.Linear)}
+    return max(rows & widths, default=None)
 
 
 def named_tensors(pairs):
@@ -168,8 +152,3 @@ def named_tensors(pairs):
         elif isinstance(value, (list, tuple)):
             tensors += named_tensors((name, each) for each in value)
     return tensors
-
-
-def is_whole(tensor):
-    """Tell whether a tensor holds whole numbers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

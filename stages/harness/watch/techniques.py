@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..stepprofile import names_with_callers
 from .added import is_compiled
-from .counting import named_tensors
+from .counting import named_tensors, vocabulary_of
 from .probe import busy_ms
 from .timeline import count_threads_of_script
 
@@ -25,26 +24,24 @@ from .timeline import count_threads_of_script
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
-FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")  # the outer one first
-HALVES = (torch.bfloat16, torch.float16)
+FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")
 
 
 @dataclass
 class Habits:
     """What the script was seen to do, beside its steps.
 
-    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None.
+    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None. output_dtype: of
+    what a module returned, where that has 16 bits.
     """
 
     autocast: str | None = None
     optimizers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)  # {one: its first lr}
-    output_dtype: torch.dtype | None = None
+    output_dtype: str | None = None
     clips: bool = False
     repeats_forward: bool = False
-    detects_anomalies: bool = False
-    sums_of_gradients: int = 0  # over ranks, in the first two steps
-    batches_by_workers: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
-    passes: Counter = field(default_factory=Counter)  # {(processes, id of a DataLoader): how often it began}
+    batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
+    passes: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how often one began}
     texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
@@ -53,10 +50,10 @@ class Habits:
             self.autocast = machine.dtype_name(dtype)
 
     def saw_output(self, output):
-        """Note the dtype of what a module returns."""
-        dtypes = [tensor.dtype for _, tensor in named_tensors([("", output)]) if tensor.is_floating_point()]
-        if dtypes:
-            self.output_dtype = dtypes[0]
+        """Note whether a module returns 16 bits."""
+        for _, tensor in named_tensors([("", output)]):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                self.output_dtype = machine.dtype_name(tensor.dtype)
 
     def saw_arguments(self, tensors):
         """Note how much of a batch is padding. tensors: pairs of a name and a tensor."""
@@ -64,25 +61,19 @@ class Habits:
             if name == "attention_mask" and tensor.dim() == 2:
                 self.texts.append((tensor != 0).float().mean())
 
-    def saw_backward(self, models):
-        """Note what a backward() does besides."""
-        self.detects_anomalies = self.detects_anomalies or torch.is_anomaly_enabled()
-        for model in models:
-            if isinstance(model, DistributedDataParallel):
-                self.sums_of_gradients += model.require_backward_grad_sync
-
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured."""
         self.clips = self.clips or max_norm < math.inf
 
     def saw_loader(self, loader):
-        """Note that a DataLoader begins, where it does not keep its processes."""
-        if not (loader.persistent_workers and loader._iterator):
-            self.passes[loader.num_workers, id(loader)] += 1
+        """Note that a DataLoader begins to load for the training, where it does not keep its processes."""
+        keeps_processes = loader.persistent_workers and loader._iterator
+        if torch.is_grad_enabled() and not keeps_processes:
+            self.passes[loader.num_workers] += 1
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch."""
-        self.batches_by_workers[iterator._num_workers] += 1
+        self.batches[iterator._num_workers] += 1
 
 
 def compiled_graphs():
@@ -92,45 +83,19 @@ def compiled_graphs():
 
 
 def find_techniques(watcher):
-    """Return what PyTorch's flags tell of a step, a dict for JSON.
+    """Return what PyTorch's flags tell of a step, a dict for JSON. Its operations tell more: see seen_in().
 
-    What only operations tell is filled in by seen_in(), which then also adds "busy_ms" and "reads": how long a card is
-    busy in a step, and how many numbers are read from it. "unseen" is added later: why there are no operations.
+    The watcher adds "unseen": why there are no operations, or None.
     """
+    habits, device = watcher.habits, watcher.device
     models = list(watcher.models.values())
-    modules = [module for model in models for module in model.modules()]
-    device, habits = watcher.device, watcher.habits
-    optimizers = list(habits.optimizers)
-    weights = max(parameters_of(models, *optimizers), key=torch.Tensor.numel).dtype
-    autocast = habits.autocast
-    is_entered = autocast is not None
-    if autocast is None and habits.output_dtype in HALVES and weights == torch.float32:
-        autocast = machine.dtype_name(habits.output_dtype)
-    first_groups = [each.param_groups[0] for each in optimizers]
-    changes_lr = any(each.param_groups[0].get("lr") != first_lr for each, first_lr in habits.optimizers.items())
-    can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
-    unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
-    optimizer = unfused[0] if unfused else watcher.optimizer
     units = machine.units_of(device)
+    largest = max(parameters_of(models, *habits.optimizers), key=torch.Tensor.numel)
     return {
-        "profiled": False,  # whether operations were seen
-        "tf32": allows_tf32(),
-        "weights": machine.dtype_name(weights),  # of the largest one
-        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied matrices
-        "sdpa": None,  # the kernel that scaled_dot_product_attention chose
-        "attention": False,  # whether any was seen
-        "drops": False,  # whether dropout was inside of attention
-        "reads_text": watcher.seen.unit == "tok",
-        # among how many ids the loss chooses, or as many rows of an embedding as a layer has outputs
-        "vocabulary": vocabulary_of(modules) if watcher.seen.unit == "tok" else None,
-        "fused": not unfused if can_fuse else None,  # None: no optimizer has such a kernel
-        "optimizer": type(optimizer).__name__,  # one that could be fused, else the one that ends a step
-        "autocast": autocast,  # the dtype above weights in float32, as "bfloat16"
-        "enters_autocast": is_entered,  # and has not that dtype by a policy of FSDP, for one
-        "emulated": autocast is not None and autocast not in units,
+        **model_by_flags(models, watcher.seen.unit == "tok"),
+        **precision_of(habits, machine.dtype_name(largest.dtype)),
+        **update_of(habits.optimizers),
         "clips": habits.clips,
-        "schedules": changes_lr or any("initial_lr" in group for group in first_groups),
-        "groups": any(len({group.get("weight_decay") for group in each.param_groups}) > 1 for each in optimizers),
         "accum": watcher.seen.accum,  # micro-batches of a rank
         "failed": watcher.added.failed,  # {name of an added technique: why it was left out again}
         "framework": framework_of(sys._getframe()),  # the package that calls the optimizer
@@ -140,6 +105,54 @@ def find_techniques(watcher):
             "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
             "compile": machine.compile_problem(device) is None,
         },
+    }
+
+
+def model_by_flags(models, reads_text):
+    """Return what is known of a model before its operations are seen, a part of the techniques."""
+    modules = [module for model in models for module in model.modules()]
+    return {
+        "profiled": False,  # whether operations were seen
+        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied matrices
+        "sdpa": None,  # the kernel that scaled_dot_product_attention chose
+        "attention": False,  # whether any was seen
+        "reads_text": reads_text,
+        "vocabulary": vocabulary_of(modules) if reads_text else None,  # then: among how many ids the loss chooses
+    }
+
+
+def precision_of(habits, weights):
+    """Return in which dtypes a model computes, a part of the techniques. weights: the dtype of its largest one."""
+    autocast = habits.autocast
+    if autocast is None and weights == "float32":
+        autocast = habits.output_dtype
+    # torch.get_float32_matmul_precision() raises where a script set these newer flags
+    precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    return {
+        "tf32": "tf32" in precisions,
+        "weights": weights,
+        "autocast": autocast,  # the dtype above weights in float32, as "bfloat16"
+        "enters_autocast": habits.autocast is not None,  # and has that dtype not by a policy, as FSDP has one
+    }
+
+
+def update_of(optimizers):
+    """Return what optimizers do, a part of the techniques. optimizers: {optimizer: its first learning rate}."""
+    can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
+    unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
+    named = unfused or list(optimizers)
+    schedules = decays_by_groups = False
+    for optimizer, first_lr in optimizers.items():
+        first_group = optimizer.param_groups[0]
+        if first_group.get("lr") != first_lr or "initial_lr" in first_group:  # which PyTorch's own schedules set
+            schedules = True
+        if len({group.get("weight_decay") for group in optimizer.param_groups}) > 1:
+            decays_by_groups = True
+    return {
+        "fused": not unfused if can_fuse else None,  # None: no optimizer has such a kernel
+        "optimizer": type(named[0]).__name__,  # one that could be fused, where there is one
+        "schedules": schedules,
+        "groups": decays_by_groups,
     }
 
 
@@ -157,111 +170,72 @@ def parameters_of(models, *optimizers):
     return list(dict.fromkeys(parameters))
 
 
-def seen_in(events, flags, device):
-    """Return what the operations of a step tell. events: of torch.profiler. flags: what the flags told, a dict.
+def framework_of(frame):
+    """Return the outermost package of FRAMEWORKS that called the optimizer in whose step a frame is, or None."""
+    framework = None
+    for caller, _ in traceback.walk_stack(frame):
+        package = caller.f_globals.get("__name__", "").split(".")[0]
+        if package in FRAMEWORKS:
+            framework = package.removeprefix("pytorch_")
+    return framework
 
-    What runs in an evaluation, as a teacher does, is not what is trained.
+
+def seen_in(events, flags, device):
+    """Return what the operations of a step tell, as techniques that replace what flags told.
+
+    On a card they also have "busy_ms", how long it is busy in the step, and "reads", how many numbers are read from it.
+    events: of torch.profiler. flags: what find_techniques() returned.
     """
-    all_operations = [(event, names_with_callers(event)) for event in events]
-    trained = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
-    operations = [names for _, names in trained]
-    matches = [re.search(SDPA_KERNEL, names[0]) for names in operations]
-    kernels = {match[1] for match in matches if match}
-    matmuls = [names for names in operations if is_matmul(names)]
-    in_forward = [names for names in matmuls if "python (forward)" in names]
-    logits = None
-    for event, names in trained:
-        has_gradients = event.sequence_nr >= 0
-        if names[0] == "aten::_log_softmax" and has_gradients and event.input_shapes[0]:
-            logits = max(logits or 0, event.input_shapes[0][-1])
-    seen = {
-        "profiled": True,
-        "sdpa": fastest_of(kernels),
-        "attention": bool(kernels) or attends_by_hand(trained),
-    }
+    operations = [(event, names_with_callers(event)) for event in events]
+    kernel = kernel_of_attention(operations)
+    seen = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
+    matmuls = [names for _, names in operations if re.fullmatch(MATMUL, names[0])]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        of_the_model = in_forward or matmuls
-        seen["compile"] = any(is_in_compiled_code(names) for names in of_the_model)
-    if flags["reads_text"] and (logits or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
-        seen["vocabulary"] = logits
-    if kernels:
-        in_attention = [names for names in operations if "scaled_dot_product" in " ".join(names)]
-        seen["drops"] = any(re.search("bernoulli|native_dropout", names[0]) for names in in_attention)
+        in_forward = [names for names in matmuls if "python (forward)" in names]
+        seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
+    widths = [event.input_shapes[0][-1] for event, names in operations if names[0] == "aten::_log_softmax"]
+    if flags["reads_text"] and (widths or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
+        seen["vocabulary"] = max(widths, default=None)
     if device.type != "cpu":
         seen["busy_ms"] = busy_ms(events)
         seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in events)
     return seen
 
 
-def attends_by_hand(operations):
-    """Tell whether a softmax of what a batched matmul returned goes into another one, as in attention.
+def kernel_of_attention(operations):
+    """Return the kernel that scaled_dot_product_attention chose, or None without one. A part may be left to "math"."""
+    kernel = None
+    for _, names in operations:
+        match = re.search(SDPA_KERNEL, names[0])
+        if match and kernel in (None, "math"):
+            kernel = match[1]
+    return kernel
 
-    operations: pairs of an event and its names, in the order in which they began. Backwards multiply the same shapes.
+
+def attends_by_hand(operations):
+    """Tell whether a softmax over (.., T, T) goes into a batched matmul, as in attention.
+
+    operations: pairs of an event and its names, in the order in which they began.
     """
-    scores, weights = set(), set()  # shapes of what was multiplied, and of what went through a softmax then
+    weights = set()  # shapes of what went through such a softmax, (N, T, T)
     for event, names in operations:
-        shapes = event.input_shapes
-        is_in_backward = any(name.startswith("autograd::engine") for name in names)
-        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward:
-            left, right = shapes[1:3] if names[0] == "aten::baddbmm" else shapes[:2]
+        if names[0] == "aten::_softmax" and len(event.input_shapes[0]) > 2:
+            *batch, rows, columns = event.input_shapes[0]
+            if rows == columns:
+                weights.add((math.prod(batch), rows, columns))
+        # a backward multiplies the same shapes
+        elif names[0] == "aten::bmm" and not any(name.startswith("autograd::engine") for name in names):
+            left, right = event.input_shapes[:2]
             if tuple(left) in weights:
                 return True
-            product = (left[0], left[1], right[2])
-            scores.add(product)
-            if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
-                weights.add(product)
-        elif names[0] == "aten::_softmax" and len(shapes[0]) > 2:
-            rows, columns = shapes[0][-2:]
-            shape = (math.prod(shapes[0][:-2]), rows, columns)
-            if shape in scores:
-                weights.add(shape)
+            if is_in_compiled_code(names) and left[1] == right[2]:  # whose softmax is not seen
+                weights.add((left[0], left[1], right[2]))
     return False
-
-
-def fastest_of(kernels):
-    """Return the fastest kernel of attention that ran, or None: a mask or dropout may choose "math" in a part."""
-    for name in ("flash", "cudnn", "efficient", "math"):
-        if name in kernels:
-            return name
-    return None
-
-
-def is_matmul(names):
-    """Tell whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
-
-    Some optimizers multiply matrices, as Muon does, and a compiled update is no compiled model.
-    """
-    return re.fullmatch(MATMUL, names[0]) is not None and not any("Optimizer.step#" in name for name in names)
 
 
 def is_in_compiled_code(names):
     """Tell whether torch.compile made an operation, by its name and those of its callers."""
     return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in names)
-
-
-def framework_of(frame):
-    """Return which package of FRAMEWORKS called the optimizer that this frame is in, or None."""
-    modules = [caller.f_globals.get("__name__", "") for caller, _ in traceback.walk_stack(frame)]
-    packages = {module.split(".")[0] for module in modules}
-    for name in FRAMEWORKS:
-        if name in packages:
-            return name.removeprefix("pytorch_")
-    return None
-
-
-def vocabulary_of(modules):
-    """Return the rows of the largest embedding, where a layer has as many outputs, or None."""
-    rows = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=None)
-    widths = [module.out_features for module in modules if isinstance(module, nn.Linear)]
-    return rows if rows in widths else None
-
-
-def allows_tf32():
-    """Tell whether float32 matmuls may use TF32.
-
-    torch.get_float32_matmul_precision() raises where a script set the newer flags, so these are asked.
-    """
-    return "tf32" in (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
 
 
 def gpt_shape(models, seq_len):
