@@ -23,7 +23,7 @@ from .counting import MicroBatches, call_of
 from .probe import Probe
 from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
 from .timeline import StepClock, count_threads_of_script, is_captured, is_in_a_thread
-from .words import answer, end_bars, shares_of
+from .words import answer, shares_of
 
 LOOK_WITHIN = 1e-4  # seconds that a look waits for the interpreter's lock; in 5 ms, the next line is reached
 
@@ -194,7 +194,6 @@ class Watcher:
         if not self.seen.batches:
             self.seen.close()  # where a script calls no backward()
         flush_stdout()  # so that the script's own lines stand before ours
-        end_bars()
         if self.t0 is None:
             self.begin_steps()
         elif self.is_last_step:

@@ -3,7 +3,6 @@
 import linecache
 import os
 import statistics
-import sys
 
 import torch
 
@@ -184,10 +183,3 @@ def words_on_habits(watcher, computation):
         (few_threads, f"{threads} of {cores} cores work: more may help, by OMP_NUM_THREADS or torch.set_num_threads()"),
     ]
     return [words for is_seen, words in table if is_seen]
-
-
-def end_bars():
-    """End the line of a progress bar, so that ours begins on its own."""
-    tqdm = sys.modules.get("tqdm.std")
-    if tqdm and len(getattr(tqdm.tqdm, "_instances", ())):
-        print(file=sys.stderr)
