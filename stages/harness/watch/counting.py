@@ -34,9 +34,10 @@ class MicroBatches:
             self.call = call
 
     def add_backward(self, loss, in_closure):
-        """Close a micro-batch, and keep its loss, or list of losses. in_closure: whether an optimizer's closure calls.
+        """Close a micro-batch, and keep its loss. loss: what backward() gets, a tensor or several.
 
-        The first backward of a closure counts, since LBFGS evaluates one batch again and again.
+        in_closure: whether an optimizer's closure calls backward(). Its first one counts, since LBFGS evaluates one
+        batch again and again.
         """
         self.backwards_of_closure += in_closure
         is_new = self.close()

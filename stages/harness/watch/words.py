@@ -13,7 +13,7 @@ from .timeline import KINDS
 LONG = 0.2  # of the time, or of the tokens: what takes more is told
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
 SLOW_LINE = 0.1  # of the time in the script's own code
-SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to tell its lines
+SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to tell
 SLOWER = 1.5  # times as long in the last third of the steps as in the first
 RISING = 0.9  # the correlation of ranks, of how late a step is and how long it takes
 FEWEST_STEPS = 12  # that tell it
@@ -131,10 +131,10 @@ def words_on_loaders(habits, share, steps):
 
 def words_on_own_code(clock, share):
     """Return words on the script's own code, which takes this share of the time, and its lines that take the most."""
-    words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
     total = clock.own_lines.total()
     if total < SELDOM_SEEN:
-        return words
+        return []
+    words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
     for place, seconds in clock.own_lines.most_common(3):
         if seconds > SLOW_LINE * total:
             path, number = place.rsplit(":", 1)
