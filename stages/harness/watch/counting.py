@@ -1,5 +1,8 @@
 """What a step trains on: its micro-batches, and how many tokens or samples each has."""
 
+import functools
+import inspect
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,6 +63,10 @@ class MicroBatches:
             # SAM: the same batch under changed weights
             if call.module is last.module and call.version != last.version:
                 return False
+            # another model on the same batch, with a loss of its own
+            if call.module is not last.module and call.inputs is last.inputs:
+                return True
+            last.inputs = None  # memory that is the script's
         self.batches.append(call)
         return True
 
@@ -88,12 +95,14 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. batch_size: the rows of what it gets. tokens, seq_len: of its text, 0 and None without one.
+    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of that, or of its text. tokens,
+    seq_len: of this text, 0 and None without one.
     """
 
     module: nn.Module
     is_training: bool
     version: int
+    inputs: torch.Tensor
     batch_size: int
     tokens: int = 0
     seq_len: int | None = None
@@ -109,18 +118,26 @@ def call_of(module, args, kwargs):
 
     The Call is None where there are no tensors.
     """
-    tensors = named_tensors([("", args), *kwargs.items()])
+    names = names_of_arguments(type(module))[: len(args)]
+    by_position = itertools.zip_longest(names, args, fillvalue="")  # "" behind a *args
+    tensors = named_tensors([*by_position, *kwargs.items()])
     if not tensors:
         return None, tensors
     _, first = tensors[0]
     rows = first.shape[0] if first.dim() else 1
-    call = Call(module, module.training, next(module.parameters())._version, rows)
+    call = Call(module, module.training, next(module.parameters())._version, first, rows)
     texts = [tensor for name, tensor in tensors if not NO_TEXT.search(name) and is_text(tensor, module)]
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
         call.tokens, call.seq_len = text.numel(), text.shape[-1]
     return call, tensors
+
+
+@functools.cache
+def names_of_arguments(module_class):
+    """Return the names of the arguments of a class of modules, without self."""
+    return list(inspect.signature(module_class.forward).parameters)[1:]
 
 
 def is_text(tensor, module):

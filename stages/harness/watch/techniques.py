@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
@@ -40,8 +41,10 @@ class Habits:
     output_dtype: str | None = None
     clips: bool = False
     repeats_forward: bool = False
+    detects_anomalies: bool = False
+    sums_of_gradients: int = 0  # over ranks, in the first two steps
     batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
-    passes: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how often one began}
+    passes: Counter = field(default_factory=Counter)  # {(num_workers, id of a DataLoader): how often it began}
     texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
@@ -61,15 +64,21 @@ class Habits:
             if name == "attention_mask" and tensor.dim() == 2:
                 self.texts.append((tensor != 0).float().mean())
 
+    def saw_backward(self, models):
+        """Note what a backward() does besides."""
+        self.detects_anomalies = self.detects_anomalies or torch.is_anomaly_enabled()
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                self.sums_of_gradients += model.require_backward_grad_sync
+
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured."""
         self.clips = self.clips or max_norm < math.inf
 
     def saw_loader(self, loader):
-        """Note that a DataLoader begins to load for the training, where it does not keep its processes."""
-        keeps_processes = loader.persistent_workers and loader._iterator
-        if torch.is_grad_enabled() and not keeps_processes:
-            self.passes[loader.num_workers] += 1
+        """Note that a DataLoader begins, where it does not keep its processes."""
+        if not (loader.persistent_workers and loader._iterator):
+            self.passes[loader.num_workers, id(loader)] += 1
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch."""
@@ -184,16 +193,22 @@ def seen_in(events, flags, device):
     """Return what the operations of a step tell, as techniques that replace what flags told.
 
     On a card they also have "busy_ms", how long it is busy in the step, and "reads", how many numbers are read from it.
-    events: of torch.profiler. flags: what find_techniques() returned.
+    What runs in an evaluation, as a teacher does, is not what is trained. events: of torch.profiler. flags: what
+    find_techniques() returned.
     """
-    operations = [(event, names_with_callers(event)) for event in events]
+    all_operations = [(event, names_with_callers(event)) for event in events]
+    operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
     seen = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
     matmuls = [names for _, names in operations if re.fullmatch(MATMUL, names[0])]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         in_forward = [names for names in matmuls if "python (forward)" in names]
         seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
-    widths = [event.input_shapes[0][-1] for event, names in operations if names[0] == "aten::_log_softmax"]
+    widths = []
+    for event, names in operations:
+        has_gradients = event.sequence_nr >= 0
+        if names[0] == "aten::_log_softmax" and has_gradients:
+            widths.append(event.input_shapes[0][-1])
     if flags["reads_text"] and (widths or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
         seen["vocabulary"] = max(widths, default=None)
     if device.type != "cpu":

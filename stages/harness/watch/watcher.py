@@ -96,6 +96,7 @@ class Watcher:
         self.added.leave_autocast()
         if not is_captured():
             self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
+        self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""

@@ -17,6 +17,7 @@ SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to t
 SLOWER = 1.5  # times as long in the last third of the steps as in the first
 RISING = 0.9  # the correlation of ranks, of how late a step is and how long it takes
 FEWEST_STEPS = 12  # that tell it
+MOST_LOADERS = 2  # with processes: one to train and one to evaluate
 MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
 
 
@@ -118,14 +119,14 @@ def words_on_loaders(habits, share, steps):
     They are on those loaders from which most batches came.
     """
     processes = max(habits.batches, key=habits.batches.get)
-    passes = habits.passes[processes]
+    passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
     words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
     if processes == 0:
         words[0] += ": DataLoader(..., num_workers=2) may load ahead"
-        if passes >= steps:
+        if sum(passes) >= steps:
             words.append("a pass over it begins in each step, as by next(iter(loader)): keep one iterator")
-    elif passes > 1:
-        words.append(f"its processes were started {passes} times: persistent_workers=True")
+    elif max(passes, default=0) > 1 or len(passes) > MOST_LOADERS:
+        words.append(f"its processes were started {sum(passes)} times: persistent_workers=True")
     return words
 
 
@@ -164,7 +165,8 @@ def words_on_growth(dts):
 def words_on_habits(watcher, computation):
     """Return words on what else slows a script down, a list. computation: its seconds in a step on a CPU."""
     habits, techniques = watcher.habits, watcher.techniques
-    reads = techniques.get("reads", 0)
+    accum, reads = techniques["accum"], techniques.get("reads", 0)
+    sums_often = habits.sums_of_gradients > 2 and accum > 1
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
     padding = 1 - statistics.mean(text.item() for text in habits.texts) if habits.texts else 0.0
     variables = machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF)
@@ -176,8 +178,9 @@ def words_on_habits(watcher, computation):
         (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
         (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic"),
         (habits.repeats_forward, "forwards run again in the backward: activation checkpointing saves memory for time"),
-        (torch.is_anomaly_enabled(), "anomaly detection is on: torch.autograd.set_detect_anomaly(False)"),
+        (habits.detects_anomalies, "anomaly detection is on: torch.autograd.set_detect_anomaly(False)"),
         (padding > LONG, f"{percent(padding)} of its tokens are padding, by its attention_mask"),
+        (sums_often, f"ranks add up gradients in each of {accum} micro-batches: no_sync() in all but one"),
         (variables, f"{', '.join(variables)} in the environment"),
         (is_on_cpu and has_card, "it trains on the CPU, and a card is here"),
         (few_threads, f"{threads} of {cores} cores work: more may help, by OMP_NUM_THREADS or torch.set_num_threads()"),
