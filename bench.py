@@ -12,7 +12,7 @@ word that is a stage, ends in .py, or is the -m of a module, so write --log-dir=
 it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are
 in, and in its own where it lies elsewhere. Where it writes files, put {row} into a flag: each row has another number.
 
-Flags outside of quotes go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
+Flags behind the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts. A script chooses its own device, so --device cpu hides all cards from it, and --device cuda:1 all but that one.
 Each row is compared with the one above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
@@ -23,6 +23,7 @@ steps at once, in three rounds. On an accelerator, and where memory does not hol
 stops in each round when it has counted 20 steps or more that took six seconds together, and at the latest after 160.
 """
 
+import itertools
 import shlex
 import signal
 import sys
@@ -43,6 +44,33 @@ from harness.flags import Parser, new_parser, parse, positive
 from data import TextError, TokenLoader, load_tokens
 
 FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
+ORDER = "pass rows first, a script with its own flags in quotes, and then the flags of all stages"
+
+
+def main(argv):
+    """Measure, or draw what was measured. Return the exit status, 130 where the bench was ended from outside."""
+    ranks.check_ranks()
+    ranks.drop_left_over_ranks()
+    if ranks.world_size() > 1:
+        refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
+    args = parse_command(argv)
+    if args.render is not None:
+        render(args.render)
+        return 0
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(ending, signal.default_int_handler)  # as after Ctrl-C
+    try:
+        prepare_text(args)
+        for name in ("device", "environment"):  # no note of a row has them
+            if name in args.shared.fallbacks:
+                tell(f"{name}: {args.shared.fallbacks[name]}")
+        if args.predict:
+            predict(Results(new_bench(args, argv, in_turn=False)))
+            return 0
+        return exit_status(run(args, argv))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 # The command line
@@ -51,28 +79,32 @@ FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a 
 def parse_command(argv):
     """Return the command line as a namespace. Exits with one line and status 2 where it is wrong.
 
-    Beside the bench's own flags it has `flags`, the list of those that all stages get. Without --render it also has
-    `shared`, these flags as a stage parses them; `rows`, all that is started; `stage_args`, {name of a row: the flags
-    of its stage, parsed}; and `reference`, the name of the row that all are compared with.
+    Without --render it has more than the bench's own flags: `rows`, all that is started; `reference`, the name of the
+    row that all are compared with; `flags`, the words that all stages get; `shared`, these as a stage parses them; and
+    `stages`, the rows that get them.
     """
     args, words = new_parser_of_bench().parse_known_args(argv)
-    _, commands = new_parser(None).parse_known_args(words)  # what is no flag of the bench and none of a stage
-    args.flags = [word for word in words if word not in commands]
-    for word in commands:
-        if word.startswith("-") and not word.startswith("-m "):
-            refuse(f"{word} is no flag of the bench or of a stage: put a script and its own flags into quotes")
-    check_own_flags(args, commands)
-    if args.render is None:
-        args.shared = parse_flags(args.flags)
-        rows = [row_of(command) for command in commands]
-        if args.climb is not None:
-            rows = rows_of_climb(args.climb, args.shared.device)
-        args.reference = ladder.STAGES[0].short  # of the ladder, and not `plain`, which is above it on a CPU
-        if rows:
-            args.reference = rows[0].name
-        args.rows = all_rows(rows or rows_of_ladder(args.shared.device))
-        args.stage_args = parse_flags_of_rows(args)
+    if args.render is not None:
+        return args
+    if args.steps and args.steps <= WARMUP:
+        refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+    commands = list(itertools.takewhile(is_row, words))
+    args.flags = words[len(commands) :]
+    args.shared = parse_flags(args.flags)
+    rows = [row_of(command) for command in commands]
+    if args.climb is not None:
+        rows = rows_of_climb(args.climb, args.shared.device) + rows
+    if rows:
+        args.reference = rows[0].name
+    else:
+        rows = rows_of_ladder(args.shared.device)
+        args.reference = ladder.STAGES[0].short  # and not `plain`, which is above it on a CPU
+    args.rows = all_rows(rows)
+    args.stages = [row for row in rows if not row.is_watched]
+    if args.stages:
         choose_batch(args)
+    else:
+        refuse_flags_of_stages(args.flags)
     return args
 
 
@@ -89,55 +121,41 @@ def new_parser_of_bench():
     return parser
 
 
-def check_own_flags(args, commands):
-    """Exit with one line where flags of the bench do not go together."""
-    for name in (args.out, args.render):
-        if name is not None and (not name or "/" in name):
-            refuse(f"{name!r}: pass a name, since all pages are in results/")
-    others = (commands, args.flags, args.rounds, args.steps, args.out, args.climb, args.predict)
-    if args.render is not None and any(others):
-        refuse("--render runs nothing: pass no rows and no other flags")
-    if args.climb is not None and commands:
-        refuse(f"--climb makes the rows itself: leave out {commands[0]!r}")
-    if args.steps and args.steps <= WARMUP:
-        refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+def is_row(word):
+    """Tell whether a word of the command line is a row, and no flag."""
+    return not word.startswith("-") or word.startswith("-m ")
 
 
 def parse_flags(flags):
     """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
+    _, unknown = new_parser(None).parse_known_args(flags)
+    if unknown:
+        refuse(f"{unknown[0]} is no flag of a stage: {ORDER}")
     args = parse(None, flags, machine.free_memory_by_a_child)
     if args.record_path or args.save or args.eval or args.profile:
         refuse("--record, --save, --eval and --profile are for a stage that you start by hand")
     return args
 
 
-def parse_flags_of_rows(args):
-    """Return {name of a row: its flags, parsed} of the rows that are stages.
-
-    Exits with one line where a row's own flags are wrong, and where no row is a stage but flags for stages were passed.
-    """
-    rows = [row for row in args.rows if row.is_of_the_ladder]
-    if not rows:
-        for flag in args.flags:
-            if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
-                refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
-    parsed = {}
-    for row in rows:
-        parsed[row.name] = args.shared
-        if row.flags:
-            parsed[row.name] = parse_flags([*args.flags, *row.flags])
-    return parsed
-
-
 def choose_batch(args):
-    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for."""
-    chosen = [flags for flags in args.stage_args.values() if "batch_size" in flags.fallbacks]
+    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for.
+
+    Exits with one line where the flags of a row are wrong.
+    """
+    own_flags = {tuple(row.flags) for row in args.stages}
+    parsed = [parse_flags([*args.flags, *flags]) for flags in own_flags]
+    chosen = [flags for flags in parsed if "batch_size" in flags.fallbacks]
     if chosen:
         smallest = min(chosen, key=lambda flags: flags.batch_size)
         tell(f"batch_size: {smallest.fallbacks['batch_size']}")
         args.flags += ["--batch-size", str(smallest.batch_size)]
-        for flags in chosen:
-            flags.batch_size = smallest.batch_size
+
+
+def refuse_flags_of_stages(flags):
+    """Exit with one line where flags for stages were passed, though no row is a stage."""
+    for flag in flags:
+        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
+            refuse(f"{flag} is for stages, and no row is one: {ORDER}")
 
 
 def prepare_text(args):
@@ -145,7 +163,7 @@ def prepare_text(args):
 
     Exits with one line where the text is too short for a sequence, or can't be read.
     """
-    if not args.stage_args:
+    if not args.stages:
         return
     try:
         corpus = load_tokens(args.shared.data)
@@ -157,6 +175,28 @@ def prepare_text(args):
 
 
 # A run
+
+
+def run(args, argv):
+    """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
+    name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    path = ROOT / "results" / f"{name}.jsonl"
+    with open_new(path) as file:
+        if any(row.is_watched for row in args.rows):
+            tell("where a script writes files, put {row} into a flag: each row has another number")
+        tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
+        results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
+        try:
+            if not measure(results, path):
+                file.seek(0)
+                file.truncate()
+                results = Results(new_bench(args, argv, in_turn=False), file)
+                measure(results, path)
+        except KeyboardInterrupt:
+            tell("interrupted; what was measured:")
+            show(results, path)
+            raise
+    return results
 
 
 def new_bench(args, argv, in_turn):
@@ -184,33 +224,11 @@ def new_bench(args, argv, in_turn):
 
 
 def open_new(path):
-    """Return the file of a new record. Exits with one line where it or its page is there, or it can't be written."""
+    """Return the file of a new record. Exits with one line where it is there already, or can't be written."""
     try:
-        if path.with_suffix(".md").exists():
-            refuse(f"results/{path.stem}.md is there already: pass another --out")
         return open(path, "x", encoding="utf-8")
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
-
-
-def run(args, argv, path):
-    """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
-    with open_new(path) as file:
-        if any(row.is_watched for row in args.rows):
-            tell("where a script writes files, put {row} into a flag: each row has another number")
-        tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
-        results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
-        try:
-            if not measure(results, args.stage_args, path):
-                file.seek(0)
-                file.truncate()
-                results = Results(new_bench(args, argv, in_turn=False), file)
-                measure(results, args.stage_args, path)
-        except KeyboardInterrupt:
-            tell("interrupted; what was measured:")
-            show(results, path)
-            raise
-    return results
 
 
 def exit_status(results):
@@ -224,41 +242,8 @@ def render(name):
     path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
     try:
         show(Results.load(path), path)
-    except OSError as error:
-        refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
-    except Exception as error:  # what a record lacks may be missed anywhere
-        refuse(f"results/{path.name} is no record of this version of the bench, or was edited ({error!r})")
-
-
-def interrupt(signal_number, frame):
-    """End the bench, as a signal such as Ctrl-C does."""
-    raise KeyboardInterrupt(signal_number)
-
-
-def main(argv):
-    """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
-    ranks.check_ranks()
-    ranks.drop_left_over_ranks()
-    if ranks.world_size() > 1:
-        refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
-    args = parse_command(argv)
-    if args.render is not None:
-        render(args.render)
-        return 0
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-            signal.signal(signal_number, interrupt)
-    try:
-        prepare_text(args)
-        for name in ("device", "environment"):  # no note of a row has them
-            if name in args.shared.fallbacks:
-                tell(f"{name}: {args.shared.fallbacks[name]}")
-        if args.predict:
-            return predict(Results(new_bench(args, argv, in_turn=False)), args.stage_args)
-        name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        return exit_status(run(args, argv, ROOT / "results" / f"{name}.jsonl"))
-    except KeyboardInterrupt as interrupted:
-        return 128 + interrupted.args[0]
+    except Exception as error:  # what an older record lacks may be missed anywhere
+        refuse(f"results/{path.name} is no record of this version of the bench ({type(error).__name__}: {error})")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from harness.figures import WARMUP
 
 import pytest
 from conftest import error_of
-from fixtures.records import failure
+from fixtures.records import failure, row
 
 import bench
 
@@ -52,10 +52,10 @@ FULL = failure("AcceleratorError: CUDA error: out of memory", out_of_memory=True
 
 @pytest.mark.parametrize("error, remedy", [(NO_KERNEL, "install a PyTorch"), (BUSY, "another process")])
 def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, error, remedy):
-    line = error_of(capsys, turns.end_where_nothing_runs, Run(0, WARMUP, error=error))
+    line = error_of(capsys, turns.end_where_all_would_fail, Run(0, WARMUP, error=error), row("probe"), [row("s01")])
     assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
 
 
 @pytest.mark.parametrize("error", [None, failure("ValueError: a mistake"), FULL])
 def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(error):
-    turns.end_where_nothing_runs(Run(0, WARMUP, error=error))
+    turns.end_where_all_would_fail(Run(0, WARMUP, error=error), row("probe"), [row("s01")])

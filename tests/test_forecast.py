@@ -5,7 +5,6 @@ from harness.bench.forecast import forecast_of
 from harness.bench.results import Results
 from harness.bench.rows import PROBE
 from harness.figures import WARMUP
-from harness.flags import parse
 
 import re
 from dataclasses import replace
@@ -21,9 +20,7 @@ def test_what_is_foretold_of_the_h100_is_what_its_page_predicts(a_card):
     warmup_steps = [step | {"sdpa": "cudnn"} for step in probe.steps[:WARMUP]]
     begun = Results(results.bench)
     begun.runs[PROBE, 0] = replace(probe, steps=warmup_steps, summary=None)
-    stage_args = {name: parse(None, results.bench["flags"]) for name in results.rows}
-    foretold = forecast_of(begun, stage_args)
-
+    foretold = forecast_of(begun)
     predicted = [outcome.comparison.predicted for outcome in foretold.shown]
     assert predicted[0] is predicted[5] is None  # s01, and the vocabulary of s06
     on_its_page = [2.522, 1.223, 2.439, 1.507, 0.985, 1, 1, 1.071, 1.030, 0.994]

@@ -17,7 +17,6 @@ import pytest
 from conftest import ROOT
 from fixtures.fake_stage import LONG, MEMORY
 from fixtures.records import results_of, row
-from torch._utils import ExceptionWrapper  # by which a DataLoader passes an error on
 
 FAKE_STAGE = ROOT / "tests" / "fixtures" / "fake_stage.py"
 
@@ -34,8 +33,8 @@ def fake_of_s01(fakes, tmp_path, monkeypatch):
 
 def fake_row(name, launcher=(), **plan):
     """A Row at which a fake of s01 is at work, and does as planned."""
-    env = ("env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}")
-    return row(name, script="s01_baseline", launcher=(*env, *launcher))
+    env = ["env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}"]
+    return row(name, script="s01_baseline", launcher=[*env, *launcher])
 
 
 def results_to_fill(*rows, steps=WARMUP + 2, file=None, **others):
@@ -49,14 +48,14 @@ def results_to_fill(*rows, steps=WARMUP + 2, file=None, **others):
 def in_turn(*rows):
     """{name: Run} of these rows, which took six steps in turn."""
     results = results_to_fill(*rows)
-    assert turns.take_round(rows, 0, results, {})
+    assert turns.take_round(rows, 0, results)
     return {name: run for (name, _), run in results.runs.items()}
 
 
 def order_of_steps(*rows):
     """The names of these rows, a letter each, in the order in which they took seven steps."""
     results = results_to_fill(*rows, steps=WARMUP + 3, file=io.StringIO())
-    assert turns.take_round(rows, 0, results, {})
+    assert turns.take_round(rows, 0, results)
     lines = [json.loads(line) for line in results.file.getvalue().splitlines()]
     return "".join(line["name"] for line in lines if line["kind"] == "step")
 
@@ -80,7 +79,7 @@ def test_the_memory_variables_reach_all_rows_but_plain(monkeypatch):
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 20), (0.01, 60)])
 def test_a_row_alone_counts_20_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     results = results_to_fill(fake_row("a", dt=dt), steps=WARMUP + 60, in_turn=False)
-    turns.take_round([results.rows["a"]], 0, results, {})
+    turns.take_round([results.rows["a"]], 0, results)
     run = results.runs["a", 0]
     assert len(run.counted) == counted
     assert run.summary
@@ -95,7 +94,7 @@ def test_a_row_alone_counts_20_steps_and_six_seconds_and_60_steps_at_most(dt, co
         ("crash", "exit status 1; last printed: RuntimeError: boom", False),
         ("leave with status 0", "ended after 1 of 6 steps", False),
         ("leave a child", "exit status 3", False),  # which holds all that the row had open
-        ("be killed", "killed by SIGKILL, most likely since memory was short", True),
+        ("be killed", "killed by SIGKILL", True),
         ("segfault", "killed by SIGSEGV", False),
     ],
 )
@@ -106,23 +105,12 @@ def test_a_row_that_fails_says_what_happened_to_it(do, message, out_of_memory):
 
 @pytest.mark.parametrize("moment", ["start", "end"])
 def test_a_row_that_cannot_be_started_or_fails_at_its_start_or_end_costs_no_other_row_a_step(tmp_path, moment):
-    gone = row("b", script="s01_baseline", launcher=(str(tmp_path / "gone"),))
+    gone = row("b", script="s01_baseline", launcher=[str(tmp_path / "gone")])
     runs = in_turn(fake_row("a"), gone, fake_row("c", do="crash", at=moment))
     assert runs["b"].error["message"].startswith("it can't be started: [Errno 2] No such file or directory")
     assert 'raise RuntimeError("boom")' in runs["c"].error["traceback"]
     assert runs["a"].summary
     assert [step["step"] for step in runs["a"].steps] == [*range(WARMUP + 2)]
-
-
-def test_an_error_in_a_process_of_a_dataloader_is_told_by_its_reason():
-    try:
-        raise OSError("No space left on device")
-    except OSError:
-        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
-    with pytest.raises(OSError) as raised:
-        wrapped.reraise()
-    assert workers.reason_of(f"OSError: {raised.value}") == "OSError: No space left on device"
-    assert workers.reason_of("CUDA error: no kernel\nCompile with ...") == "CUDA error: no kernel\nCompile with ..."
 
 
 def test_what_a_row_prints_is_no_line_of_its_record_and_only_its_end_is_kept():
@@ -153,10 +141,11 @@ def test_a_bad_end_after_the_summary_costs_nothing(monkeypatch, end):
 def test_rows_that_memory_does_not_hold_at_once_are_not_led_in_turn(monkeypatch):
     monkeypatch.setattr(machine, "free_memory", lambda: 1.6 * MEMORY)
     in_turn(fake_row("a"), fake_row("b"))  # half as much again as the one above is free
-    rows = [fake_row("a"), fake_row("b", memory=2 * MEMORY), fake_row("c")]
-    results = results_to_fill(*rows)
-    assert not turns.take_round(rows, 0, results, {})
-    assert turns.take_round(rows, 1, results, {})  # what was measured in round 0 must not be lost
+    for larger in (fake_row("b", memory=2 * MEMORY), fake_row("b", TWO_RANKS)):
+        rows = [fake_row("a"), larger, fake_row("c")]
+        results = results_to_fill(*rows)
+        assert not turns.take_round(rows, 0, results)
+        assert turns.take_round(rows, 1, results)  # what was measured in round 0 must not be lost
 
 
 # Ranks, and the end of the bench
@@ -166,11 +155,10 @@ def test_the_rank_that_failed_first_is_quoted():
     bad = [fake_row(do, TWO_RANKS, do=do, at=1, rank=1) for do in ("refuse", "be killed")]
     runs = in_turn(*bad, fake_row("good", TWO_RANKS))
     assert runs["refuse"].error["message"] == "rank 1: exit status 1; last printed: error: no, thanks"
-    assert runs["be killed"].error["message"] == "rank 1: killed by SIGKILL, most likely since memory was short"
+    assert runs["be killed"].error["message"] == "rank 1: killed by SIGKILL"
     assert runs["be killed"].error["out_of_memory"]
     assert runs["good"].summary
     assert runs["good"].header["settings"]["world_size"] == 2
-    assert runs["good"].memory == 2 * MEMORY
 
 
 def test_ranks_end_with_their_bench_whatever_they_do():

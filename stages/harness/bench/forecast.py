@@ -3,30 +3,39 @@
 from dataclasses import replace
 
 from ..arithmetic import shape_of_size
-from ..flags import settings_of
+from ..flags import parse, settings_of
+from . import page
 from .results import Results, Run
 from .rows import PROBE, starts_python
 from .table import table_of
 
 
-def forecast_of(results, stage_args):
+def words_on_forecast(results):
+    """Return what each stage should bring, in words, or None where nothing can be said.
+
+    results: of a bench whose probe has taken its warm-up.
+    """
+    return None if results.runs[PROBE, 0].error else page.expectations(forecast_of(results))
+
+
+def forecast_of(results):
     """Return the Table of a bench before it is measured, which has predictions of stages alone.
 
-    results: of a bench whose probe has taken its warm-up. stage_args: {name of a row: the flags of its stage}. A row
-    whose launcher starts a Python is not foretold, because that may start several processes, as torchrun does.
+    A row whose launcher starts a Python is not foretold, because that may start several processes, as torchrun does.
     """
     probe = results.runs[PROBE, 0]
     forecast = Results(results.bench)
     forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step is left out
     for row in results.table_rows:
-        if row.is_of_the_ladder and not starts_python(row.launcher):
-            header = header_of_stage(stage_args[row.name], results.bench)
+        if not row.is_watched and not starts_python(row.launcher):
+            header = header_of_stage(row, results.bench)
             forecast.runs[row.name, 0] = Run(0, 0, header, summary={"sdpa": probe.steps[-1]["sdpa"]})
     return table_of(forecast)
 
 
-def header_of_stage(args, bench):
+def header_of_stage(row, bench):
     """Return the header that a stage is going to write, as far as predictions need it."""
+    args = parse(None, ["--device", bench["environment"]["device"], *bench["flags"], *row.flags])
     return {
         "settings": settings_of(args),
         "shape": shape_of_size(args.size, args.seq_len),

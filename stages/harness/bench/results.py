@@ -35,13 +35,6 @@ class Run:
         """Whether a watched script has processes or threads of its own, which may load its data."""
         return self.techniques is not None and self.techniques["loaders"] > 0
 
-    @property
-    def memory(self):
-        """The most bytes that it held up to its last step, times its ranks; 0 without a meter, and for the probe."""
-        if self.steps and self.header and self.steps[-1]["memory"]:
-            return self.steps[-1]["memory"] * self.header["settings"]["world_size"]
-        return 0
-
 
 class Results:
     """All that was measured in one bench.
@@ -53,10 +46,7 @@ class Results:
     def __init__(self, bench, file=None):
         self.bench = bench
         self.file = file
-        self.rows = {}
-        for fields in bench["rows"]:
-            tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}  # JSON has none
-            self.rows[fields["name"]] = Row(**fields | tuples)
+        self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
         self.runs = {}
         self.write_line(bench)
 

@@ -5,7 +5,8 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from .. import ladder, machine
@@ -28,30 +29,24 @@ LAUNCHERS = ("python", "torchrun", "torch.distributed", "accelerate", "deepspeed
 class Row:
     """A process of the bench: a row of the table, the second run of one, or the probe.
 
-    name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere; "" until
-    all rows of the bench are known. No two rows share a name or a title. script: the name of a stage, "probe", the path
-    of another script, or the name of a module. launcher, flags: what stands before and behind it in the command, as
-    typed. added: the techniques that are added to a script from outside, as "bf16". is_watched: whether the script
-    knows nothing of the bench, so that watch.py runs it. keeps_memory: whether it has the variables of CPU_MEMORY, in a
-    bench that sets them. above: the name of the row above. control_of: in a second run, the name of the row that it
-    repeats.
+    name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere. No two rows
+    share a name or a title. script: the name of a stage, "probe", the path of another script, or the name of a module.
+    launcher, flags: the words before and behind it in the command. added: the techniques that are added to a script
+    from outside, as "bf16". is_watched: whether watch.py runs it, because it is no stage and no copy of one.
+    keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them. above: the name of the row
+    above. control_of: in a second run, the name of the row that it repeats.
     """
 
     name: str
     title: str
     script: str
-    launcher: tuple = ()
-    flags: tuple = ()
-    added: tuple = ()
+    launcher: list = field(default_factory=list)
+    flags: list = field(default_factory=list)
+    added: list = field(default_factory=list)
     is_watched: bool = False
     keeps_memory: bool = True
     above: str | None = None
     control_of: str | None = None
-
-    @property
-    def stage(self):
-        """The ladder.Stage that it runs, or None for another script."""
-        return None if self.script.endswith(".py") else ladder.stage_of(self.script)
 
     @property
     def is_probe(self):
@@ -59,21 +54,16 @@ class Row:
         return self.script == PROBE
 
     @property
-    def is_module(self):
-        """Whether it is a script that runs by -m."""
-        return self.is_watched and not self.script.endswith(".py")
+    def stage(self):
+        """The ladder.Stage that it runs, or None for another script."""
+        return ladder.stage_of(self.script)
 
     @property
-    def name_of_script(self):
-        """What its script is called: "s05", or "train" for my/train.py and for -m my.train."""
-        if self.stage:
-            return self.stage.short
-        return self.script.split(".")[-1] if self.is_module else Path(self.script).stem
-
-    @property
-    def is_of_the_ladder(self):
-        """Whether it takes the flags of the stages: it is one of them, or a copy."""
-        return not (self.is_probe or self.is_watched)
+    def path(self):
+        """The path of the probe, of a stage, or of a copy of one."""
+        if self.is_probe:
+            return ROOT / "stages" / "harness" / "bench" / "probe.py"
+        return self.stage.path if self.stage else Path(self.script).resolve()
 
     def command(self, bench):
         """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
@@ -88,20 +78,13 @@ class Row:
         if not starts_python(self.launcher):
             words.append(sys.executable)
         if self.is_watched:
-            added = [f"+{name}" for name in self.added]
-            script = ["-m", self.script] if self.is_module else [self.script]
-            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"], *added, *script]
+            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"]]
+            words += [f"+{name}" for name in self.added]
+            words += [self.script] if self.script.endswith(".py") else ["-m", self.script]
         else:
             words += [str(self.path), *bench["flags"]]
-        number = str([row["name"] for row in bench["rows"]].index(self.name))
-        return [word.replace("{row}", number) for word in (*words, *self.flags)]
-
-    @property
-    def path(self):
-        """The path of the file that runs, of the probe, a stage or a copy of one."""
-        if self.is_probe:
-            return ROOT / "stages" / "harness" / "bench" / "probe.py"
-        return self.stage.path if self.stage else Path(self.script).resolve()
+        number = [row["name"] for row in bench["rows"]].index(self.name)
+        return [word.replace("{row}", str(number)) for word in words + self.flags]
 
     def environment(self, bench):
         """Return the environment of its process: the bench's own, and what the bench adds to it."""
@@ -116,14 +99,14 @@ class Row:
         return variables | {"PYTHONPATH": python_path}
 
 
-def runs_the_same(row, above):
-    """Tell whether a row runs the script of the row above, with the same flags. above: a Row, or None."""
-    return above is not None and (row.script, row.flags) == (above.script, above.flags)
-
-
 def starts_python(launcher):
     """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
     return any(Path(word).name.startswith(LAUNCHERS) for word in launcher if "=" not in word)
+
+
+def runs_the_same(row, above):
+    """Tell whether two Rows run one script with the same flags."""
+    return (row.script, row.flags) == (above.script, above.flags)
 
 
 # From a command to a row
@@ -132,17 +115,12 @@ def starts_python(launcher):
 def row_of(command):
     """Return the Row that an argument of the command line describes: s05, my/train.py, or a command in quotes.
 
-    Exits with one line where it has no script, or can't run.
+    Its title is the name of its script, as "s05" or "train". Exits with one line where it has no script.
     """
-    try:
-        words = shlex.split(command)
-    except ValueError as error:  # a quote without its end
-        refuse(f"{command!r}: {error}")
+    words = shlex.split(command)
     techniques = [f"+{name}" for name in ladder.ADDED]
     added = [word.removeprefix("+") for word in words if word in techniques]
     words = [word for word in words if word not in techniques]
-    if words and words[0].startswith("+"):
-        refuse(f"{command!r}: {words[0]} can't be added from outside: pass one of {', '.join(techniques)}")
     place = place_of_script(words, command)
     launcher, script, flags = words[:place], words[place], words[place + 1 :]
     if launcher and "=" in launcher[0]:
@@ -150,12 +128,13 @@ def row_of(command):
     stage = ladder.stage_of(script)
     is_watched = stage is None and not logs_by_itself(script)
     if stage:
-        script = stage.name
+        script, title = stage.name, stage.short
     elif script == "-m":
         script = flags.pop(0)
-    row = Row(command, "", script, tuple(launcher), tuple(flags), tuple(added), is_watched)
-    check(row)
-    return row
+        title = script.split(".")[-1]
+    else:
+        title = Path(script).stem
+    return Row(command, title, script, launcher, flags, added, is_watched)
 
 
 def place_of_script(words, command):
@@ -165,31 +144,21 @@ def place_of_script(words, command):
     --flag=value. Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it. Exits
     with one line where there is none.
     """
-    for place, word in enumerate(words):
-        is_last = place + 1 == len(words)
-        next_word = "" if is_last else words[place + 1]
+    for place, (word, next_word) in enumerate(pairwise([*words, ""])):
         is_file = word.endswith(".py") and "=" not in word
-        is_name = next_word.replace(".", "_").isidentifier()
-        is_module = word == "-m" and is_name and not next_word.startswith(LAUNCHERS)
-        if is_file or is_module or ladder.stage_of(word):
+        is_module = word == "-m" and next_word[:1].isalpha() and not next_word.startswith(LAUNCHERS)
+        if ladder.stage_of(word) or is_file or is_module:
             return place
     refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")
 
 
-def check(row):
-    """Exit with one line where a row can't run."""
-    if row.added and not row.is_watched:
-        refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
-    if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
-        refuse(f"{row.name!r}: there is no {row.launcher[0]}")
-    if not row.is_module and not os.path.isfile(row.path):
-        refuse(f"{row.name!r}: there is no {row.script}")
-    for word in row.flags:
-        if not row.is_watched and word.startswith(("--steps", "--device")):
-            refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
-
-
 # The rows of a bench
+
+
+def rows_of_ladder(device):
+    """Return the Rows of all stages that run on a device."""
+    rows = [row_of(stage.short) for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
+    return [*plain(rows[0], device), *rows]
 
 
 def rows_of_climb(command, device):
@@ -198,8 +167,6 @@ def rows_of_climb(command, device):
     command: the script, as a row of the command line. What does nothing on this device is left out, and told.
     """
     script = row_of(command)
-    if not script.is_watched:
-        refuse(f"--climb {command!r}: pass a script of your own that knows nothing of the ladder")
     useless = {"compile": machine.compile_problem(device)}  # {technique: why it does nothing here, or None}
     units = machine.units_of(device)
     if "tf32" not in units:
@@ -211,15 +178,9 @@ def rows_of_climb(command, device):
         if useless.get(name):
             tell(f"+{name} is left out: {useless[name]}")
         elif name not in script.added:
-            added = (*rows[-1].added, name)
+            added = [*rows[-1].added, name]
             rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
     return rows
-
-
-def rows_of_ladder(device):
-    """Return the Rows of all stages that run on a device."""
-    rows = [row_of(stage.short) for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
-    return [*plain(rows[0], device), *rows]
 
 
 def plain(row, device):
@@ -232,21 +193,58 @@ def plain(row, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: the probe first, and the control.
 
-    Titles tell the rows apart; `plain` and the rows of a climb have theirs. Where two are the same, they are the script
-    and the number of the row. Exits with one line where two rows have one name.
+    Titles become unique. Exits with one line where a row can't run, or two have one name.
     """
     names = [row.name for row in rows]
-    titles = [row.title or shortened(title_of(row, rows), LONGEST_TITLE) for row in rows]
+    titles = [title_of(row, rows) for row in rows]
     in_order = []
-    above = None
-    for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
-        if names.count(row.name) > 1:
+    for place, row in enumerate(rows):
+        check(row)
+        if row.name in names[:place]:
             refuse(f"two rows are {row.name!r}: leave one out, since the bench runs a row a second time by itself")
+        title = titles[place]
         if titles.count(title) > 1:
-            title = f"{row.name_of_script} #{number}"
-        in_order.append(replace(row, title=title, above=above))
-        above = row.name
-    return [Row(PROBE, PROBE, PROBE), *with_control(in_order)]
+            title = f"{row.title} #{place + 1}"
+        in_order.append(replace(row, title=title, above=names[place - 1] if place else None))
+    add_control(in_order)
+    return [Row(PROBE, PROBE, PROBE), *in_order]
+
+
+def check(row):
+    """Exit with one line where a row can't run, or would not run as the others do."""
+    if row.added and not row.is_watched:
+        refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
+    if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
+        refuse(f"{row.name!r}: there is no {row.launcher[0]}")
+    if row.script.endswith(".py") and not Path(row.script).is_file():
+        refuse(f"{row.name!r}: there is no {row.script}")
+    for word in row.flags:
+        if not row.is_watched and word.startswith(("--steps", "--device")):
+            refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
+
+
+def title_of(row, rows):
+    """Return what tells a row from the others: its script, and what not all rows of that script share.
+
+    Where another script has the same name, it is the path of the script. `plain` and the rows of a climb are called by
+    their names.
+    """
+    if row.title == row.name:
+        return row.name
+    script = row.title
+    if any(other.title == row.title and other.script != row.script for other in rows):
+        script = row.script.removesuffix(".py")
+    alike = [parts_of(other.launcher) + parts_of(other.flags) for other in rows if other.script == row.script]
+    shared = set(alike[0]).intersection(*alike)
+    launcher = [part for part in parts_of(row.launcher) if part not in shared]
+    added = [f"+{name}" for name in row.added]
+    flags = [part for part in parts_of(row.flags) if part not in shared]
+    return shortened(" ".join([*launcher, script, *added, *flags]), LONGEST_TITLE)
+
+
+def parts_of(words):
+    """Return words of a command, each flag with its values, as ["torchrun", "--nproc_per_node 2"]."""
+    return [part for part in re.split(" (?=-)", " ".join(words)) if part]
 
 
 def shortened(label, most):
@@ -257,37 +255,13 @@ def shortened(label, most):
     return f"{label[:half]}…{label[-half:]}"
 
 
-def title_of(row, rows):
-    """Return a row's script, as typed where another one has its name, with what not all rows of the script share."""
-    script = row.name_of_script
-    if any(other.name_of_script == script and other.script != row.script for other in rows):
-        script = row.script.removesuffix(".py")
-    alike = [other for other in rows if other.script == row.script and not other.title]
-    launcher = not_shared(row.launcher, [other.launcher for other in alike])
-    added = [f"+{name}" for name in row.added]
-    flags = not_shared(row.flags, [other.flags for other in alike])
-    return " ".join([*launcher, script, *added, *flags])
-
-
-def not_shared(words, others):
-    """Return the parts of a command, each a flag with its values, that not all of some other lists of words have."""
-    parts_of_others = [parts_of_command(other) for other in others]
-    return [part for part in parts_of_command(words) if not all(part in parts for parts in parts_of_others)]
-
-
-def parts_of_command(words):
-    """Return words of a command with their values behind the flags, as "--batch-size 4"."""
-    return [part for part in re.split(" (?=-)", " ".join(words)) if part]
-
-
-def with_control(rows):
-    """Return the rows with one more, the A/A control: a second run of the row in the middle, right behind it.
+def add_control(rows):
+    """Insert the A/A control: a second run of the row in the middle, right behind it.
 
     It repeats a script of the reader's own only where there is no stage, since such a script may fail. Of two rows it
     repeats the first, since the second may be the one that does not fit into memory.
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[(len(candidates) - 1) // 2]
-    place = rows.index(row) + 1
     again = replace(row, name=f"{row.name} again", title=f"{row.title} again", above=None, control_of=row.name)
-    return [*rows[:place], again, *rows[place:]]
+    rows.insert(rows.index(row) + 1, again)

@@ -15,7 +15,7 @@ from ..common import refuse, say, tell, whole_file
 from ..figures import COUNTED_STEPS, WARMUP
 from ..leader import END, STEP
 from . import page, picture
-from .forecast import forecast_of
+from .forecast import words_on_forecast
 from .rows import PROBE
 from .table import table_of
 from .workers import Worker
@@ -29,108 +29,38 @@ ROUNDS = 3  # of rows that run one after the other: a single round would give no
 TELL_EVERY = 5  # turns
 
 
-def measure(results, stage_args, path):
+def measure(results, path):
     """Measure all rounds, and show the table after each. Return False where not all rows can be alive at once.
 
-    A row that takes no turns while others do goes on alone, until it has taken as many rounds as rows need that run
-    alone. stage_args: {name of a row: the flags of its stage, parsed}. path: of the record.
+    path: of the record.
     """
-    rows = list(results.rows.values())
-    rounds = results.bench["rounds"]
-    for round_number in range(rounds):
-        if not take_round(in_order(rows, round_number), round_number, results, stage_args):
-            return False
-        show(results, path)
-    rows = [row for row in rows if results.runs[row.name, 0].loads_ahead and not results.error(row)]
-    if rows and results.bench["in_turn"]:
-        for round_number in range(rounds, ROUNDS):
-            take_round(in_order(rows, round_number), round_number, results, stage_args)
+    for round_number in range(max(results.bench["rounds"], ROUNDS)):
+        rows = rows_of_round(round_number, results)
+        if rows:
+            if not take_round(rows, round_number, results):
+                return False
             show(results, path)
     return True
 
 
-def in_order(rows, round_number):
-    """Return rows in the order of a round: odd rounds are in reverse, so that a drift of speed affects all alike.
+def rows_of_round(round_number, results):
+    """Return the Rows that start in a round, in its order.
 
-    The probe always comes first: it warms a card up.
+    Behind the rounds of the bench these are the rows that take no turns while others do, since a single round would
+    give them no ±. The probe comes first, because it warms a card up. Odd rounds are in reverse, so that a drift of
+    speed affects all alike.
     """
-    probes = [row for row in rows if row.is_probe]
-    others = [row for row in rows if not row.is_probe]
+    probe, *rows = results.rows.values()
     if round_number % 2:
-        others.reverse()
-    return probes + others
+        rows.reverse()
+    if round_number < results.bench["rounds"]:
+        return [probe, *rows]
+    if not results.bench["in_turn"]:
+        return []
+    return [row for row in rows if results.runs[row.name, 0].loads_ahead and not results.error(row)]
 
 
-def predict(results, stage_args):
-    """Print what each stage should bring, and nothing more. Return the exit status, 1 where nothing can be said."""
-    probe = results.rows[PROBE]
-    with contextlib.closing(Worker(probe, results, 0)) as worker:
-        worker.take_steps(WARMUP)
-        end_where_nothing_runs(worker.run)
-        worker.ask(END)
-    words = words_on_forecast(results, stage_args)
-    if words is None:
-        say("nothing can be predicted of these rows")
-        return 1
-    say(words)
-    return 0
-
-
-def words_on_forecast(results, stage_args):
-    """Return what each stage should bring, in words, or None where nothing can be said."""
-    if results.error(results.rows[PROBE]):
-        return None
-    return page.expectations(forecast_of(results, stage_args))
-
-
-def warm_up(worker, stage_args):
-    """Take a worker through its warm-up. In round 0 this may end the bench, or show what each row should bring."""
-    worker.take_steps(WARMUP)
-    row, results = worker.row, worker.results
-    if worker.round_number > 0:
-        return
-    if row.is_probe:
-        end_where_nothing_runs(worker.run)
-        words = words_on_forecast(results, stage_args)
-        if words:
-            tell(words)
-    elif row == results.table_rows[0] and all(other.script == row.script for other in results.table_rows):
-        end_where_no_row_starts(worker.run, row)
-
-
-def end_where_nothing_runs(run):
-    """Exit with one line where the probe could run nothing on a card, since every row would fail by it."""
-    if run.error is None or run.error["out_of_memory"] or not re.search("(CUDA|HIP) error", run.error["message"]):
-        return
-    remedy = "another process may hold it, or its driver may be broken"
-    if "no kernel image" in run.error["message"]:
-        remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
-    refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
-
-
-def end_where_no_row_starts(run, row):
-    """Exit with one line where a script failed before its first step. All rows of the bench run it."""
-    if run.steps or run.error is None or run.error["out_of_memory"]:
-        return
-    reason = f"{row.script} failed before its first step: {run.error['message']}"
-    if run.error["message"].startswith("ModuleNotFoundError"):
-        reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
-    refuse(reason)
-
-
-def take_counted_steps(worker):
-    """Take the counted steps of a row at once, and end it. Where no row takes turns, it stops when these are enough."""
-    bench, run = worker.results.bench, worker.run
-    while worker.is_live and len(run.steps) < bench["steps"]:
-        seconds = sum(step["dt"] for step in run.counted)
-        has_enough = len(run.counted) >= COUNTED_STEPS and seconds >= ENOUGH_SECONDS
-        if has_enough and not bench["in_turn"]:
-            break
-        worker.ask(STEP)
-    worker.ask(END)
-
-
-def take_round(rows, round_number, results, stage_args):
+def take_round(rows, round_number, results):
     """Take a fresh process of each row through its warm-up, and then through its counted steps, in turn or at once.
 
     In turn, processes of all rows are alive at once, but for a script that may load its data ahead. Return False where
@@ -144,7 +74,7 @@ def take_round(rows, round_number, results, stage_args):
                 tell(f"memory does not hold all {len(rows)} processes at once, so they run one after the other")
                 return False
             worker = stack.enter_context(contextlib.closing(Worker(row, results, round_number)))
-            warm_up(worker, stage_args)
+            warm_up(worker)
             if results.bench["in_turn"] and not worker.run.loads_ahead:
                 workers.append(worker)
             else:
@@ -162,7 +92,10 @@ def memory_is_short(workers):
 
     On a system without meters of memory both sides are 0.
     """
-    largest = max((worker.run.memory for worker in workers), default=0)
+    largest = 0
+    for worker in workers:
+        if worker.is_live and not worker.row.is_probe:
+            largest = max(largest, worker.number_of_ranks * (worker.run.steps[-1]["memory"] or 0))
     return machine.free_memory() < 1.5 * largest
 
 
@@ -180,6 +113,53 @@ def step_in_turn(workers, results):
             tell(f"turn {turn} of {turns}, {words_on_time_left(began, turn, turns)}")
             tell(page.terminal(table_of(results)))
     for worker in workers:
+        worker.ask(END)
+
+
+def take_counted_steps(worker):
+    """Take the counted steps of a row at once, and end it. Where no row takes turns, it stops when these are enough."""
+    bench, run = worker.results.bench, worker.run
+    while worker.is_live and len(run.steps) < bench["steps"]:
+        seconds = sum(step["dt"] for step in run.counted)
+        has_enough = len(run.counted) >= COUNTED_STEPS and seconds >= ENOUGH_SECONDS
+        if has_enough and not bench["in_turn"]:
+            break
+        worker.ask(STEP)
+    worker.ask(END)
+
+
+def warm_up(worker):
+    """Take a worker through its warm-up. In round 0 this may end the bench, and shows what each row should bring."""
+    worker.take_steps(WARMUP)
+    if worker.round_number == 0:
+        end_where_all_would_fail(worker.run, worker.row, worker.results.table_rows)
+        if worker.row.is_probe:
+            say(words_on_forecast(worker.results) or "Of these rows nothing can be predicted.")
+
+
+def end_where_all_would_fail(run, row, rows):
+    """Exit with one line where a row failed before its first step by what all rows need: the card, or their script.
+
+    rows: those of the table. The card is tried by the probe, and a script by the first row, where all others run it.
+    """
+    if run.error is None or run.steps or run.error["out_of_memory"]:
+        return
+    reason = run.error["message"]
+    if row.is_probe and re.search("(CUDA|HIP) error", reason):
+        remedy = "another process may hold it, or its driver may be broken"
+        if "no kernel image" in reason:
+            remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
+        refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
+    if row == rows[0] and all(other.script == row.script for other in rows):
+        if reason.startswith("ModuleNotFoundError"):
+            reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
+        refuse(f"{row.script} failed before its first step: {reason}")
+
+
+def predict(results):
+    """Start the probe alone, and print what each stage should bring."""
+    with contextlib.closing(Worker(results.rows[PROBE], results, 0)) as worker:
+        warm_up(worker)
         worker.ask(END)
 
 
@@ -205,15 +185,18 @@ def words_on_end(row, results):
 
 
 def show(results, path):
-    """Write the page and its picture, and print the short table and the verdict. path: of the record."""
+    """Print the short table and the verdict, and write the page and its picture. path: of the record."""
     table = table_of(results)
-    texts = {".svg": picture.draw(table, path.stem), ".md": page.page(table, path.stem)}
-    written = f"written to results/{path.stem}.md, from the steps in results/{path.name}"
-    try:
-        for suffix, text in texts.items():
-            with whole_file(path.with_suffix(suffix)) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
-    except OSError as error:
-        written = f"results/{path.stem}.md was not written: {error.strerror}"
     say(page.terminal_at_the_end(table))
-    tell(written)
+    try:
+        write(path.with_suffix(".svg"), picture.draw(table, path.stem))
+        write(path.with_suffix(".md"), page.page(table, path.stem))
+        tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
+    except OSError as error:
+        tell(f"results/{path.stem}.md was not written: {error.strerror}")
+
+
+def write(path, text):
+    """Replace a file as a whole. Raises OSError where that fails."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

@@ -1,7 +1,6 @@
 """A worker is the process of a row, or what launched its ranks. Each rank takes a step when the bench asks for it."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ PATIENCE = 660
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
 MOST_OUTPUT = 20_000  # bytes that are read of what a row printed
 LAST_LINES = 20  # of them, shown where a process left no error line
-TORCHRUNS_FILES = "torch/distributed/elastic/"  # in the first line of its report of failed ranks
+TORCHRUNS_REPORT = re.compile(r"^.*torch/distributed/elastic/", re.MULTILINE)  # how its report of failed ranks begins
 # What this report says of each of them. The one that failed first is the last one in it.
 FAILED_RANK = re.compile(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", re.MULTILINE)
 
@@ -41,19 +40,19 @@ class Worker:
         self.results = results
         self.round_number = round_number
         self.keep({"kind": "start"})
-        tell(f"{row.title}: start and warm-up")
         self.run = results.runs[row.name, round_number]
         self.ranks = {}
         self.number_of_ranks = 1  # until one says how many there are
         self.groups = set()
         self.to_close = contextlib.ExitStack()
+        tell(f"{row.title}: start and warm-up")
         try:
             self.start()
-        except (OSError, RuntimeError) as error:  # too many files or processes are open, or the launcher is gone
+        except OSError as error:  # too many files or processes are open, or the launcher is gone
             self.fail(f"it can't be started: {error}", "")
 
     def start(self):
-        """Start the process, and listen to it. Raises OSError or RuntimeError where the system has no room for it."""
+        """Start the process, and listen to it. Raises OSError where the system has no room for it."""
         self.folder = self.to_close.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         path = os.path.join(self.folder, "socket")
         self.server = self.to_close.enter_context(socket.socket(socket.AF_UNIX))
@@ -71,19 +70,10 @@ class Worker:
         self.to_close.callback(self.process.wait)
         self.groups.add(self.process.pid)
 
-    def keep(self, line):
-        """Keep a line of its record."""
-        self.results.add(line | {"name": self.row.name, "round": self.round_number})
-
     @property
     def is_live(self):
         """Whether it can be asked for another step, or for its summary."""
         return self.run.summary is None and self.run.error is None
-
-    @property
-    def is_ready(self):
-        """Whether all its ranks are there and wait for a request."""
-        return len(self.ranks) == self.number_of_ranks and all(self.ranks.values())
 
     def take_steps(self, count):
         """Take steps, one after the other."""
@@ -103,26 +93,26 @@ class Worker:
     def wait(self):
         """Hear the ranks until all wait for a request, or the summary came. A row that comes to neither fails."""
         deadline = time.monotonic() + PATIENCE
-        while self.is_live and not self.is_ready:
+        while self.is_live:
+            if len(self.ranks) == self.number_of_ranks and all(self.ranks.values()):
+                return
             speakers = connection.wait([self.server, *self.ranks], timeout=0.5)
-            if speakers:
+            if self.server in speakers:
+                rank = connection.Connection(self.server.accept()[0].detach())
+                self.ranks[self.to_close.enter_context(rank)] = False
+            elif speakers:
                 self.hear(speakers[0])
             elif self.process.poll() is not None:  # before any rank was there
                 self.fail_as_it_ended()
             elif time.monotonic() > deadline:
                 self.fail(f"no step in {PATIENCE} s: stopped", self.last_lines())
 
-    def hear(self, speaker):
-        """Take in a line of a rank, see leader.py, or the end of its connection; or let a new rank in."""
-        if speaker is self.server:
-            rank = connection.Connection(self.server.accept()[0].detach())
-            self.to_close.enter_context(rank)
-            self.ranks[rank] = False
-            return
+    def hear(self, rank):
+        """Take in a line of a rank, see leader.py, or the end of its connection."""
         try:
-            line = json.loads(speaker.recv_bytes())
+            line = json.loads(rank.recv_bytes())
         except (EOFError, OSError):
-            del self.ranks[speaker]
+            del self.ranks[rank]
             if not self.ranks:  # a launcher ends the others where one has failed
                 self.fail_as_it_ended()
             return
@@ -131,26 +121,30 @@ class Worker:
                 self.number_of_ranks = line["ranks"]
                 self.groups.add(line["group"])
             case "ready":
-                self.ranks[speaker] = True
+                self.ranks[rank] = True
             case "notice":
                 tell(f"{self.row.title}: {line['message']}")
             case "error":
-                rank, status = self.end_of_process()
-                if rank is not None and status != 1:  # one that raised exits with 1, so this rank only lost another
-                    self.fail_as_it_ended()
-                else:
-                    self.fail(reason_of(line["message"]), line["traceback"], line["out_of_memory"])
+                self.fail_as_it_ended(line)
             case _:
                 self.keep(line)
 
-    def fail_as_it_ended(self):
-        """Fail by how the process ended: by which signal, or with which exit status."""
+    def keep(self, line):
+        """Keep a line of its record."""
+        self.results.add(line | {"name": self.row.name, "round": self.round_number})
+
+    def fail_as_it_ended(self, error=None):
+        """Fail by an exception, or by how the process ended: by which signal, or with which exit status.
+
+        error: the line of the exception that a rank sent. That rank may only have lost another one, which was killed.
+        """
         rank, status = self.end_of_process()
+        if error and (rank is None or status == 1):  # a rank that raised exits with 1
+            self.fail(error["message"], error["traceback"], error["out_of_memory"])
+            return
         printed = self.last_lines()
         if status is None:
             message = "the connection of a rank ended, and nothing tells why"
-        elif status == -signal.SIGKILL:
-            message = "killed by SIGKILL, most likely since memory was short"
         elif status < 0:
             message = f"killed by {signal.Signals(-status).name}"
         elif status == 0:
@@ -183,8 +177,8 @@ class Worker:
 
     def last_lines(self):
         """Return the last lines that the row printed, without torchrun's report of its ranks below them."""
-        lines = itertools.takewhile(lambda line: TORCHRUNS_FILES not in line, self.printed().strip().splitlines())
-        return "\n".join(list(lines)[-LAST_LINES:])
+        own_output = TORCHRUNS_REPORT.split(self.printed(), maxsplit=1)[0]
+        return "\n".join(own_output.strip().splitlines()[-LAST_LINES:])
 
     def fail(self, message, details, out_of_memory=False):
         """Keep and print why the row can't go on, and end it, since it would disturb the rows that go on.
@@ -202,13 +196,7 @@ class Worker:
         if self.run.summary:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE_AT_THE_END)
-        for group in self.groups:
+        while self.groups:  # each once, since a later process may get the same number
             with contextlib.suppress(OSError):  # it may be gone
-                os.killpg(group, signal.SIGKILL)
-        self.groups = set()  # a later process may get the same number
+                os.killpg(self.groups.pop(), signal.SIGKILL)
         self.to_close.close()
-
-
-def reason_of(message):
-    """Return the message of an exception; of one in a process of a DataLoader its last line, which has the reason."""
-    return message.splitlines()[-1] if "in DataLoader worker process" in message else message
