@@ -188,9 +188,7 @@ def run(args, argv):
         results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
         try:
             if not measure(results, path):
-                file.seek(0)
-                file.truncate()
-                results = Results(new_bench(args, argv, in_turn=False), file)
+                results.add(new_bench(args, argv, in_turn=False))
                 measure(results, path)
         except KeyboardInterrupt:
             tell("interrupted; what was measured:")

@@ -224,7 +224,8 @@ def finite_or_none(value):
 # "sdpa" is the kernel that F.scaled_dot_product_attention chooses. A summary may also have "eval", the held-out loss,
 # and "rates" and "parts" with --profile.
 #
-# results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
+# results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own. Where memory did not hold all
+# processes at once, a second one begins anew:
 #
 #     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
 #      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],

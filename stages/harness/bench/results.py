@@ -40,15 +40,12 @@ class Results:
     """All that was measured in one bench.
 
     bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
-    where the first line goes at once, and each later one by add(); or None.
+    where each line goes at once, or None.
     """
 
     def __init__(self, bench, file=None):
-        self.bench = bench
         self.file = file
-        self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
-        self.runs = {}
-        self.write_line(bench)
+        self.add(bench)
 
     @classmethod
     def load(cls, path):
@@ -63,26 +60,26 @@ class Results:
             results.add(line)
         return results
 
-    def write_line(self, line):
-        """Write a line to the file, where there is one."""
+    def add(self, line):
+        """Keep a line, and write it. That of a bench begins anew, without what was measured before."""
         if self.file:
             try:
                 print(json.dumps(line), file=self.file, flush=True)
             except OSError as error:  # what is measured goes on, in memory
                 tell(f"the record ends here: {error.strerror}")
                 self.file = None
-
-    def add(self, line):
-        """Keep a line of a row, and write it."""
-        self.write_line(line)
-        key = line["name"], line["round"]
+        key = line.get("name"), line.get("round")
         match line["kind"]:
+            case "bench":
+                self.bench = line
+                self.rows = {fields["name"]: Row(**fields) for fields in line["rows"]}
+                self.runs = {}
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "step":
                 self.runs[key].steps.append(line)
-            case "header" | "techniques" | "summary" | "error" as name:  # a later one replaces the first
-                setattr(self.runs[key], name, line)
+            case kind:  # "header", "techniques", "summary" or "error", of which a later one replaces the first
+                setattr(self.runs[key], kind, line)
 
     @property
     def table_rows(self):

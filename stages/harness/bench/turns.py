@@ -175,11 +175,11 @@ def words_on_time_left(began, done, planned):
 
 def words_on_end(row, results):
     """Return how fast a row was that ran alone, in words."""
+    words = f"{row.title} has ended"
     outcome = table_of(results).outcomes.get(row.name)  # the probe has none
-    if outcome is None or not outcome.tok_per_sec:
-        return f"{row.title} has ended"
-    words = f"{row.title}: {outcome.tok_per_sec:,.0f} {outcome.unit}/sec"
-    if outcome.comparison.ratio:
+    if outcome and outcome.tok_per_sec:
+        words += f": {outcome.tok_per_sec:,.0f} {outcome.unit}/sec"
+    if outcome and outcome.comparison.ratio:
         words += f", {outcome.comparison.ratio.value:.2f} x {outcome.comparison.base.row.title}"
     return words
 
