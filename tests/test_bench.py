@@ -137,9 +137,9 @@ def test_a_value_of_a_flag_may_be_called_as_a_row_is(repo):
 
 def test_on_a_cpu_rows_run_on_the_flags_of_all_and_a_table_is_drawn(repo):
     repo.plan(s03={"dt": 0.0625})
-    ended = repo.run(flags=("--seed=7", "--no-compile"))
+    ended = repo.run(flags=("--seed=7", "--no-compile", "--rounds=2"))
     assert ended.status == 0
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS])
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
     assert re.search(r"^s03 +16,000 +2\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith(f"# x: a bench on {machine.device_name(torch.device('cpu'))}\n")
     for header in repo.lines("header"):
@@ -154,11 +154,6 @@ def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_i
     [line] = repo.lines("bench")
     assert (line["warmup"], line["steps"], line["rounds"], line["in_turn"]) == (4, 24, 1, True)
     assert re.search(r"turn 5 of 20, about \d+ s left in this round\nrow .*\ns01 .* 8,000 ", ended.err)
-
-
-def test_a_cpu_takes_as_many_rounds_as_it_is_asked_for(repo):
-    assert repo.run(flags=("--rounds=2",)).status == 0
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
 
 
 def test_a_row_that_loads_ahead_takes_its_steps_at_once_in_three_rounds_there_and_back(repo):

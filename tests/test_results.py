@@ -1,7 +1,7 @@
 """The lines of a record: what they have is what log.py documents."""
 
 from harness import log, machine
-from harness.bench.results import Results, Run
+from harness.bench.results import Results
 
 import json
 from pathlib import Path
@@ -43,12 +43,6 @@ def test_a_bench_writes_the_documented_keys_and_so_do_these_tests(monkeypatch):
     for written in (bench.new_bench(args, [], in_turn=True), results_of(rows=[row("s01")]).bench):
         assert written.keys() == own.keys()
         assert written["rows"][0].keys() == own["rows"][0].keys()
-
-
-def test_a_script_that_waits_for_its_data_loads_none_ahead_without_processes():
-    waits = {"dt": 1.0, "spent": {"data": 0.9}}
-    for loaders in (0, 2):
-        assert Run(0, 0, steps=[waits], techniques={"loaders": loaders}).loads_ahead == (loaders > 0)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_bench(capsys):

@@ -91,10 +91,13 @@ def test_this_python_runs_a_command_that_names_no_other(tmp_path):
 
 def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
     bench = {"variables": CPU_MEMORY, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}}
     own = os.environ | CPU_MEMORY
     assert row_of("mine.py").environment(bench) == own | {"CUDA_VISIBLE_DEVICES": ""}
     assert row_of("s05").environment(bench) == own | {"PYTHONPATH": str(ROOT / "stages")}
+    plain, *_ = rows_of_ladder(CPU)
+    assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
 
 
 @pytest.mark.parametrize(

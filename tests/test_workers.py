@@ -2,7 +2,6 @@
 
 from harness import ladder, machine
 from harness.bench import turns, workers
-from harness.bench.rows import CPU_MEMORY
 from harness.bench.workers import Worker
 from harness.figures import WARMUP
 from harness.leader import STEP
@@ -11,7 +10,6 @@ import io
 import json
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -39,8 +37,7 @@ def fake_row(name, launcher=(), **plan):
 
 def results_to_fill(*rows, steps=WARMUP + 2, file=None, **others):
     """The Results of a bench of these rows, with no line so far. others: of its first line."""
-    flags = ["--batch-size", "4", "--steps", "200"]
-    results = results_of(rows=[row("probe"), *rows], steps=steps, flags=flags, variables=CPU_MEMORY, **others)
+    results = results_of(rows=[row("probe"), *rows], steps=steps, flags=["--steps", "200"], **others)
     results.file = file
     return results
 
@@ -68,12 +65,6 @@ def test_a_script_that_loads_its_data_ahead_takes_all_its_steps_at_once():
     """Its loader would get ahead while the others take their steps."""
     order = order_of_steps(fake_row("a"), fake_row("b", techniques={"loaders": 1}), fake_row("c"))
     assert order == "aaaa" + "bbbbbbb" + "cccc" + "accaac"
-
-
-def test_the_memory_variables_reach_all_rows_but_plain(monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
-    runs = in_turn(fake_row("a"), replace(fake_row("plain"), keeps_memory=False))
-    assert [run.header["variables"]["MALLOC_MMAP_MAX_"] for run in runs.values()] == ["0", None]
 
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 20), (0.01, 60)])
