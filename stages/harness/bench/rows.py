@@ -158,7 +158,7 @@ def place_of_script(words, command):
 def rows_of_ladder(device):
     """Return the Rows of all stages that run on a device."""
     rows = [row_of(stage.short) for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
-    return [*plain(rows[0], device), *rows]
+    return with_plain(rows, device)
 
 
 def rows_of_climb(command, device):
@@ -173,7 +173,7 @@ def rows_of_climb(command, device):
         useless["tf32"] = "this device has no TF32 units"
     if "bfloat16" not in units:
         useless["bf16"] = "this device has no bfloat16 units"
-    rows = [*plain(script, device), script]
+    rows = with_plain([script], device)
     for name in ladder.ADDED:
         if useless.get(name):
             tell(f"+{name} is left out: {useless[name]}")
@@ -183,11 +183,11 @@ def rows_of_climb(command, device):
     return rows
 
 
-def plain(row, device):
-    """Return, on a CPU, the row that stands above the first one: the same without the variables of memory."""
+def with_plain(rows, device):
+    """Return Rows and, on a CPU, `plain` above them: the first one without the variables of memory."""
     if device.type != "cpu":
-        return []
-    return [replace(row, name="plain", title="plain", keeps_memory=False)]
+        return rows
+    return [replace(rows[0], name="plain", title="plain", keeps_memory=False), *rows]
 
 
 def all_rows(rows):
