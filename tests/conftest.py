@@ -164,8 +164,8 @@ def watch(folder, text, *words, own_flags=(), launcher=(), **env):
 
 def led_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
-    bench = {"rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "in_turn": True, "rounds": 1, "variables": {}}
-    bench |= {"flags": ["--steps", "24", *flags], "flags_of_scripts": ["--steps", "24"], "variables_of_scripts": {}}
+    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "variables": {}}
+    bench["flags"] = ["--steps", "24", *flags]
     record = io.StringIO()
     with contextlib.closing(workers.Worker(row, Results(bench, record), 0)) as worker:
         worker.take_steps(steps)
