@@ -48,7 +48,7 @@ ORDER = "pass rows first, a script with its own flags in quotes, and then the fl
 
 
 def main(argv):
-    """Measure, or draw what was measured. Return the exit status, 130 where the bench was ended from outside."""
+    """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
     ranks.check_ranks()
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:
@@ -57,9 +57,9 @@ def main(argv):
     if args.render is not None:
         render(args.render)
         return 0
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-            signal.signal(ending, signal.default_int_handler)  # as after Ctrl-C
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(signal_number, interrupt)
     try:
         prepare_text(args)
         for name in ("device", "environment"):  # no note of a row has them
@@ -69,8 +69,13 @@ def main(argv):
             predict(Results(new_bench(args, argv, in_turn=False)))
             return 0
         return exit_status(run(args, argv))
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupted:
+        return 128 + interrupted.args[0]
+
+
+def interrupt(signal_number, frame):
+    """End the bench, as Ctrl-C does."""
+    raise KeyboardInterrupt(signal_number)
 
 
 # The command line
@@ -84,7 +89,12 @@ def parse_command(argv):
     `stages`, the rows that get them.
     """
     args, words = new_parser_of_bench().parse_known_args(argv)
+    for name in (args.out, args.render):
+        if name is not None and (not name or "/" in name):
+            refuse(f"{name!r}: pass a name, since all pages are in results/")
     if args.render is not None:
+        if any((words, args.rounds, args.steps, args.out, args.climb, args.predict)):
+            refuse("--render runs nothing: pass no rows and no other flags")
         return args
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
@@ -222,8 +232,10 @@ def new_bench(args, argv, in_turn):
 
 
 def open_new(path):
-    """Return the file of a new record. Exits with one line where it is there already, or can't be written."""
+    """Return the file of a new record. Exits with one line where it or its page is there, or it can't be written."""
     try:
+        if path.with_suffix(".md").exists():
+            refuse(f"results/{path.stem}.md is there already: pass another --out")
         return open(path, "x", encoding="utf-8")
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
@@ -240,6 +252,8 @@ def render(name):
     path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
     try:
         show(Results.load(path), path)
+    except OSError as error:
+        refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except Exception as error:  # what an older record lacks may be missed anywhere
         refuse(f"results/{path.name} is no record of this version of the bench ({type(error).__name__}: {error})")
 

@@ -113,7 +113,11 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--data=ids.bin", "--out=old"], "results/old.jsonl: File exists; pass another --out"),
         (["--render", "old.md"], "results/old.jsonl is no record of this version of the bench"),
-        (["--render", "gone"], "results/gone.jsonl is no record .* No such file or directory"),
+        (["s01", "--data=ids.bin", "--out=page"], "results/page.md is there already"),
+        (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
+        (["--render", "old", "--out", "x"], "--render runs nothing: pass no rows and no other flags"),
+        (["--out", "../x"], "'../x': pass a name"),
+        (["s01 'a"], "No closing quotation"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
@@ -121,10 +125,11 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     (repo.folder / "mine.py").touch()
     (repo.folder / "short.bin").write_bytes(bytes(200))
     (repo.folder / "results" / "old.jsonl").write_text('{"kind": "bench", "rows": []}\n')
+    (repo.folder / "results" / "page.md").touch()
     ended = repo.command(*words)
     assert (ended.status, ended.out) == (2, "")
     assert re.fullmatch(f"error: .*{message}.*\n", ended.err)
-    assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl"]
+    assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl", "page.md"]
 
 
 def test_a_value_of_a_flag_may_be_called_as_a_row_is(repo):
@@ -242,7 +247,7 @@ def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can
         with repo.records.open("a") as record:
             record.write('{"kind": "step", "rou')  # as a kill in the middle of a line leaves it
     else:
-        assert done.status == 130
+        assert done.status == 128 + how
     ended = repo.command("--render", "x")
     assert ended.status == 0
     assert re.search(r"^s01 .* 8,000 ", ended.out, re.MULTILINE)

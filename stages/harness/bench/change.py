@@ -28,7 +28,7 @@ class Change:
 def change_of(outcome, base):
     """Return the Change of a row beside its base. base: an Outcome, or None for the first row."""
     row, above = outcome.row, base.row if base else None
-    has_same_script = runs_the_same(row, above)
+    has_same_script = above is not None and runs_the_same(row, above)
     if row.control_of:
         return Change(row.title, "", is_same_computation=True)
     if not row.keeps_memory:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from ..common import tell
+from ..common import say
 from .rows import Row
 
 
@@ -62,12 +62,8 @@ class Results:
 
     def add(self, line):
         """Keep a line, and write it. That of a bench begins anew, without what was measured before."""
-        if self.file:
-            try:
-                print(json.dumps(line), file=self.file, flush=True)
-            except OSError as error:  # what is measured goes on, in memory
-                tell(f"the record ends here: {error.strerror}")
-                self.file = None
+        if self.file:  # where the disk is full, what is measured goes on in memory
+            say(json.dumps(line), self.file, "the record ends here")
         key = line.get("name"), line.get("round")
         match line["kind"]:
             case "bench":

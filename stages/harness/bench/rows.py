@@ -117,7 +117,10 @@ def row_of(command):
 
     Its title is the name of its script, as "s05" or "train". Exits with one line where it has no script.
     """
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # a quote without its end
+        refuse(f"{command!r}: {error}")
     techniques = [f"+{name}" for name in ladder.ADDED]
     added = [word.removeprefix("+") for word in words if word in techniques]
     words = [word for word in words if word not in techniques]

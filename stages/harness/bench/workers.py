@@ -140,7 +140,10 @@ class Worker:
         """
         rank, status = self.end_of_process()
         if error and (rank is None or status == 1):  # a rank that raised exits with 1
-            self.fail(error["message"], error["traceback"], error["out_of_memory"])
+            message = error["message"]
+            if "in DataLoader worker process" in message:
+                message = message.splitlines()[-1]  # which has the reason
+            self.fail(message, error["traceback"], error["out_of_memory"])
             return
         printed = self.last_lines()
         if status is None:

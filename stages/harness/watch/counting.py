@@ -95,8 +95,8 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of that, or of its text. tokens,
-    seq_len: of this text, 0 and None without one.
+    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of that, or of its text.
+    tokens, seq_len: of this text, 0 and None without one.
     """
 
     module: nn.Module
