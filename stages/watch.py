@@ -1,7 +1,7 @@
 """Runs any training script as it is, times each step of its optimizer, and says what it has of the ladder and lacks.
 
     python stages/watch.py ../nanoGPT/train.py --batch_size=8
-    python stages/watch.py --steps 30 --profile ../nanoGPT/train.py --batch_size=8
+    python stages/watch.py --steps 30 ../nanoGPT/train.py --batch_size=8
     python stages/watch.py +bf16 +compile ../nanoGPT/train.py --batch_size=8
     python stages/watch.py -m scripts.base_train --depth=4
     torchrun --standalone --nproc_per_node=2 stages/watch.py train.py
@@ -12,12 +12,13 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 """
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
-from harness.common import refuse, say
+from harness.common import refuse
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
 from harness.watch import hooks
+from harness.watch.timeline import is_elsewhere
 from harness.watch.watcher import Watcher
 
 import builtins
@@ -27,65 +28,58 @@ import runpy
 import sys
 import traceback
 import types
+from argparse import PARSER
 from pathlib import Path
 
 import numpy as np
 import torch
 
-DEFAULT_STEPS = WARMUP + COUNTED_STEPS
+
+def main(argv):
+    ranks.check_ranks()
+    args = parse_command(argv)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # open where the script closes its stdout
+    args.log = Log(args.record_path, out=out)
+    watcher = Watcher(args)
+    args.log.say(f"watching {args.title} in {args.folder} for {args.steps} steps")
+    args.log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
+    hooks.watch_pytorch(watcher)
+    leave_home_to(args)
+    status, reason = run(args, watcher)
+    if reason and not is_elsewhere():
+        status = tell_end(args, watcher, status, reason)
+    watcher.probe.stop()  # which must not be at work when Python ends
+    sys.exit(status)
 
 
 def parse_command(argv):
-    """Return watch.py's own flags as a namespace, with script, is_module and script_argv, its own flags.
+    """Return watch.py's own flags as a namespace, with script and script_argv, its own flags.
 
-    It also has added, the techniques to add; folder, where the script runs; and title, the script as it was typed.
-    Exits with one line and status 2 where there is no script, or it can't be watched.
+    It also has folder, where the script runs, and title, the script as it was typed. Exits with one line and status 2
+    where there is no script, or it can't be watched.
     """
-    own, command, is_module = split_command(argv)
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
+    parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up; all lets it end"
-    add("--steps", type=steps_or_all, default=DEFAULT_STEPS, metavar="N", help=f"{steps_help} (%(default)s)")
+    steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up (%(default)s)"
+    add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--seed", type=int, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
-    add("--profile", action="store_true", help="take one more step at the end, and show where its time went")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    args = parser.parse_args([word for word in own if not word.startswith("+")])
-    if not command:
-        refuse("pass a script: python stages/watch.py train.py, with its flags behind it, or -m and a module")
-    args.script, *args.script_argv = command
-    args.is_module = is_module
-    args.added = [word[1:] for word in own if word.startswith("+")]
-    for name in args.added:
-        if name not in ladder.ADDED:
-            refuse(f"+{name} is no technique that can be added from outside: --help lists them")
-    if args.steps == "all" and args.profile:
-        refuse("--profile shows the step behind the last one, and --steps all has none: pass a number")
-    if is_module:
-        args.title, args.folder = f"-m {args.script}", Path.cwd()
-        return args
-    if not Path(args.script).is_file():
+    for name, stage in ladder.ADDED.items():
+        add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
+    add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; all behind it is its own")
+    args = parser.parse_args(argv)
+    args.script, *args.script_argv = args.command
+    if not args.is_module and not Path(args.script).is_file():
         refuse(f"there is no script {args.script}")
     if logs_by_itself(args.script):
         refuse(f"{args.script} logs its steps by itself: start it by python {args.script}")
-    args.title, args.folder = args.script, folder_of(args.script)
+    args.title = f"-m {args.script}" if args.is_module else args.script
+    args.folder = folder_of(args.script)
     if args.folder != Path.cwd():
         args.script = str(Path(args.script).resolve())
     return args
-
-
-def split_command(argv):
-    """Return (own flags, script or module with its own flags, whether it is a module)."""
-    for place, word in enumerate(argv):
-        if word == "-m":
-            return argv[:place], argv[place + 1 :], True
-        if word.endswith(".py"):
-            return argv[:place], argv[place:], False
-    return argv, [], False
-
-
-def steps_or_all(text):
-    """Return the number in a text, or "all"."""
-    return text if text == "all" else positive(text)
 
 
 def leave_home_to(args):
@@ -106,8 +100,27 @@ def leave_home_to(args):
     torch.manual_seed(args.seed)
 
 
-def run(args):
-    """Run the script to its end, as the module __main__. Raises what it raises.
+def run(args, watcher):
+    """Run the script to its end. Return (exit status, how it ended in words, None where the bench was told of it)."""
+    try:
+        execute(args, watcher)
+    except SystemExit as end:
+        if end.code:
+            status = end.code if isinstance(end.code, int) else 1  # as Python has it
+            return status, f"ended by sys.exit({end.code!r})"
+    except KeyboardInterrupt:
+        return 130, "was interrupted"
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__.tb_next.tb_next  # without run() and execute()
+        text = "".join(traceback.format_exception(error))
+        print(text, end="", file=sys.stderr)
+        args.log.write_error(f"{type(error).__name__}: {error}", text)
+        return 1, None if args.log.is_led else f"failed by {type(error).__name__}"
+    return 0, "ended"
+
+
+def execute(args, watcher):
+    """Execute the script as the module __main__. Raises what it raises.
 
     runpy would do the same, but a loader that starts processes also finds the script's classes in __mp_main__, which
     multiprocessing set to watch.py.
@@ -119,52 +132,25 @@ def run(args):
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
-            args.log.write_error(f"-m {args.script}: {error}")
-            print(f"error: -m {args.script}: {error}: -m looks for it from {os.getcwd()} on", file=sys.stderr)
-            os._exit(2)
+            watcher.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")
         sys.argv[0] = spec.origin
     else:
         code = compile(Path(args.script).read_bytes(), args.script, "exec")
     main_module = types.ModuleType("__main__")
     main_module.__file__, main_module.__spec__, main_module.__builtins__ = sys.argv[0], spec, builtins
-    main_module.__package__ = spec.parent if spec else None
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)
 
 
-def watch(args, watcher):
-    """Run the script under the watcher, and tell how it ended. Return the exit status, 2 without a timed step."""
-    status, reason = 0, "ended"
-    try:
-        run(args)
-    except SystemExit as end:
-        if end.code:
-            status = end.code if isinstance(end.code, int) else 1  # as Python has it
-            reason = f"ended by sys.exit({end.code!r})"
-    except KeyboardInterrupt:
-        status, reason = 130, "was interrupted"
-    except BaseException as error:
-        error.__traceback__ = error.__traceback__.tb_next.tb_next  # without watch() and run()
-        text = "".join(traceback.format_exception(error))
-        print(text, end="", file=sys.stderr)
-        args.log.write_error(f"{type(error).__name__}: {error}", text)
-        if args.log.is_led:
-            return 1
-        status, reason = 1, f"failed by {type(error).__name__}"
-    if os.getpid() != watcher.pid:  # a child that the script forked
-        return status
+def tell_end(args, watcher, status, reason):
+    """Tell how the script ended, beside its figures. Return the exit status, which is 2 without a timed step."""
     steps = len(watcher.log.steps)
-    if args.steps == "all" and steps and not status:
-        watcher.finish()
-        return 0
-    asked = "" if args.steps == "all" else f" of {args.steps}"
-    line = f"{reason} after {steps}{asked} timed steps"
-    if watcher.t0 is None:
+    line = f"{reason} after {steps} of {args.steps} timed steps"
+    if watcher.seconds_before is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if watcher.seen.losses:
-            line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
-        elif not status:
-            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
+        if status == 0:
+            line += ". Only optimizers of torch.optim, and their subclasses, tell of their steps. Ranks that it starts"
+            line += " itself must take RANK and WORLD_SIZE from torchrun: see --help"
     if args.log.is_led:
         args.log.write_error(line)
     else:
@@ -173,22 +159,6 @@ def watch(args, watcher):
     if status == 0 and steps == 0:
         return 2
     return status
-
-
-def main(argv):
-    ranks.check_ranks()
-    args = parse_command(argv)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # open where the script closes its stdout
-    args.log = Log(args.record_path, out=out)
-    watcher = Watcher(args)
-    if ranks.is_rank_0() and not args.log.is_led:
-        say(f"watching {args.title} in {args.folder} for {args.steps} steps")
-        say(f"this seeds it with {args.seed}, and waits for the device after each step")
-    hooks.watch_pytorch(watcher)
-    leave_home_to(args)
-    status = watch(args, watcher)
-    watcher.probe.stop()  # which must not be at work when Python ends
-    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,6 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped(tmp_path):
         assert step["spent"]["rest"] >= 0.1  # the pause is on the clock
         assert sum(step["spent"].values()) == pytest.approx(step["dt"], abs=1e-5)
     assert ended.of_kind("step")[3]["dt"] == pytest.approx(own[3][0], abs=0.1)
-    assert ended.summary["shares"]["rest"] > 0.5
     assert re.search(r"^slow        \d+ % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
 
 
@@ -80,7 +79,6 @@ if __name__ == "__main__":
     assert sys.argv == ["train.py", "--steps", "9", "-m", "x"], sys.argv
     assert sys.stdin.read() == ""
     assert sys.path[0] == os.getcwd(), sys.path
-    assert not [path for path in sys.path if os.path.exists(os.path.join(path, "s01_baseline.py"))]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert type(pool.map(same, [Item()])[0]) is Item
     first = torch.rand(1)  # before anything else drew a number
@@ -120,7 +118,6 @@ START, PAUSE = "own, ended = [], None", "    time.sleep(0.1)"  # lines of TRAIN 
         (PAUSE, "    1 / (4 - step)", 1, "failed by ZeroDivisionError after 3 of 9"),
         (PAUSE, "    sys.exit('enough') if step == 4 else 0", 1, "ended by sys.exit('enough') after 3 of 9"),
         (PAUSE, "    sys.stdout.close() if step == 1 else 0", 0, "train.py ended after 6 of 9"),
-        (PAUSE, "    input()", 1, "train.py failed by EOFError"),
     ],
 )
 def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line, new_line, status, told):
@@ -142,10 +139,9 @@ def test_ctrl_c_while_the_profile_is_read_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ((), "pass a script"),
+        ((), "the following arguments are required: SCRIPT.py"),
         (("nothing.py",), "there is no script nothing.py"),
-        (("--batch-size", "4", "train.py"), "unrecognized arguments: --batch-size 4"),
-        (("--profile", "--steps", "all", "train.py"), "--steps all has none"),
+        (("+flash", "train.py"), "unrecognized arguments: +flash"),
         ((ROOT / "stages" / "s05_flash.py",), "logs its steps by itself"),
         (("-m", "nothing.at.all"), "No module named 'nothing'"),
     ],
@@ -198,7 +194,6 @@ def test_a_process_group_of_one_takes_a_free_port(tmp_path):
             "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py",
         ),
         ("import torch\ntorch.multiprocessing.spawn(print)", "starts ranks by torch.multiprocessing.spawn"),
-        ("import torch\ntorch.ones(1, requires_grad=True).backward()", "only optimizers of torch.optim"),
         ("import torch", "Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun"),
     ],
 )
@@ -225,11 +220,11 @@ for step in range(9):
 """
 
 
-def test_a_gpt_of_transformers_has_its_techniques_its_shape_and_its_parts(tmp_path):
+def test_a_gpt_of_transformers_has_its_techniques_and_its_shape(tmp_path):
     """By hand: 12 L C^2 + V C are 229,376 weights; positions, biases and LayerNorms are the others of 232,000."""
-    ended = watch_in_a_fork(tmp_path, GPT2, "--steps", "6", "--profile")
+    ended = watch_in_a_fork(tmp_path, GPT2, "--steps", "6")
     assert ended.status == 0, ended.err
-    techniques = ended.of_kind("techniques")[-1]  # the first one has what flags tell
+    [techniques] = ended.of_kind("techniques")
     expected = {"profiled": True, "autocast": "bfloat16", "compile": True, "sdpa": "flash", "fused": True}
     expected |= {"vocabulary": 2048, "optimizer": "AdamW", "weights": "float32"}
     assert {name: techniques[name] for name in expected} == expected
@@ -237,10 +232,6 @@ def test_a_gpt_of_transformers_has_its_techniques_its_shape_and_its_parts(tmp_pa
     assert "TFLOP/s" in ended.out
     assert "has     autocast (s03), compile (s04), flash attention (s05), a padded vocabulary (s06), " in ended.out
     assert "\n        s04 model" not in ended.out  # what to type is told of what it lacks
-    assert {"matmuls", "attention", "optimizer"} <= ended.summary["parts"].keys()
-    # AdamW's divisions belong to the update, and not to what is left of an explicit attention
-    assert ended.summary["parts"]["optimizer"] > 10 * ended.summary["parts"].get("softmax and mask", 0)
-    assert "over 2 steps after 4 of warm-up" in ended.out  # the profiled one comes behind them
 
 
 LOADERS = """
@@ -266,9 +257,8 @@ def test_steps_of_a_child_that_a_script_forks_are_not_counted(tmp_path):
 def test_a_script_that_profiles_itself_keeps_its_profile_and_lacks_nothing(tmp_path):
     text = TRAIN.replace(START, f"{START}\nprofiler = torch.profiler.profile()\nprofiler.start()")
     text += "profiler.stop()\nassert len(profiler.events()) > 100\nprint('its own profile')\n"
-    ended = watch_in_a_fork(tmp_path, text, "--steps", "all")
+    ended = watch_in_a_fork(tmp_path, text, "--steps", "99")
     assert ended.status == 0, ended.err
-    assert ended.out.count("median") == 1
     assert "its own profile" in ended.out
     assert "its operations were not looked at, attention among them: the script profiles itself" in ended.out
 
@@ -304,24 +294,31 @@ def test_steps_that_get_slower_are_told_and_a_machine_that_gets_busy_is_not():
     assert [words_on_growth(dts) for dts in (busy_later, few, short)] == [[], [], []]
 
 
-ASKED = """
-import sys, runpy
-import torch
+def watch_after(change, folder, text):
+    """The Ended of watch.py on a script with this text, in a process that runs the lines `change` before."""
+    (folder / "train.py").write_text(text)
+    front = f"import runpy, sys, torch\nsys.path.insert(0, {str(WATCH.parent)!r})\nsys.argv = ['', '+bf16', 'train.py']"
+    return python("-c", f"{front}\n{change}\nrunpy.run_path({str(WATCH)!r}, run_name='__main__')", folder=folder)
+
+
+NOTE_WHAT_IS_ASKED = """
 sys.asked = []
 for owner, name in ((torch._C._autograd, "_supported_activities"), (torch.accelerator, "is_available"),
                     (torch.cuda, "is_available"), (torch.cuda, "device_count")):
     setattr(owner, name, lambda *words, name=name: sys.asked.append(name))
-sys.argv = ["watch.py", "+fused", "+bf16", "train.py"]
-sys.path.insert(0, {folder!r})
-runpy.run_path({watch!r}, run_name="__main__")
 """
 
 
 def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(tmp_path):
     """Later on CUDA_VISIBLE_DEVICES would have no effect any more."""
-    (tmp_path / "train.py").write_text("import sys\nprint(sys.asked, 'torch._dynamo' in sys.modules)\n")
-    code = ASKED.format(folder=str(WATCH.parent), watch=str(WATCH))
-    assert "\n[] False\n" in python("-c", code, folder=tmp_path).out
+    ended = watch_after(NOTE_WHAT_IS_ASKED, tmp_path, "import sys\nprint(sys.asked, 'torch._dynamo' in sys.modules)\n")
+    assert "\n[] False\n" in ended.out
+
+
+def test_a_script_that_shows_no_step_is_told_with_the_line_where_it_is(tmp_path):
+    impatient = "import harness\nfrom harness.watch import hooks\nhooks.SILENCE = 0.5"
+    ended = watch_after(impatient, tmp_path, "import time\ndef wait():\n    time.sleep(0.8)\nwait()")
+    assert "no step in the last 0.5 s: it is at train.py:3\n" in ended.err
 
 
 def test_a_step_that_is_captured_as_a_graph_is_told_and_not_waited_for(tmp_path):
@@ -351,26 +348,3 @@ def test_a_script_that_lies_elsewhere_runs_in_its_own_folder_and_one_below_in_th
         (folder / "train.py").write_text("import os, sys\nprint(os.getcwd(), os.path.exists(__file__), sys.argv)\n")
     assert f"{there} True ['{there}/train.py', 'x']" in run_in_a_fork(here, "../there/train.py", "x").out
     assert f"{here} True ['below/train.py', 'x']" in run_in_a_fork(here, "below/train.py", "x").out
-
-
-IMPATIENT = """
-import runpy, sys
-sys.path.insert(0, {folder!r})
-sys.argv = ["watch.py", "train.py"]
-import harness
-from harness.watch import hooks
-hooks.SILENCE = 0.5
-runpy.run_path({watch!r}, run_name="__main__")
-"""
-
-
-def test_a_script_that_shows_no_step_is_told_with_the_line_where_it_is(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import time\nimport torch\nnet = torch.nn.Linear(2, 2)\n"
-        "for _ in range(3):\n    net(torch.ones(1, 2)).sum().backward()\n"
-        "def wait():\n    time.sleep(1.3)\nwait()\n"
-    )
-    code = IMPATIENT.format(folder=str(WATCH.parent), watch=str(WATCH))
-    lines = python("-c", code, folder=tmp_path).err.splitlines()
-    told = [line for line in lines if line.startswith("no step in")]
-    assert told[-1] == "no step in the last 0.5 s: it is at train.py:7"

@@ -258,6 +258,6 @@ def finite_or_none(value):
 # steps 2 to 4, in which each kind waits for the card. What a loss takes longer than its backward counts as "rest".
 #
 # Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
-# many processes and threads the script has started, most likely to load its data. On a card, and with --profile,
-# operations are seen in one step more, behind all others, which leaves no line of its own. Until then "profiled" is
-# false. A second line "techniques" with all keys follows that step, and replaces the first.
+# many processes and threads the script has started, most likely to load its data. On a card operations are seen in one
+# step more, behind all others, which leaves no line of its own. Until then "profiled" is false. A second line
+# "techniques" with all keys follows that step, and replaces the first.

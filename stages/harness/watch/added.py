@@ -1,8 +1,6 @@
 """Adds techniques of the ladder to a script from outside, each where the script does not use it by itself."""
 
 import contextlib
-import functools
-import inspect
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,13 +15,9 @@ class Added:
     def __init__(self, names):
         self.names = names
         self.failed = {}
-        self.autocast = None  # while one of ours is entered
+        self.autocast = contextlib.ExitStack()  # of ours, from a forward on until backward() closes it
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
-        if "fused" in names:
-            for optimizer in vars(torch.optim).values():
-                if inspect.isclass(optimizer) and "fused" in inspect.signature(optimizer.__init__).parameters:
-                    optimizer.__init__ = with_fused_kernel(optimizer.__init__)
 
     def before_forward(self, module):
         """Compile the outermost module, and enter autocast. What follows up to backward() is in it, the loss, too.
@@ -36,42 +30,29 @@ class Added:
         if "bf16" in self.names:
             device_type = next(module.parameters()).device.type
             if not torch.is_autocast_enabled(device_type):
-                self.autocast = torch.autocast(device_type, torch.bfloat16)
-                self.autocast.__enter__()
+                self.autocast.enter_context(torch.autocast(device_type, torch.bfloat16))
 
-    def leave_autocast(self):
-        """Leave the autocast that before_forward() entered."""
-        if self.autocast:
-            self.autocast.__exit__(None, None, None)
-            self.autocast = None
+    def before_first_update(self, optimizer):
+        """Choose the fused kernel of an optimizer that has one, where the script chooses none.
 
-    def before_update(self, optimizer):
-        """Go on without a fused kernel where gradients are sparse, since it fails with these."""
-        if not getattr(optimizer, "is_fused_by_watch", False):
+        A GradScaler does not know, and unscales gradients before the step, without which Lightning clips none.
+        """
+        if "fused" not in self.names:
             return
-        optimizer.is_fused_by_watch = False  # the first step tells
         for group in optimizer.param_groups:
+            is_open = "fused" in group and group["fused"] is None
+            if not is_open or group.get("foreach") or group.get("differentiable"):
+                continue
             if any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
-                group["fused"] = None
                 self.failed["fused"] = "PyTorch has no fused kernel for sparse gradients"
+            elif all(can_be_fused(p, optimizer) for p in group["params"]):
+                group["fused"] = True
 
 
-def with_fused_kernel(make):
-    """Return the __init__ of an optimizer, with fused=True where the script chooses no kernel and PyTorch has that."""
-
-    @functools.wraps(make)
-    def make_fused(optimizer, params, *args, **kwargs):
-        params = list(params)  # it may be a generator, and is needed twice
-        if kwargs.get("fused") is None:
-            with contextlib.suppress(RuntimeError):  # no fused kernel for these parameters, or beside foreach=True
-                make(optimizer, params, *args, **kwargs | {"fused": True})
-                optimizer.is_fused_by_watch = True
-                # Let a GradScaler unscale gradients before the step, as without fused. Lightning clips no others.
-                optimizer._step_supports_amp_scaling = False
-                return
-        make(optimizer, params, *args, **kwargs)
-
-    return make_fused
+def can_be_fused(parameter, optimizer):
+    """Tell whether a fused kernel can update a parameter. It has no state yet, or its step is on the same device."""
+    step = optimizer.state.get(parameter, {}).get("step", parameter)
+    return parameter.is_floating_point() and step.device == parameter.device
 
 
 def compile_in_place(module):

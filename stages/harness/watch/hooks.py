@@ -1,7 +1,8 @@
 """Lets PyTorch tell the watcher of each forward, backward and step. Nothing here asks a card anything.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
-of optimizers are kept from it, and the others are skipped while it traces. Threads that the script starts are ignored.
+of optimizers are kept from it, and the others are skipped while it traces. What other threads and processes of the
+script do is ignored.
 """
 
 import functools
@@ -11,13 +12,10 @@ import threading
 import time
 
 import torch
-from torch import nn
-from torch.amp import autocast_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data import dataloader
 
-from .timeline import frame_of_script, is_in_a_thread, lock_of_compiler, place_of
+from .timeline import is_elsewhere, lock_of_compiler, place_in_script
 
 LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
 SILENCE = 60  # seconds without a step that are told
@@ -30,26 +28,23 @@ def watch_pytorch(watcher):
     os.register_at_fork(before=watcher.probe.give_up)
     watch_modules(watcher)
     habits, clock = watcher.habits, watcher.clock
-    call_first(DataLoader, "__iter__", habits.saw_loader, clock, "data")
-    call_first(_BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
-    call_first(_MultiProcessingDataLoaderIter, "_shutdown_workers", None, clock, "data")
+    call_first(dataloader.DataLoader, "__iter__", habits.saw_loader, clock, "data")
+    call_first(dataloader._BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
+    call_first(dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers", None, clock, "data")
     call_first(torch.autograd, "backward", watcher.saw_backward, clock, "backward")
     call_first(torch.autograd, "grad", None, clock, "backward")
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
     call_first(torch.amp.GradScaler, "step", watcher.saw_scaler_step)
     call_first(torch.amp.GradScaler, "update", watcher.saw_scaler_update)
     call_first(torch.autocast, "__enter__", watcher.saw_autocast)
-    call_first(autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
-    call_first(torch.profiler.profile, "__init__", watcher.probe.saw_profiler)
+    call_first(torch.amp.autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
+    call_first(torch.profiler.profile, "start", watcher.probe.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
     call_first(torch.distributed, "init_process_group", watcher.saw_process_group)
     call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
     call_first(torch.nn.utils, "clip_grads_with_norm_", habits.saw_clipping)
-    # torch.compiler.disable would import all of torch.compile, and take a second, before the script's first line
-    begins = torch._disable_dynamo(lambda optimizer, args, kwargs: watcher.saw_optimizer_begin(optimizer))
-    ends = torch._disable_dynamo(lambda optimizer, args, kwargs: watcher.saw_optimizer_step(optimizer))
-    register_optimizer_step_pre_hook(begins)
-    register_optimizer_step_post_hook(ends)
+    register_optimizer_step_pre_hook(watcher.saw_optimizer_begin)
+    register_optimizer_step_post_hook(watcher.saw_optimizer_end)
 
 
 def call_first(owner, name, note, clock=None, kind=None):
@@ -61,7 +56,7 @@ def call_first(owner, name, note, clock=None, kind=None):
 
     @functools.wraps(call)
     def noted_call(*args, **kwargs):
-        if torch.compiler.is_dynamo_compiling() or is_in_a_thread():
+        if torch.compiler.is_dynamo_compiling() or is_elsewhere():
             return call(*args, **kwargs)
         if note:
             note(*args, **kwargs)
@@ -87,12 +82,12 @@ def watch_modules(watcher):
     torch.compile makes graphs of what watched_call() calls, as without it, but none of its own code: all models would
     share that, and torch.compile makes eight graphs of one code at most.
     """
-    call_module = nn.Module.__call__
+    call_module = torch.nn.Module.__call__
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
         nonlocal is_inside
-        if torch.compiler.is_compiling() or is_inside or is_in_a_thread():
+        if torch.compiler.is_compiling() or is_inside or is_elsewhere():
             return call_module(module, *args, **kwargs)
         if watcher.clock.kind == "data" or next(module.parameters(), None) is None:
             return call_module(module, *args, **kwargs)
@@ -108,7 +103,7 @@ def watch_modules(watcher):
             watcher.habits.saw_output(output)
         return output
 
-    nn.Module.__call__ = watched_call
+    torch.nn.Module.__call__ = watched_call
     compiler = torch._C._dynamo.eval_frame  # torch._dynamo would be imported, and take a second
     # what is done with a frame, and with those that it calls
     strategy = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT)
@@ -123,19 +118,19 @@ def look_at_own_code(watcher):
     own_random = random.Random()  # the script's own is seeded
     while True:
         time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-        if watcher.t0 and not watcher.is_between_steps:
-            watcher.clock.look()
+        watcher.clock.look()
 
 
 def tell_of_silence(watcher):
     """Tell now and then where a script is that shows no step. It is a thread."""
+    clock = watcher.clock
     while True:
-        t0 = watcher.t0
+        began = clock.began
         time.sleep(SILENCE)
-        if watcher.t0 == t0 and not watcher.is_between_steps:
+        if clock.began == began and clock.is_running:
             where = "compiling"
             lock = lock_of_compiler()
             if lock.acquire(blocking=False):
-                where = f"at {place_of(frame_of_script())[0]}"
+                where = f"at {place_in_script()[0]}"
                 lock.release()
             watcher.log.notice(f"no step in the last {SILENCE} s: it is {where}")

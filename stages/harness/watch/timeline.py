@@ -1,5 +1,6 @@
 """The clock of a watched step: what its time goes to, and which of the script's own lines take what is left."""
 
+import contextlib
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from .. import machine
 # What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
+PID = os.getpid()
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), "<")
@@ -24,22 +26,19 @@ INSTALLED = re.compile("(site|dist)-packages")
 class StepClock:
     """Measures on what a step spends its time.
 
-    spent: {kind: seconds} of the open step. own_seconds: of the script's own code and of losses, in all steps.
-    own_lines: the same by the script's line that runs, "train.py:228". own_functions: by that line, how deep a library
-    function lies below it, and that function's name. waits_for: the devices that must be ready before another
-    kind begins; none where kernels are only queued. is_profiled: whether a profile is open, in which each kind gets a
-    name.
+    began: when the step did. spent: {kind: seconds} of it. is_running: False between two steps. waits_for: the devices
+    that must be ready before another kind begins; none where kernels are only queued. own_seconds: of the script's own
+    code and of losses. own_lines: the same by the script's line that runs, "train.py:228". own_functions: by that line,
+    how deep a library function lies below it, and that function's name. is_profiled: whether a profile is open, in
+    which each kind gets a name.
     """
 
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
         self.is_behind_forward = False
-        self.own_seconds = 0.0
-        self.attributed_seconds = 0.0  # of these, those that own_lines has
-        self.own_lines, self.own_functions = Counter(), Counter()
-        self.waits_for = ()
         self.is_profiled = False
-        self.range = None  # of the profile
+        self.range = contextlib.ExitStack()  # of the profile
+        self.forget_own_code()
         self.begin_step()
 
     @property
@@ -47,35 +46,52 @@ class StepClock:
         """What the time counts as. The loss is only known as one when backward() follows, and is "rest" till then."""
         return self.kinds[-1]
 
-    def begin_step(self):
-        """Begin a step."""
+    def begin_step(self, devices=(), waits_between=False):
+        """Begin a step, once the devices are ready. waits_between: whether each kind waits for them, too."""
+        self.waits_for = devices if waits_between else ()
+        wait_for(devices)
         self.spent = dict.fromkeys(KINDS, 0.0)
-        self.since = time.perf_counter()
+        self.began = self.since = time.perf_counter()
+        self.is_running = True
+
+    def end_step(self, devices):
+        """End a step, once the devices are ready. Return (its seconds, those until all of it was queued)."""
+        queued = time.perf_counter() - self.began
+        wait_for(devices)
+        self.count(self.kind)
+        self.is_running = False
+        return self.since - self.began, queued
 
     def begin(self, kind):
         """Count the time from now on as another kind, until that ends."""
         self.count("loss" if kind == "backward" and self.is_behind_forward else self.kind)
         self.kinds.append(kind)
         self.is_behind_forward = False
-        self.name_in_profile()
+        if self.is_profiled:
+            self.name_in_profile()
 
     def end(self, kind):
         """Count the time from now on as what was open before a kind began."""
         self.count(self.kind)
         self.kinds.remove(kind)  # and not pop(): "update" stays open where an optimizer has failed
         self.is_behind_forward = kind == "forward"
-        self.name_in_profile()
+        if self.is_profiled:
+            self.name_in_profile()
 
     def count(self, kind):
         """Count the time since the last call as this kind."""
         if self.waits_for and not is_captured():
-            for device in self.waits_for:
-                machine.synchronize(device)
+            wait_for(self.waits_for)
         now = time.perf_counter()
         self.spent[kind] += now - self.since
         if self.kind == "rest":
             self.own_seconds += now - self.since
         self.since = now
+
+    def forget_own_code(self):
+        """Forget which lines took the time so far."""
+        self.own_seconds = 0.0
+        self.own_lines, self.own_functions = Counter(), Counter()
 
     def look(self):
         """Note the line that runs, where the script is in its own code. Another thread calls this now and then.
@@ -83,16 +99,14 @@ class StepClock:
         A look stands for all the time in own code since the look before, because a line that holds the interpreter's
         lock, as sorting or json do, is only seen when it lets go.
         """
-        if self.kind != "rest":
+        if not self.is_running or self.kind != "rest":
             return
         with lock_of_compiler():
-            so_far = self.own_seconds + time.perf_counter() - self.since
-            seconds = so_far - self.attributed_seconds
-            place, functions = place_of(frame_of_script())
+            seconds = self.own_seconds + time.perf_counter() - self.since - self.own_lines.total()
+            place, functions = place_in_script()
             self.own_lines[place] += seconds
             for depth, function in enumerate(functions):
                 self.own_functions[place, depth, function] += seconds
-            self.attributed_seconds = so_far
 
     def function_at(self, place):
         """Return the deepest function of a library that takes half of a line's time, or "" where there is none."""
@@ -104,13 +118,15 @@ class StepClock:
 
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
-        if self.range:
-            self.range.__exit__(None, None, None)
-            self.range = None
-        if self.is_profiled:
-            name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
-            self.range = torch.profiler.record_function(name)
-            self.range.__enter__()
+        self.range.close()
+        name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
+        self.range.enter_context(torch.profiler.record_function(name))
+
+
+def wait_for(devices):
+    """Wait until all devices have done what was queued."""
+    for device in devices:
+        machine.synchronize(device)
 
 
 def is_captured():
@@ -124,16 +140,12 @@ def lock_of_compiler():
     return getattr(dynamo, "compile_lock", None) or threading.RLock()
 
 
-def frame_of_script():
-    """Return the innermost frame of the main thread."""
-    return sys._current_frames()[threading.main_thread().ident]
-
-
-def place_of(frame):
-    """Return the line of the script's own code that a frame belongs to, and the functions of libraries below that.
+def place_in_script():
+    """Return the line of the script's own code that the main thread is in, and the functions of libraries below that.
 
     As ("/my/train.py:228", ["trainer.py:2712 _save_checkpoint"]), the innermost last. PyTorch's are left out.
     """
+    frame = sys._current_frames()[threading.main_thread().ident]
     functions = []
     while frame.f_back and is_of_a_library(frame):
         code = frame.f_code
@@ -154,10 +166,11 @@ def is_of_torch(frame):
     return frame.f_code.co_filename.startswith(TORCH) or str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
-def is_in_a_thread():
-    """Tell whether a thread that the script started calls, as one that loads ahead. Autograd has others, on a card."""
+def is_elsewhere():
+    """Tell whether a thread or a process calls that the script started. Autograd has threads of its own, on a card."""
     thread = threading.current_thread()
-    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+    is_in_a_thread = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+    return is_in_a_thread or os.getpid() != PID
 
 
 def count_threads_of_script():

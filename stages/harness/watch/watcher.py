@@ -9,20 +9,16 @@ import copy
 import multiprocessing
 import os
 import sys
-import time
 import weakref
 
 import torch
-import torch.distributed as dist
 
-from .. import machine
 from ..figures import WARMUP
-from ..stepprofile import StepProfile
 from .added import Added
 from .counting import MicroBatches, call_of
-from .probe import Probe
+from .probe import UNSEEN, Probe
 from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
-from .timeline import StepClock, count_threads_of_script, is_captured, is_in_a_thread
+from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
 from .words import answer, shares_of
 
 LOOK_WITHIN = 1e-4  # seconds that a look waits for the interpreter's lock; in 5 ms, the next line is reached
@@ -31,32 +27,29 @@ LOOK_WITHIN = 1e-4  # seconds that a look waits for the interpreter's lock; in 5
 class Watcher:
     """Times the steps of a script that runs in this process, and reports them. Rank 0 alone prints.
 
-    args: what watch.py was given: steps ("all" to let it end), profile, seed, script, title and added; and log, a Log.
+    args: what watch.py was given: steps, seed, script, title and added; and log, a Log.
     """
 
     def __init__(self, args):
         self.args = args
         self.log = args.log
-        self.pid = os.getpid()
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
-        self.began = time.perf_counter()
-        self.seconds_before = 0.0  # until the clock started
-        self.t0 = None  # when the clock started, behind the first step
         self.clock = StepClock()
-        self.probe = Probe(self.clock, is_whole=args.profile)
+        self.probe = Probe(self.clock)
         self.added = Added(args.added)
         self.habits = Habits()
-        self.seen = MicroBatches()
+        self.seen = MicroBatches()  # since the last step ended
         self.models = {}  # {id: module} of all that were called in training, up to the first report
-        self.optimizer_ref = lambda: None  # a weak reference to `optimizer`
-        self.others = weakref.WeakSet()  # optimizers that stepped since the last step ended
-        self.updating_ref = lambda: None  # a weak reference to the optimizer that is in its step
-        self.scaled_ref = lambda: None  # a weak reference to one that a GradScaler is to step, and that has not begun
-        self.devices = []
-        self.is_between_steps = False  # while it reports, or waits for the bench
+        self.devices = []  # of all parameters
+        # References to optimizers are weak, since a script may delete them.
+        self.main_ref = lambda: None  # to the one that ends a step
+        self.updating_ref = lambda: None  # to the one that is in its step
+        self.others = weakref.WeakSet()  # those that stepped since the last step ended
+        self.is_update_due = False  # by a GradScaler, which may skip it
+        self.seconds_before = None  # until the first step ended and the clock started
         self.is_last_step = False  # one more than was asked for, which is profiled
         self.graphs = 0  # that torch.compile made before the step
-        self.techniques = None
+        self.techniques = None  # until the first report
 
     # what PyTorch tells
 
@@ -93,7 +86,7 @@ class Watcher:
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
         if "backward" in self.clock.kinds:
             return
-        self.added.leave_autocast()
+        self.added.autocast.close()
         if not is_captured():
             self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
         self.habits.saw_backward(self.models.values())
@@ -105,48 +98,46 @@ class Watcher:
 
     def saw_scaler_step(self, scaler, optimizer, *args, **kwargs):
         """Note that a GradScaler is asked to step an optimizer, which it skips where gradients are not finite."""
-        self.scaled_ref = weakref.ref(optimizer)
+        if optimizer is self.optimizer:
+            self.is_update_due = True
 
     def saw_scaler_update(self, scaler, *args, **kwargs):
         """End a step whose optimizer a GradScaler has skipped. It is a step without an update."""
-        skipped = self.scaled_ref()
-        self.scaled_ref = lambda: None
-        if skipped is not None and skipped is self.optimizer:
+        if self.is_update_due:
             self.end_step()
 
-    def saw_optimizer_begin(self, optimizer):
+    # torch.compiler.disable would import all of torch.compile, and take a second, before the script's first line
+    @torch._disable_dynamo
+    def saw_optimizer_begin(self, optimizer, *call):
         """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
-        if is_in_a_thread():
+        if is_elsewhere():
             return
-        if optimizer is self.scaled_ref():
-            self.scaled_ref = lambda: None
-        self.added.before_update(optimizer)
-        self.seen.backwards_of_closure = 0
+        if optimizer not in self.habits.optimizers:
+            self.habits.optimizers[optimizer] = copy.deepcopy(optimizer.param_groups[0].get("lr"))
+            devices = [p.device for p in parameters_of([], optimizer)]
+            self.devices = list(dict.fromkeys(self.devices + devices))
+            self.added.before_first_update(optimizer)
         if self.updating_ref() is None:
             self.updating_ref = weakref.ref(optimizer)
+        self.seen.backwards_of_closure = 0
         if "update" not in self.clock.kinds:  # it is where a step has failed, and the script goes on
             self.clock.begin("update")
 
-    def saw_optimizer_step(self, optimizer):
+    @torch._disable_dynamo
+    def saw_optimizer_end(self, optimizer, *call):
         """Note a step of an optimizer. One inside of another's is a part of that.
 
-        A step ends with the first optimizer that stepped. Where that one was deleted, or another one has stepped twice
-        without it, the other one ends the steps from then on.
+        A step of the script ends with the first optimizer that stepped. Where that one was deleted, or another one has
+        stepped twice without it, the other one ends the steps from then on.
         """
-        is_in_a_child = os.getpid() != self.pid  # that the script forked
-        if is_in_a_child or optimizer is not self.updating_ref():
+        if optimizer is not self.updating_ref():
             return
         self.updating_ref = lambda: None
         self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
-            return
-        if self.techniques is None:
-            self.habits.optimizers.setdefault(optimizer, copy.deepcopy(optimizer.param_groups[0].get("lr")))
-        if self.optimizer is None or optimizer in self.others:
-            self.optimizer_ref = weakref.ref(optimizer)
-            self.devices = list({p.device: None for p in parameters_of([], optimizer)})
-        if optimizer is self.optimizer:
+        elif self.main_ref() in (None, optimizer) or optimizer in self.others:
+            self.main_ref = weakref.ref(optimizer)
             self.others.clear()
             self.end_step()
         else:
@@ -165,7 +156,7 @@ class Watcher:
     @property
     def optimizer(self):
         """The one that ends a step; where there are more, they share its step. None where none is left."""
-        return self.optimizer_ref()
+        return self.main_ref()
 
     @property
     def device(self):
@@ -175,40 +166,32 @@ class Watcher:
     @property
     def ranks(self):
         """How many processes train together."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    def synchronize(self):
-        """Wait for all devices of the model."""
-        for device in self.devices:
-            machine.synchronize(device)
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def end_step(self):
         """End a step: stop the clock, report, and start the clock again. The first call only starts it.
 
         Where the bench leads, wait for its request before the clock starts.
         """
-        self.added.leave_autocast()  # where a script calls no backward()
-        now_queued = time.perf_counter()
-        self.synchronize()
-        self.clock.count(self.clock.kind)
-        self.is_between_steps = True
+        self.is_update_due = False
+        self.added.autocast.close()  # where a script calls no backward()
+        dt, queued = self.clock.end_step(self.devices)
         if not self.seen.batches:
             self.seen.close()  # where a script calls no backward()
         flush_stdout()  # so that the script's own lines stand before ours
-        if self.t0 is None:
+        if self.seconds_before is None:
+            self.seconds_before = dt
             self.begin_steps()
         elif self.is_last_step:
             self.keep_profile()
-            self.finish()
             self.leave(0)
         else:
-            self.report_step(self.clock.since - self.t0, now_queued - self.t0)
+            self.report_step(dt, queued)
         self.begin_next_step()
 
     def begin_steps(self):
         """Note what holds before the first step. Exits where the script started ranks of its own."""
-        self.clock.own_seconds = 0.0
-        self.seconds_before = self.clock.since - self.began
+        self.clock.forget_own_code()
         if count_threads_of_script() == 0:  # these share the interpreter as without us
             sys.setswitchinterval(LOOK_WITHIN)
         if self.ranks > 1 and not self.was_launched:
@@ -216,30 +199,25 @@ class Watcher:
             self.refuse(f"{self.args.title} starts {self.ranks} ranks by itself: start them by {remedy}")
 
     def begin_next_step(self):
-        """Start the clock of the next step, where another one is wanted."""
-        is_asked_for_more = self.log.wait_for_request()
+        """Start the clock of the next step, or end the process where no other one is wanted.
+
+        On a CPU the first step is profiled. On a card it is one more at the end, since what profiles a card slows all
+        steps that follow.
+        """
         steps = len(self.log.steps)
-        profiles_last = self.args.profile or self.device.type != "cpu"  # what profiles a card slows all that follows
-        if not is_asked_for_more or steps == self.args.steps:
-            if profiles_last:
-                self.probe.start(self.device)
-            if not self.probe.profiler:
-                self.finish()
-                self.leave(0)
-            self.is_last_step = True
-        elif steps == 0 and not profiles_last:
+        on_card = self.device.type != "cpu"
+        self.is_last_step = not self.log.wait_for_request() or steps == self.args.steps
+        is_profiled = self.is_last_step if on_card else steps == 0
+        if is_profiled:
             self.probe.start(self.device)
-        if self.device.type != "cpu":  # some steps of the warm-up tell what kernels belong to
-            self.clock.waits_for = self.devices if 1 <= steps < WARMUP else ()
+        if self.is_last_step and not self.probe.profiler:
+            self.leave(0)
         if steps == WARMUP:
-            self.clock.own_lines.clear()  # what it did once is not told
-            self.clock.own_functions.clear()
+            self.clock.forget_own_code()  # what it did once is not told
         self.graphs = compiled_graphs()
         self.seen = MicroBatches(self.seen.in_turn)
-        self.synchronize()
-        self.clock.begin_step()
-        self.t0 = self.clock.since
-        self.is_between_steps = False
+        # some steps of the warm-up tell what kernels belong to
+        self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
 
     def report_step(self, dt, queued):
         """Report a step that took dt seconds, of which `queued` until all of it was queued on a card.
@@ -250,7 +228,6 @@ class Watcher:
             self.begin_report()
             self.techniques = find_techniques(self)
             self.models = {}
-            self.habits.optimizers.clear()
             self.keep_profile()
             self.probe.forget()
         tokens = self.seen.count_of(self.log.header["unit"]) * self.ranks
@@ -261,19 +238,14 @@ class Watcher:
 
     def begin_report(self):
         """Print what is trained, as the first step on the clock has shown it."""
-        seen = self.seen
-        batch = seen.batches[-1] if seen.batches else None
-        models = list(self.models.values())
-        seq_len = batch.seq_len if batch else None
-        shape = gpt_shape(models, seq_len) if seq_len else None
-        settings = {
-            "steps": None if self.args.steps == "all" else self.args.steps,
-            "batch_size": batch.batch_size if batch else None,
-            "seq_len": seq_len,
-            "seed": self.args.seed,
-            "accum": seen.accum * self.ranks,
-            "world_size": self.ranks,
-        }
+        seen, models = self.seen, list(self.models.values())
+        batch_size = seq_len = shape = None
+        if seen.batches:
+            batch_size, seq_len = seen.batches[-1].batch_size, seen.batches[-1].seq_len
+        if seq_len:
+            shape = gpt_shape(models, seq_len)
+        settings = {"batch_size": batch_size, "seq_len": seq_len, "seed": self.args.seed}
+        settings |= {"accum": seen.accum * self.ranks, "world_size": self.ranks}
         parameters = sum(p.numel() for p in parameters_of(models, *self.habits.optimizers))
         about = dict(settings=settings, shape=shape, parameters=parameters, unit=seen.unit, fallbacks={})
         tokens = seen.count_of(seen.unit) * self.ranks
@@ -295,7 +267,7 @@ class Watcher:
         self.probe.stop()
         if self.probe.events is not None:
             self.techniques |= seen_in(self.probe.events, self.techniques, self.device)
-        self.techniques["unseen"] = None if self.techniques["profiled"] else self.probe.unseen
+        self.techniques["unseen"] = None if self.techniques["profiled"] else UNSEEN
         self.log.write("techniques", **self.techniques)
 
     # the end
@@ -304,14 +276,9 @@ class Watcher:
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
         if not self.log.steps:
             return
-        self.is_between_steps = True  # no look at the script's lines may come between
+        self.clock.is_running = False  # no look at the script's lines may come between
         shares = shares_of(self)
-        summary, lines = {"sdpa": self.techniques["sdpa"], "shares": shares}, []
-        if self.args.profile and self.probe.events is not None:
-            profile = StepProfile(self.probe.events, self.device, 1e3 * (self.clock.since - self.t0))
-            summary["parts"] = profile.parts
-            lines = profile.lines({})  # nothing is predicted of a script that is no stage
-        self.log.finish(summary, lines)
+        self.log.finish({"sdpa": self.techniques["sdpa"], "shares": shares})
         for line in answer(self, shares):
             self.log.say(line)
 
@@ -327,7 +294,8 @@ class Watcher:
         self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
-        """End the process at once: threads of the script, its children and its `finally` may hang."""
+        """Finish, and end the process at once: threads of the script, its children and its `finally` may hang."""
+        self.finish()
         flush_stdout()
         for child in multiprocessing.active_children():
             child.terminate()
