@@ -315,10 +315,9 @@ def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(t
     assert "\n[] False\n" in ended.out
 
 
-def test_a_script_that_shows_no_step_is_told_with_the_line_where_it_is(tmp_path):
+def test_a_script_that_shows_no_step_is_told(tmp_path):
     impatient = "import harness\nfrom harness.watch import hooks\nhooks.SILENCE = 0.5"
-    ended = watch_after(impatient, tmp_path, "import time\ndef wait():\n    time.sleep(0.8)\nwait()")
-    assert "no step in the last 0.5 s: it is at train.py:3\n" in ended.err
+    assert "no step in the last 0.5 s\n" in watch_after(impatient, tmp_path, "import time\ntime.sleep(0.8)").err
 
 
 def test_a_step_that_is_captured_as_a_graph_is_told_and_not_waited_for(tmp_path):

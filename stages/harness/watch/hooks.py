@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from .timeline import is_elsewhere, lock_of_compiler, place_in_script
+from .timeline import is_elsewhere
 
 LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
 SILENCE = 60  # seconds without a step that are told
@@ -122,15 +122,10 @@ def look_at_own_code(watcher):
 
 
 def tell_of_silence(watcher):
-    """Tell now and then where a script is that shows no step. It is a thread."""
+    """Tell now and then that a script shows no step. It is a thread."""
     clock = watcher.clock
     while True:
         began = clock.began
         time.sleep(SILENCE)
         if clock.began == began and clock.is_running:
-            where = "compiling"
-            lock = lock_of_compiler()
-            if lock.acquire(blocking=False):
-                where = f"at {place_in_script()[0]}"
-                lock.release()
-            watcher.log.notice(f"no step in the last {SILENCE} s: it is {where}")
+            watcher.log.notice(f"no step in the last {SILENCE} s")
