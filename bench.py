@@ -43,12 +43,15 @@ from harness.flags import Parser, new_parser, parse, positive
 
 from data import TextError, TokenLoader, load_tokens
 
-FLAGS_OF_ALL = ("--seed", "--device")  # of a stage, which mean something for a script, too
+FLAGS_FOR_SCRIPTS = ("--seed", "--device")  # of a stage, which mean something for a script, too
 ORDER = "pass rows first, a script with its own flags in quotes, and then the flags of all stages"
 
 
 def main(argv):
-    """Measure, or draw what was measured. Return the exit status: 128 and the number of a signal that ended it."""
+    """Measure, or draw what was measured. Return the exit status.
+
+    It is 1 where a row failed, and 128 and the number of a signal where that ended the bench.
+    """
     ranks.check_ranks()
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:
@@ -61,7 +64,7 @@ def main(argv):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(signal_number, interrupt)
     try:
-        prepare_text(args)
+        args.flags += flags_of_text(args)
         for name in ("device", "environment"):  # no note of a row has them
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
@@ -85,8 +88,8 @@ def parse_command(argv):
     """Return the command line as a namespace. Exits with one line and status 2 where it is wrong.
 
     Without --render it has more than the bench's own flags: `rows`, all that is started; `reference`, the name of the
-    row that all are compared with; `flags`, the words that all stages get; `shared`, these as a stage parses them; and
-    `stages`, the rows that get them.
+    row that all are compared with; `stages`, the rows that take the flags of stages; `flags`, the words that all of
+    these get; and `shared`, what a stage makes of the flags as they were typed.
     """
     args, words = new_parser_of_bench().parse_known_args(argv)
     for name in (args.out, args.render):
@@ -108,11 +111,11 @@ def parse_command(argv):
         args.reference = rows[0].name
     else:
         rows = rows_of_ladder(args.shared.device)
-        args.reference = ladder.STAGES[0].short  # and not `plain`, which is above it on a CPU
+        args.reference = ladder.STAGES[0].short  # `plain`, which is above it on a CPU, is none of the twelve
     args.rows = all_rows(rows)
     args.stages = [row for row in rows if not row.is_watched]
     if args.stages:
-        choose_batch(args)
+        args.flags += flags_of_batch(args)
     else:
         refuse_flags_of_stages(args.flags)
     return args
@@ -124,7 +127,7 @@ def new_parser_of_bench():
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS}; 1 in turn)")
     add("--steps", type=positive, metavar="N", help=f"most steps of a row in a round, {WARMUP} of them warm-up")
-    add("--out", metavar="NAME", help="of the files in results/ (date and time)")
+    add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
     add("--predict", action="store_true", help="only say what each stage should bring here")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
@@ -147,41 +150,41 @@ def parse_flags(flags):
     return args
 
 
-def choose_batch(args):
-    """Let all stages take the batch that fits the one that needs most of a card, unless a batch was asked for.
+def flags_of_batch(args):
+    """Return the flag by which all stages take the batch that fits the one that needs most of a card.
 
-    Exits with one line where the flags of a row are wrong.
+    There is none where a batch was asked for, and on a CPU. Exits with one line where the flags of a row are wrong.
     """
     own_flags = {tuple(row.flags) for row in args.stages}
     parsed = [parse_flags([*args.flags, *flags]) for flags in own_flags]
     chosen = [flags for flags in parsed if "batch_size" in flags.fallbacks]
-    if chosen:
-        smallest = min(chosen, key=lambda flags: flags.batch_size)
-        tell(f"batch_size: {smallest.fallbacks['batch_size']}")
-        args.flags += ["--batch-size", str(smallest.batch_size)]
+    if not chosen:
+        return []
+    smallest = min(chosen, key=lambda flags: flags.batch_size)
+    tell(f"batch_size: {smallest.fallbacks['batch_size']}")
+    return ["--batch-size", str(smallest.batch_size)]
 
 
 def refuse_flags_of_stages(flags):
     """Exit with one line where flags for stages were passed, though no row is a stage."""
     for flag in flags:
-        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_OF_ALL:
+        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_FOR_SCRIPTS:
             refuse(f"{flag} is for stages, and no row is one: {ORDER}")
 
 
-def prepare_text(args):
-    """Load the text once, before any stage starts. Where its download fails, all are to take what was taken instead.
+def flags_of_text(args):
+    """Load the text once, before any stage starts. Return the flag of what was taken where its download failed.
 
     Exits with one line where the text is too short for a sequence, or can't be read.
     """
     if not args.stages:
-        return
+        return []
     try:
         corpus = load_tokens(args.shared.data)
         TokenLoader(corpus, 1, args.shared.seq_len)
     except TextError as error:
         refuse(error)
-    if corpus.source != args.shared.data:
-        args.flags += ["--data", corpus.source]
+    return [] if corpus.source == args.shared.data else ["--data", corpus.source]
 
 
 # A run
@@ -208,7 +211,7 @@ def run(args, argv):
 
 
 def new_bench(args, argv, in_turn):
-    """Return the first line of a record, a dict: see log.py."""
+    """Return the line of a record that begins a bench, a dict: see log.py."""
     device, seed = args.shared.device, args.shared.seed
     most_counted_steps = COUNTED_STEPS if in_turn else MOST_COUNTED_STEPS
     steps = args.steps or WARMUP + most_counted_steps

@@ -208,11 +208,20 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation_and_no_row_of
     assert [heading for heading, _ in answer(table)] == ["worth it", "all together", "what to type 1"]
 
 
+def test_a_row_that_goes_without_what_the_row_above_adds_is_another_computation():
+    rows = [row("+bf16", script="t.py", added=("bf16",))]
+    rows.append(row("+compile", script="t.py", added=("compile",), above="+bf16"))
+    compiled = {"compile": True}
+    table = table_from(*[run(each.name, [1.0] * 3, techniques=compiled) for each in rows], rows=rows)
+    change = table.outcomes["+compile"].comparison.change
+    assert (change.in_vain, change.is_same_computation) == (["compile"], False)
+
+
 def test_all_together_is_the_last_row_of_one_process_that_trains_the_first_rows_model():
     others = [run("d", [0.1] * 3, shape=None), run("e", [0.1] * 3, world_size=2), run("f", [0.1], end=failure("boom"))]
     runs = [run(name, [dt] * 3) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.25, "c": 0.5}.items()]
     table = table_from(*runs, *others)
-    assert dict(answer(table))["all together"] == "the last row, c, is 2.00 ± 0.00 times as fast as a"
+    assert dict(answer(table))["all together"] == "c is 2.00 ± 0.00 times as fast as a"
 
 
 def test_a_script_that_trains_on_another_device_has_no_prediction_and_no_share_of_the_peak():

@@ -7,11 +7,11 @@ What a rank sends, each time a line of JSON:
 
     {"kind": "hello", "ranks": 2, "group": 4711}            first, as soon as it runs; ranks: of this machine
     {"kind": "ready"}                                       whenever it waits for a request
-    {"kind": "notice", "message": "no step in 60 s, ..."}   from a script that shows no step
+    {"kind": "notice", "message": "no step in the last 60 s"}   a remark for the terminal
     and the lines of its record, rank 0 alone; but an "error" comes from whatever rank fails
 
 The bench sends STEP for each step that it wants, and END when it wants the summary. The connection ends with the
-process at its other end, however that ends: the bench learns so of a rank that died, and a rank of a bench that did.
+process at its other end, however that ends. So the bench hears when a rank dies, and a rank when the bench dies.
 """
 
 import json

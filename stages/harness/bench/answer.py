@@ -27,7 +27,7 @@ def answer(table):
 
 
 def adds_nothing(outcome):
-    """Tell whether techniques were added to a script, and none took effect, of which its note says why."""
+    """Tell whether none of the techniques that were added to a script took effect. Its note says why."""
     return outcome.row.is_watched and outcome.comparison.change.is_same_computation
 
 
@@ -47,7 +47,7 @@ def reason_of_verdict(outcome):
     """Return why a row has its verdict, or None where its ± alone says it."""
     comparison = outcome.comparison
     if comparison.is_contradicted:
-        return "should be as fast as the row above, so one of the two was disturbed: --rounds 3 may tell"
+        return "should be as fast as the row above, so one of the two was disturbed: measure again"
     if comparison.base.comparison.is_contradicted:
         return "the row above may have been disturbed"
     if outcome.effect and (comparison.verdict is Verdict.SLOWER or comparison.change.is_same_computation):
@@ -75,7 +75,7 @@ def cost_of_more(table):
         seconds *= rounds / bench["rounds"]
         words, flag = "more rounds make each ± smaller", f"--rounds {rounds}"
     minutes = max(1, round(seconds / 60))
-    return f'{words}: {flag} (with make ARGS="{flag}"), about {minutes} min'
+    return f'{words}: {flag} (with make ARGS="{flag}"), about {minutes} min of steps'
 
 
 def all_together(table):
@@ -85,9 +85,9 @@ def all_together(table):
     """
     first, *others = table.shown
     compared = [outcome for outcome in others if outcome.ranks == 1 and compare(outcome, first)]
-    if table.noise is None or len(others) < 2 or not compared:
+    if table.noise is None or not compared or compared[-1] is others[0]:
         return None
     last = compared[-1]
     ratio = compare(last, first)
     cell = ratio_cell(ratio, judge(ratio, table.noise))
-    return f"the last row, {quoted(last.row.title)}, is {cell} times as fast as {quoted(first.row.title)}"
+    return f"{quoted(last.row.title)} is {cell} times as fast as {quoted(first.row.title)}"

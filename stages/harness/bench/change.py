@@ -15,6 +15,7 @@ class Change:
     title: the row's title, and what it adds where that does not say it. typed: the cell with what its reader types, in
     markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it adds, also where they
     do nothing here. in_vain: the techniques, as "bf16", that were added to a script and do nothing there.
+    is_same_computation: whether both should be as fast.
     """
 
     title: str
@@ -45,7 +46,7 @@ def change_of(outcome, base):
 
 
 def change_of_stage(row, above, facts):
-    """Return the Change of a stage. The first row adds it; a row below an earlier stage adds all in between as well.
+    """Return the Change of a stage. The first row adds its own alone, a row below an earlier stage all in between, too.
 
     Those in between are named first, because the ratio includes their gains. above: a Row, or None. facts: of the
     Outcome.
@@ -79,6 +80,7 @@ def change_from_outside(outcome, base):
     """
     row, techniques = outcome.row, outcome.techniques
     names = [name for name in row.added if name not in base.row.added]
+    goes_without = [name for name in base.row.added if name not in row.added]
     stages = [ladder.ADDED[name] for name in names]
     in_vain = []
     if techniques and base.techniques:
@@ -87,5 +89,8 @@ def change_from_outside(outcome, base):
     for stage in stages:
         if stage.added_as not in in_vain:
             code.append(what_to_type(techniques, stage) if techniques else stage.line)
-    typed = (", ".join(code) or NOTHING) if names else command_cell(row)
-    return Change(row.title, typed, code, stages, in_vain, is_same_computation=bool(names) and in_vain == names)
+    typed = command_cell(row)
+    if names:
+        typed = ", ".join(code) if code else NOTHING
+    is_same_computation = bool(names) and in_vain == names and not goes_without
+    return Change(row.title, typed, code, stages, in_vain, is_same_computation)

@@ -25,7 +25,7 @@ def forecast_of(results):
     """
     probe = results.runs[PROBE, 0]
     forecast = Results(results.bench)
-    forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step is left out
+    forecast.runs[PROBE, 0] = replace(probe, warmup=1)  # its first step loads libraries
     for row in results.table_rows:
         if not row.is_watched and not starts_python(row.launcher):
             header = header_of_stage(row, results.bench)

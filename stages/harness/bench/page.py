@@ -93,8 +93,8 @@ def how_to_read(table):
         if table.noise is None:
             lines.append(NO_NOISE)
         elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-            apart = f"By chance alone, runs of the same code differ by about {100 * table.noise.size:.1f} % here."
-            lines.append(f"A number in brackets is too close to 1 to call. {apart}")
+            apart = f"By chance alone, runs of the same code differ by up to {100 * table.noise.size:.1f} % here."
+            lines.append(f"A number in brackets is not shown to differ from 1. {apart}")
         if table.bench["in_turn"]:
             lines.append(WHICH_TO_TRUST)
     for outcome in table.shown:
@@ -137,8 +137,8 @@ def expectations(forecast):
     for outcome in forecast.shown:
         comparison = outcome.comparison
         lines.append([outcome.row.title, number_cell(comparison.predicted, "{:.2f}"), comparison.change.typed])
-    before = "What each row should bring here, by arithmetic (Ctrl-C, if that is all you want):"
-    return f"{before}\n{aligned(lines)}\nWhat has a dash can't be predicted."
+    before = "What each row should bring here, by arithmetic:"
+    return f"{before}\n{aligned(lines)}\nA dash: it has no row above, or can't be predicted."
 
 
 # The page
@@ -190,11 +190,15 @@ def what_ran(facts):
     if facts is None:
         return "No row got as far as its first step."
     shape, settings = facts["shape"], facts["settings"]
-    line = "The first row: "
-    line += f"{shape_name(shape)}, {flops_per_token(shape) / 1e6:.0f} MFLOP a token" if shape else "No GPT"
-    for name, setting in (("B ", "batch_size"), ("T ", "seq_len"), ("", "corpus")):
-        if settings.get(setting):  # of a script not all are known
-            line += f", {name}{settings[setting]}"
+    line = "The first row that ran: "
+    line += f"{shape_name(shape)}, {flops_per_token(shape) / 1e6:.0f} MFLOP a token" if shape else "no GPT"
+    # of a script not all of these are known
+    if settings["batch_size"]:
+        line += f", B {settings['batch_size']}"
+    if settings["seq_len"]:
+        line += f", T {settings['seq_len']}"
+    if "corpus" in settings:
+        line += f", {settings['corpus']}"
     return f"{line}, seed {settings['seed']}, {facts['started'][:10]}."
 
 

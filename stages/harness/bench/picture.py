@@ -123,7 +123,7 @@ def points_of(outcome):
 def curves(first, last, unit, top):
     """Return elements of SVG with the training loss of two Outcomes by tokens. They may be one and the same.
 
-    unit: what the tokens are, "tokens" or "samples".
+    unit: what the tokens are, "tokens", "samples" or "steps".
     """
     all_points = points_of(first) + points_of(last)
     losses = [loss for _, loss in all_points]

@@ -74,8 +74,8 @@ class Results:
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "step":
                 self.runs[key].steps.append(line)
-            case kind:  # "header", "techniques", "summary" or "error", of which a later one replaces the first
-                setattr(self.runs[key], kind, line)
+            case "header" | "techniques" | "summary" | "error" as field_name:  # a later one replaces the first
+                setattr(self.runs[key], field_name, line)
 
     @property
     def table_rows(self):

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from .. import ladder, machine
@@ -147,7 +146,8 @@ def place_of_script(words, command):
     --flag=value. Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it. Exits
     with one line where there is none.
     """
-    for place, (word, next_word) in enumerate(pairwise([*words, ""])):
+    for place, word in enumerate(words):
+        next_word = words[place + 1] if place + 1 < len(words) else ""
         is_file = word.endswith(".py") and "=" not in word
         is_module = word == "-m" and next_word[:1].isalpha() and not next_word.startswith(LAUNCHERS)
         if ladder.stage_of(word) or is_file or is_module:
@@ -198,18 +198,20 @@ def all_rows(rows):
 
     Titles become unique. Exits with one line where a row can't run, or two have one name.
     """
-    names = [row.name for row in rows]
     titles = [title_of(row, rows) for row in rows]
     in_order = []
-    for place, row in enumerate(rows):
+    above = None
+    for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
         check(row)
-        if row.name in names[:place]:
-            refuse(f"two rows are {row.name!r}: leave one out, since the bench runs a row a second time by itself")
-        title = titles[place]
         if titles.count(title) > 1:
-            title = f"{row.title} #{place + 1}"
-        in_order.append(replace(row, title=title, above=names[place - 1] if place else None))
+            title = f"{row.title} #{number}"
+        in_order.append(replace(row, title=title, above=above))
+        above = row.name
     add_control(in_order)
+    names = [row.name for row in in_order]
+    for name in names:
+        if names.count(name) > 1:
+            refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
     return [Row(PROBE, PROBE, PROBE), *in_order]
 
 

@@ -44,7 +44,7 @@ class Outcome:
     facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
     unit: str | None = None  # what it counts: "tok", "sample" or "step"
     model: tuple | None = None  # what two rows have in common that have a ratio
-    ranks: int = 1  # that torchrun started
+    ranks: int = 1  # processes that train together
     is_on_other_device: bool = False  # than the bench, as on the CPU in a bench of a card
     effect: ladder.Effect | None = None  # of its stage, or of what a watched GPT uses
     is_out_of_turn: bool = False  # whether it took its steps at once, in a bench that takes turns
@@ -136,7 +136,7 @@ def outcome_of(row, results):
     header = first_known([run.header for run in runs])
     summary = first_known([run.summary for run in runs])
     if header:
-        add_facts(outcome, header | {"sdpa": summary and summary["sdpa"]}, results.bench)
+        add_facts(outcome, header | {"sdpa": summary["sdpa"] if summary else None}, results.bench)
     if counted:
         add_figures(outcome, results.bench)
     return outcome
@@ -204,7 +204,9 @@ def compare(outcome, base):
 
     Two models are not compared, nor are tokens with samples of another kind, or with steps. base: an Outcome, or None.
     """
-    if base in (None, outcome) or base.model != outcome.model or base.error or outcome.error:
+    if base is None or base is outcome:
+        return None
+    if base.model != outcome.model or base.error or outcome.error:
         return None
     return ratios.ratio_of_rounds(outcome.times, base.times, outcome.has_turns and base.has_turns)
 

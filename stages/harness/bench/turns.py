@@ -25,7 +25,7 @@ PAUSE = 0.02  # seconds between the steps of two workers: threads of the one tha
 # settles, and at the latest after MOST_COUNTED_STEPS.
 ENOUGH_SECONDS = 6.0
 MOST_COUNTED_STEPS = 160
-ROUNDS = 3  # of rows that run one after the other: a single round would give no ±
+ROUNDS = 3  # of rows that run one after the other: fewer would give no ±
 TELL_EVERY = 5  # turns
 
 
@@ -46,9 +46,9 @@ def measure(results, path):
 def rows_of_round(round_number, results):
     """Return the Rows that start in a round, in its order.
 
-    Behind the rounds of the bench these are the rows that take no turns while others do, since a single round would
-    give them no ±. The probe comes first, because it warms a card up. Odd rounds are in reverse, so that a drift of
-    speed affects all alike.
+    Behind the rounds of the bench these are the rows that take no turns while others do, since fewer than three rounds
+    would give them no ±. The probe comes first, because it warms a card up. Odd rounds are in reverse, so that a drift
+    of speed affects all alike.
     """
     probe, *rows = results.rows.values()
     if round_number % 2:
@@ -64,7 +64,7 @@ def take_round(rows, round_number, results):
     """Take a fresh process of each row through its warm-up, and then through its counted steps, in turn or at once.
 
     In turn, processes of all rows are alive at once, but for a script that may load its data ahead. Return False where
-    memory does not hold them, which round 0 tells.
+    memory does not hold them, which is asked in round 0 alone.
     """
     workers = []  # that take turns
     began = time.monotonic()
@@ -140,7 +140,8 @@ def warm_up(worker):
 def end_where_all_would_fail(run, row, rows):
     """Exit with one line where a row failed before its first step by what all rows need: the card, or their script.
 
-    rows: those of the table. The card is tried by the probe, and a script by the first row, where all others run it.
+    rows: those of the table. The card is tried by the probe, and a script by the first row, where all rows have its
+    command.
     """
     if run.error is None or run.steps or run.error["out_of_memory"]:
         return
@@ -150,7 +151,8 @@ def end_where_all_would_fail(run, row, rows):
         if "no kernel image" in reason:
             remedy = "install a PyTorch that is built for it, most likely with an older CUDA"
         refuse(f"nothing runs on this card, so the bench ends here: {remedy}")
-    if row == rows[0] and all(other.script == row.script for other in rows):
+    commands = [(other.launcher, other.script, other.flags) for other in rows]
+    if row == rows[0] and commands.count(commands[0]) == len(rows):
         if reason.startswith("ModuleNotFoundError"):
             reason += f" in {sys.executable}; pass the Python that runs it, as in make climb SCRIPT=... PY=python"
         refuse(f"{row.script} failed before its first step: {reason}")

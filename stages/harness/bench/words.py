@@ -51,7 +51,8 @@ def bracketed(text, verdict):
 
 def code(text):
     """Return a text in backticks, which markdown then leaves as it is."""
-    return f"`{text.replace('`', chr(39))}`"
+    without_backticks = text.replace("`", "'")
+    return f"`{without_backticks}`"
 
 
 def quoted(title):
@@ -87,7 +88,10 @@ def note_cell(outcome, bench):
 
 
 def remarks(outcome):
-    """Return what the terminal says of a row, too, a list of words: why it is not compared, what a script has."""
+    """Return what the terminal says of a row, too, a list of words.
+
+    It is why it failed or is not compared, that its gain drifts, and what a script has and lacks.
+    """
     words = []
     base, ratio = outcome.comparison.base, outcome.comparison.ratio
     if outcome.error:
@@ -105,7 +109,7 @@ def remarks(outcome):
 def remarks_on_script(outcome):
     """Return what is said of a watched script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    For a row that adds a technique to the row above, it is why that took no effect.
+    Of a row that adds a technique to the row above, it is why that took no effect, without what it has and lacks.
     """
     techniques, change = outcome.techniques, outcome.comparison.change
     words = []

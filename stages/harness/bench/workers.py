@@ -19,7 +19,7 @@ from ..common import tell
 # before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
-MOST_OUTPUT = 20_000  # bytes that are read of what a row printed
+MOST_OUTPUT = 20_000  # bytes that are kept of what a row printed
 LAST_LINES = 20  # of them, shown where a process left no error line
 TORCHRUNS_REPORT = re.compile(r"^.*torch/distributed/elastic/", re.MULTILINE)  # how its report of failed ranks begins
 # What this report says of each of them. The one that failed first is the last one in it.
@@ -102,7 +102,7 @@ class Worker:
                 self.ranks[self.to_close.enter_context(rank)] = False
             elif speakers:
                 self.hear(speakers[0])
-            elif self.process.poll() is not None:  # before any rank was there
+            elif self.process.poll() is not None:  # or what launched the ranks has
                 self.fail_as_it_ended()
             elif time.monotonic() > deadline:
                 self.fail(f"no step in {PATIENCE} s: stopped", self.last_lines())
@@ -139,7 +139,8 @@ class Worker:
         error: the line of the exception that a rank sent. That rank may only have lost another one, which was killed.
         """
         rank, status = self.end_of_process()
-        if error and (rank is None or status == 1):  # a rank that raised exits with 1
+        rank_was_killed = rank is not None and status != 1  # one that raised exits with 1
+        if error and not rank_was_killed:
             message = error["message"]
             if "in DataLoader worker process" in message:
                 message = message.splitlines()[-1]  # which has the reason
@@ -158,6 +159,7 @@ class Worker:
                 message += f"; last printed: {printed.splitlines()[-1]}"
         if rank is not None:
             message = f"rank {rank}: {message}"
+        # Linux kills by it where memory is short, and hardly anything else does
         self.fail(message, printed, out_of_memory=status == -signal.SIGKILL)
 
     def end_of_process(self):
