@@ -124,6 +124,8 @@ def ids_of_file(path):
                 raise ValueError("every second id is 0, so they are no uint16")
         else:
             ids = ids_of_text(path.read_bytes().decode("utf-8-sig"))
+        if not isinstance(ids, np.ndarray):  # but a .npz
+            raise ValueError("it holds several arrays")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError("it is no row of ids")
     except (OSError, ValueError, EOFError) as error:
@@ -146,9 +148,9 @@ def gpt2_encoding():
 
 
 def corpus_of_folder(folder):
-    """Return the Corpus of the first .bin or .npy of a folder. Raises TextError where it has no two of them.
+    """Return the Corpus of the first .bin or .npy of a folder. Raises TextError where none is left to train on.
 
-    Held out is a file with val in its name or, without any, the last one.
+    Held out are files with val in their names or, without any, the last one.
     """
     paths = sorted(path for path in Path(folder).glob("[!.]*") if path.suffix in (".bin", ".npy"))
     held_out = [path for path in paths if "val" in path.name] or paths[-1:]

@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc_per_node=2 stages/s12_ddp.py
 
-Every rank has its own device, holds the whole model and reads its own slices of the data. DistributedDataParallel
-averages the gradients over the ranks, bucket by bucket while the backward still runs, so that all ranks take the step
-that one process would take with every micro-batch. Only a step's last micro-batch needs the average, so
-the others turn it off by the flag that model.no_sync() also sets; the forward reads it. Under plain python the world is
-one process, which takes the steps of the stage before and copies its gradients into the buckets all the same: on an
-H100 it was 4 to 11 % slower than s11. On a CPU the ranks share its cores, and gain little.
+Every rank holds the whole model, on a card of its own where there are several, and reads its own slices of the data.
+DistributedDataParallel averages the gradients over the ranks, bucket by bucket while the backward still runs, so that
+all ranks take the step that one process would take with every micro-batch. Only a step's last micro-batch needs the
+average, so the others turn it off by the flag that model.no_sync() also sets. Under plain python the world is one
+process, which takes the steps of the stage before and copies its gradients into the buckets all the same: on an H100 it
+was 4 to 11 % slower than s11. On a CPU the ranks share its cores, and gain little.
 """
 
 from harness import StepLog, parse_args  # first: it makes data and model importable from here

@@ -110,7 +110,7 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
         ("+bf16 s05", "+bf16 is for scripts that know nothing of the ladder"),
         ("s05 --steps 9", "put --steps behind all rows"),
         ("s05", "two rows are 's05'"),
-        ("s05 again", "two rows are 's05 again'"),
+        ("s11 again", "two rows are 's11 again'"),
     ],
 )
 def test_rows_that_can_not_run_are_one_line(capsys, word, reason):

@@ -309,6 +309,12 @@ def test_two_ranks_train_as_one_process_and_rank_0_tells_the_held_out_loss_of_wh
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
+def test_a_single_rank_of_torchrun_trains_as_plain_python_does(stages, stage):
+    alone = led_by_the_bench(row_of(f"torchrun --standalone --nproc_per_node=1 {stage}"), FLOAT32, steps=2)
+    assert alone.figures("loss") == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:2], abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", FOR_RANKS)
 def test_two_ranks_that_the_bench_leads_take_a_step_for_each_request_and_end_well(stages, stage):
     both = led_by_the_bench(row_of(f"torchrun --standalone --nproc_per_node=2 {stage}"), FLOAT32, steps=3)
     assert both.status == 0, both.out  # gloo's threads once aborted it

@@ -14,8 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 is_for_other_scripts = Path(sys.argv[0]).resolve() in (ROOT / "bench.py", ROOT / "stages" / "watch.py")
 if not is_for_other_scripts:  # whose environment is left as it is
-    # For a stage TF32 is off until s02 turns it on. NVIDIA's containers set the first two, and guides for Arm let
-    # float32 matmuls run in bfloat16 by the last one.
+    # For a stage TF32 is off until s02 turns it on. NVIDIA's containers set the first one, some users the second, and
+    # guides for Arm let float32 matmuls run in bfloat16 by the last one.
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"):
         os.environ.pop(name, None)
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start

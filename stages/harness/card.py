@@ -16,9 +16,10 @@ def card_state(device):
 
     It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
     """
-    if device.type != "cuda" or not nvml_of(device):
+    found = nvml_of(device) if device.type == "cuda" else None
+    if found is None:
         return None
-    nvml, handle = nvml_of(device)
+    nvml, handle = found
     # of 8 bytes that are 0: some functions write the lower 4 alone
     mhz, celsius, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
     errors = [  # 0 where a function succeeds

@@ -17,7 +17,7 @@ OUT_OF_MEMORY = (
 
 
 def tell_failure(log, batch_size, error_type, error, trace):
-    """Report an exception as Python does, with what to try where that is known, and keep both in the record.
+    """Print an exception as Python does, and what to try where that is known, and write both to the record.
 
     Python calls it, as its sys.excepthook, once parse_args() has returned. log: the Log of the run. batch_size: of a
     micro-batch. A text that can't be trained on is the user's mistake, and one line. After Ctrl-C the figures so far
@@ -25,7 +25,7 @@ def tell_failure(log, batch_size, error_type, error, trace):
     """
     message = f"{error_type.__name__}: {error}"
     if error_type is KeyboardInterrupt:
-        if log.steps:
+        if log.steps and not log.is_finished:
             log.finish({"sdpa": None})
     elif error_type is TextError:
         log.write_error(message)
@@ -46,6 +46,7 @@ def remedy_for(error_type, message, batch_size):
         return f"memory is short at batch size {batch_size}: try {smaller}"
     if error_type.__module__.startswith(("torch._inductor", "torch._dynamo")):
         return "torch.compile failed: --no-compile goes without it"
+    return None
 
 
 def is_out_of_memory(message):

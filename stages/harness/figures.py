@@ -49,7 +49,7 @@ def speed_of_all(steps):
 def waiting_share(steps):
     """Return which share of the time of a watched script's steps it waited for a DataLoader; 0 for a stage."""
     waiting = sum(step["spent"]["data"] for step in steps if "spent" in step)
-    return waiting / sum(step["dt"] for step in steps) if waiting else 0.0
+    return waiting / sum(step["dt"] for step in steps)
 
 
 def waits_for_data(steps):

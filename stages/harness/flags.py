@@ -1,6 +1,7 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from .weights import is_saved
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
-(np.array(ids, np.uint16).tofile(FILE)); a folder of these, of which the first is taken; or "docs", Python's
+(np.array(ids, np.uint16).tofile(FILE)); a folder of .bin or .npy, of which the first is taken; or "docs", Python's
 documentation (Tiny Shakespeare)"""
 
 
@@ -33,8 +34,8 @@ def parse_args(doc):
     """
     ranks.check_ranks()
     ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
-    for name in machine.variables_set(machine.TURN_COMPILE_OFF):
-        del os.environ[name]  # --no-compile turns it off
+    for name in machine.TURN_COMPILE_OFF:
+        os.environ.pop(name, None)  # --no-compile turns it off
     args = parse(doc, sys.argv[1:])
     args.script = Path(sys.argv[0]).resolve()
     args.stage = ladder.stage_of(str(args.script))
@@ -44,7 +45,7 @@ def parse_args(doc):
         check_save(args)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    args.log = Log(args.record_path)  # makes the file of --record: what would end the run was told before
+    args.log = Log(args.record_path)  # last, since it makes the file of --record
     sys.excepthook = lambda *failure: tell_failure(args.log, args.batch_size, *failure)
     return args
 
@@ -88,12 +89,12 @@ def new_parser(doc):
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
-    add("--lr", type=float, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
-    add("--data", metavar="FILE", help=HELP_ON_DATA)
+    add("--lr", type=rate, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
+    add("--data", metavar="PATH", help=HELP_ON_DATA)
     add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
-    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the corpus's last tenth")
+    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the last tenth or a val file")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", type=Path, dest="record_path", metavar="FILE", help="write each step to this new file, as JSON")
     add("--save", type=Path, metavar="FILE", help="write the weights there at the end")
@@ -116,6 +117,14 @@ def positive(text):
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+
+
+def rate(text):
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is no finite number of 0 or more."""
+    number = float(text)
+    if 0 <= number < math.inf:
+        return number
+    raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
 
 
 # what was not typed
@@ -150,9 +159,10 @@ def largest_batch(args, free_memory):
     counted.
     """
     shape = shape_of_size(args.size, args.seq_len)
-    free = free_memory(args.device)
     if args.device.type == "cuda" and ranks.world_size() > 1:
         free = machine.memory_of_smallest_card()
+    else:
+        free = free_memory(args.device)
     for batch_size in (16, 8, 4, 2, 1):
         needed = CONTEXT + RESERVED * most_memory(shape, batch_size)
         if needed <= free:

@@ -17,8 +17,8 @@ class Stage:
     name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
     None for s01, which has none. update: how many numbers more the update reads or writes for each parameter.
     unpredictable: True where its gain does not follow from FLOPs and bytes. for_the_loss: whether it may change the
-    loss; all others must leave it as it was. added_as: "bf16" where "+bf16 train.py" adds the technique to a script
-    from outside. takes_ranks: whether torchrun may start several processes of it.
+    loss; all others leave it as it was, and accumulation does with --accum 1. added_as: "bf16" where "+bf16 train.py"
+    adds the technique to a script from outside. takes_ranks: whether torchrun may start several processes of it.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Effect:
 def effect_of(stage, facts):
     """Return the Effect of a stage. Its work includes all stages before it.
 
-    A stage that has no case below changes the numbers of the update alone. facts: the header of a run's record and, as
-    "sdpa", the attention kernel that its summary names, or None.
+    A stage that has no case below changes no more than `update`. facts: the header of a run's record and, as "sdpa",
+    the attention kernel that its summary names, or None.
     """
     settings, environment, fallbacks = facts["settings"], facts["environment"], facts["fallbacks"]
     if stage == STAGES[0]:

@@ -42,7 +42,8 @@ class Log:
         self.file = None
         self.header = None
         self.steps = []
-        self.next_line = 0.0  # when the next step's line may be printed
+        self.is_finished = False
+        self.next_line_at = 0.0  # when the next step's line may be printed
         if record_path and self.is_rank_0 and not self.is_led:
             try:
                 self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
@@ -89,12 +90,12 @@ class Log:
         """Record a step and print its line; of many short steps not each has one.
 
         loss: a float, or None where it is not known. dt: seconds. figures: what the script logs beside it, {name:
-        float}, of which none replaces one of ours. unprinted: more figures, for the record alone.
+        float}. unprinted: more figures, for the record alone. Where two have one name, ours counts.
         """
         now = time.monotonic()
-        is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line
+        is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line_at
         if is_shown:
-            self.next_line = now + SECONDS_PER_LINE
+            self.next_line_at = now + SECONDS_PER_LINE
             memory, meter = machine.peak_memory(self.device)
             self.meters = {"memory": memory, "meter": meter, "card": card_state(self.device)}
         entry = {
@@ -115,6 +116,7 @@ class Log:
 
     def finish(self, summary, lines=()):
         """Write the summary of the record, a dict, and print the figures of the whole run, and these lines."""
+        self.is_finished = True
         self.write("summary", **summary)
         self.say(*self.lines_of_figures(), *lines)
 
@@ -136,10 +138,13 @@ class Log:
 
     def lines_of_figures(self):
         """Return lines with the figures of the counted steps, or else of the last one, and what their card was like."""
-        steps = self.counted_steps() or self.steps[-1:]
+        steps = self.counted_steps()
+        which = f"over {len(steps)} steps after {WARMUP} of warm-up"
+        if not steps:
+            steps = self.steps[-1:]
+            which = "of the last step alone, since none was counted"
         figures = figures_of(steps)
         quartiles = f"[{figures['dt_q1_ms']:.2f}, {figures['dt_q3_ms']:.2f}]"
-        which = f"over {len(steps)} steps after {self.steps.index(steps[0])} of warm-up"
         lines = [f"median {figures['dt_ms']:.2f}ms {quartiles} {which}"]
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
             speed = self.words_on_speed(speed_of_all(steps))[0]
@@ -175,7 +180,7 @@ class Log:
             tell(message)
 
     def write(self, kind, /, **entry):
-        """Write a line of the record, on rank 0 only; but an error from any rank, since it may come on one alone."""
+        """Write a line of the record, on rank 0 only. An error of any rank reaches the bench, where that leads."""
         if kind != "error" and not self.is_rank_0:
             return
         line = {**entry, "kind": kind}  # last, since a script may log a figure of that name

@@ -29,7 +29,7 @@ def check_ranks():
 
 
 def drop_left_over_ranks():
-    """Remove what a cluster has left over of torchrun's variables, where this is the only process of its run."""
+    """Remove torchrun's variables that a cluster left over, where this is the only process of its run."""
     if world_size() == 1:
         for name in (*RANK_VARIABLES, "LOCAL_RANK"):
             os.environ.pop(name, None)
@@ -38,5 +38,6 @@ def drop_left_over_ranks():
 def become_a_world_of_one():
     """Let torch.distributed find a process group of this process alone, where no launcher started several."""
     if world_size() == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port
-        os.environ |= alone | {"LOCAL_RANK": "0"}
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # by it a process would wait for torchrun's own port
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+        os.environ["MASTER_PORT"] = "0"  # any free one

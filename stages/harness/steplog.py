@@ -79,12 +79,12 @@ class StepLog:
             unprinted["profiled"] = True
         step = len(self.log.steps)
         if step == 0 and self.is_compiled and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-            refuse("torch.compile has compiled nothing, so this would be measured as it is without: pass --no-compile")
+            self.fail("torch.compile has compiled nothing, so this would be measured as without it: pass --no-compile")
         loss = as_float(loss)
         figures = {name: as_float(value) for name, value in figures.items()}
         self.log.step(loss, dt, self.tokens_per_step, figures, **unprinted)
         if not math.isfinite(loss):
-            refuse(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
+            self.fail(f"the loss is {loss} at step {step}: try a smaller --lr, another --seed or --amp-dtype")
 
     def finish(self):
         """End the run: save the weights with --save, then write and print the summary.
@@ -100,9 +100,14 @@ class StepLog:
                 self.log.say(f"saved to {path}")
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            refuse(f"--save {path} was not written: {reason}; look whether its disk is full")
+            self.fail(f"--save {path} was not written: {reason}; look whether its disk is full")
         finally:
             self.end()
+
+    def fail(self, message):
+        """Write a line of the record that says why the run ends, and exit with it."""
+        self.log.write_error(message)
+        refuse(message)
 
     def end(self):
         """Write and print the summary, where a step was taken. Then let torch.distributed release its last tensors.
