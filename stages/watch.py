@@ -53,7 +53,7 @@ def main(argv):
 
 
 def parse_command(argv):
-    """Return watch.py's own flags as a namespace, with script and script_argv, its own flags.
+    """Return watch.py's flags as a namespace, with script, and script_argv, the flags of the script.
 
     It also has folder, where the script runs, and title, the script as it was typed. Exits with one line and status 2
     where there is no script, or it can't be watched.
@@ -88,7 +88,7 @@ def leave_home_to(args):
     for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "data", "model"):
             module = sys.modules.pop(name)
-            # torch.compile imports the module of a function by its name where it meets one, as those of the watcher
+            # it stays under another name, by which torch.compile imports it where it meets a function of ours
             module.__name__ = f"speed_ladder.{name}"
             sys.modules[module.__name__] = module
     sys.path.remove(str(ROOT))
@@ -122,8 +122,8 @@ def run(args, watcher):
 def execute(args, watcher):
     """Execute the script as the module __main__. Raises what it raises.
 
-    runpy would do the same, but a loader that starts processes also finds the script's classes in __mp_main__, which
-    multiprocessing set to watch.py.
+    runpy.run_path() would leave __mp_main__ as watch.py. A process that a DataLoader spawns looks there for classes of
+    the script.
     """
     spec = None
     if args.is_module:
@@ -137,13 +137,17 @@ def execute(args, watcher):
     else:
         code = compile(Path(args.script).read_bytes(), args.script, "exec")
     main_module = types.ModuleType("__main__")
-    main_module.__file__, main_module.__spec__, main_module.__builtins__ = sys.argv[0], spec, builtins
+    main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
+    main_module.__spec__, main_module.__builtins__ = spec, builtins
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)
 
 
 def tell_end(args, watcher, status, reason):
-    """Tell how the script ended, beside its figures. Return the exit status, which is 2 without a timed step."""
+    """Tell how the script ended, beside its figures. Return the exit status, which is 2 where nothing was timed.
+
+    A script that failed keeps its own.
+    """
     steps = len(watcher.log.steps)
     line = f"{reason} after {steps} of {args.steps} timed steps"
     if watcher.seconds_before is None:

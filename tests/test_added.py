@@ -52,6 +52,14 @@ def test_without_a_word_nothing_is_added(tmp_path):
     assert (techniques["autocast"], techniques["compile"], techniques["fused"]) == (None, False, False)
 
 
+def test_compile_reaches_a_class_whose_forward_is_pytorchs_own(tmp_path):
+    change = (
+        "class Net(nn.Sequential):\n    pass\nmodel = Net(*model)\noptimizer = torch.optim.AdamW(model.parameters())"
+    )
+    techniques, _, _ = techniques_after(tmp_path, ("+compile",), change)
+    assert techniques["compile"] is True
+
+
 def test_bf16_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path):
     techniques, own, _ = techniques_after(tmp_path, ("+bf16",))
     held, hidden, scores, loss, after, weights = own[:6]

@@ -4,13 +4,17 @@ Most are forks of one process. What only a process from its first line shows has
 """
 
 from harness.watch.probe import busy_ms
-from harness.watch.words import words_on_growth
+from harness.watch.techniques import Habits
+from harness.watch.timeline import KINDS
+from harness.watch.words import causes, words_on_growth
 
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, WATCH, python, run_script, watch
 from fixtures.loops import LOOPS, WORDS, run_in_a_fork, watch_in_a_fork
 from torch.autograd import DeviceType
@@ -285,6 +289,19 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     own = [float(number) for number in re.findall(r"^own (.*)$", ended.out, re.MULTILINE)]
     if own:  # the losses that it prints; the first is of the step that starts the clock
         assert ended.figures("loss")[: len(own) - 1] == pytest.approx(own[1:])
+
+
+def test_on_a_card_what_a_running_queue_hides_is_no_cause():
+    """Without a profile nobody knows how long the card waited."""
+    spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
+    log = SimpleNamespace(steps=[], counted_steps=lambda: 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}])
+    clock = SimpleNamespace(own_lines=Counter({"train.py:3": 0.9}), function_at=lambda place: "")
+    watcher = SimpleNamespace(
+        log=log, clock=clock, habits=Habits(), device=torch.device("cuda"), techniques={"accum": 1}
+    )
+    assert causes(watcher) == []
+    watcher.techniques["busy_ms"] = 20.0
+    assert causes(watcher)[0] == "80 % is the loss and the script's own code, neither forward, backward nor update"
 
 
 def test_steps_that_get_slower_are_told_and_a_machine_that_gets_busy_is_not():

@@ -47,10 +47,12 @@ class Added:
                 self.failed["fused"] = "PyTorch has no fused kernel for sparse gradients"
             elif all(can_be_fused(p, optimizer) for p in group["params"]):
                 group["fused"] = True
+            else:
+                self.failed["fused"] = "some parameters are whole numbers, or their state is on another device"
 
 
 def can_be_fused(parameter, optimizer):
-    """Tell whether a fused kernel can update a parameter. It has no state yet, or its step is on the same device."""
+    """Tell whether a fused kernel can update a parameter, by its dtype and the device of its state, if it has one."""
     step = optimizer.state.get(parameter, {}).get("step", parameter)
     return parameter.is_floating_point() and step.device == parameter.device
 
@@ -59,7 +61,9 @@ def compile_in_place(module):
     """Let calls of a module run compiled, as module.compile() does. Of DDP it is what that wraps."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
-    if not type(module).__module__.startswith("torch.nn.modules"):
+    if isinstance(module, torch.jit.ScriptModule):  # which TorchScript has compiled
+        return
+    if not type(module).forward.__module__.startswith("torch.nn.modules"):
         module.compile()
         return
     # torch.compile looks at no function in PyTorch's own files, as of an nn.Sequential, but at what one of ours calls

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-NO_TEXT = re.compile("label|target|mask|edge|adj")  # arguments of whole numbers that are not what is read
+from ..steplog import unwrapped
+
+NO_TEXT = re.compile("label|target|mask|(^|_)edge|(^|_)adj")  # names of arguments that have integers, but no text
+MOST_BEHIND_SCALE = 3  # operations between backward() and a loss that a GradScaler multiplied, as a division
 
 
 class MicroBatches:
@@ -24,7 +27,7 @@ class MicroBatches:
         self.in_turn = in_turn
         self.batches = []
         self.losses = []
-        self.unscaled_losses = []  # what a GradScaler multiplied, until backward() is called on each
+        self.unscaled_losses = []  # what a GradScaler multiplied
         self.call = None  # the one that counts, of those since the last backward
         self.backwards_of_closure = 0
         self.is_called_again = False  # whether a module was, before one backward
@@ -45,11 +48,22 @@ class MicroBatches:
         self.backwards_of_closure += in_closure
         is_new = self.close()
         losses = loss if isinstance(loss, (list, tuple)) else [loss]
-        if self.unscaled_losses:
-            losses = [self.unscaled_losses.pop(0)]
         for each in losses:
             if is_new and torch.is_tensor(each) and each.numel() == 1:
-                self.losses.append(each.detach().float().clone())  # a CUDA graph may write into its own again
+                # a copy, since a CUDA graph may write into its own again
+                self.losses.append(self.unscaled(each).detach().float().clone())
+
+    def unscaled(self, loss):
+        """Return the loss that a GradScaler multiplied to get this one. Where none did, it is this one."""
+        operation = loss.grad_fn
+        for _ in range(MOST_BEHIND_SCALE):
+            for unscaled in self.unscaled_losses:
+                if operation is not None and unscaled.grad_fn is operation:
+                    return unscaled
+            if operation is None or not operation.next_functions:
+                break
+            operation, _ = operation.next_functions[0]
+        return loss
 
     def close(self):
         """Take the calls since the last backward for a micro-batch. Return False where that was counted before."""
@@ -118,7 +132,7 @@ def call_of(module, args, kwargs):
 
     The Call is None where there are no tensors.
     """
-    names = names_of_arguments(type(module))[: len(args)]
+    names = names_of_arguments(type(unwrapped(module)))[: len(args)]
     by_position = itertools.zip_longest(names, args, fillvalue="")  # "" behind a *args
     tensors = named_tensors([*by_position, *kwargs.items()])
     if not tensors:
@@ -136,14 +150,17 @@ def call_of(module, args, kwargs):
 
 @functools.cache
 def names_of_arguments(module_class):
-    """Return the names of the arguments of a class of modules, without self."""
+    """Return the names of the arguments of a class of modules, without self; none of one that TorchScript made."""
+    if issubclass(module_class, torch.jit.ScriptModule):
+        return []
     return list(inspect.signature(module_class.forward).parameters)[1:]
 
 
 def is_text(tensor, module):
     """Tell whether a tensor has the ids of a text that a module reads, which has an embedding then.
 
-    Ids in one dimension may be users or products, so one of its layers must choose among them.
+    Ids in one dimension may also be users or products. They are a text where a layer has as many outputs as the
+    embedding has rows.
     """
     if tensor.dtype not in (torch.int32, torch.int64):
         return False

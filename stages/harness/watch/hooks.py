@@ -62,14 +62,14 @@ def call_first(owner, name, note, clock=None, kind=None):
             note(*args, **kwargs)
         if kind is None:
             return call(*args, **kwargs)
-        its_kind = kind
+        counted_as = kind
         if kind == "data" and not torch.is_grad_enabled():
-            its_kind = "evaluation"  # which loads batches of its own
-        clock.begin(its_kind)
+            counted_as = "evaluation"  # which loads batches of its own
+        clock.begin(counted_as)
         try:
             return call(*args, **kwargs)
         finally:
-            clock.end(its_kind)
+            clock.end(counted_as)
 
     setattr(owner, name, noted_call)
 
@@ -79,25 +79,27 @@ def watch_modules(watcher):
 
     Nor is what a DataLoader calls to make a batch.
 
-    torch.compile makes graphs of what watched_call() calls, as without it, but none of its own code: all models would
-    share that, and torch.compile makes eight graphs of one code at most.
+    torch.compile is told to skip watched_call() itself, and to compile what that calls. All models would share its
+    code, and of one code torch.compile makes eight graphs at most.
     """
     call_module = torch.nn.Module.__call__
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
         nonlocal is_inside
-        if torch.compiler.is_compiling() or is_inside or is_elsewhere():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_inside or is_elsewhere():
             return call_module(module, *args, **kwargs)
         if watcher.clock.kind == "data" or next(module.parameters(), None) is None:
             return call_module(module, *args, **kwargs)
         is_inside = True
-        kind = watcher.saw_forward(module, args, kwargs)
-        watcher.clock.begin(kind)
         try:
-            output = call_module(module, *args, **kwargs)
+            kind = watcher.saw_forward(module, args, kwargs)
+            watcher.clock.begin(kind)
+            try:
+                output = call_module(module, *args, **kwargs)
+            finally:
+                watcher.clock.end(kind)
         finally:
-            watcher.clock.end(kind)
             is_inside = False
         if kind == "forward" and watcher.techniques is None:
             watcher.habits.saw_output(output)

@@ -22,6 +22,7 @@ class Probe:
         self.clock = clock
         self.profiler = None
         self.events = None
+        self.is_whole = True  # whether it reaches to the end of its step
         self.script_profiles = False
         self.first_node = 0  # of the profiled step
 
@@ -45,14 +46,15 @@ class Probe:
         self.clock.name_in_profile()
 
     def stop_early(self):
-        """Stop where the profiled step has too many operations."""
+        """Stop where the profiled step has had too many operations. Each forward asks this."""
         if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
+            self.is_whole = False
             self.stop()
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
         if self.profiler:
-            profiler, self.profiler = self.profiler, None  # first, since Ctrl-C may end the seconds that this takes
+            profiler, self.profiler = self.profiler, None  # now, since Ctrl-C may end stop()
             self.clock.is_profiled = False
             self.clock.range.close()
             profiler.stop()

@@ -189,14 +189,14 @@ def framework_of(frame):
     return framework
 
 
-def seen_in(events, flags, device):
+def seen_in(probe, flags, device):
     """Return what the operations of a step tell, as techniques that replace what flags told.
 
-    On a card they also have "busy_ms", how long it is busy in the step, and "reads", how many numbers are read from it.
-    What runs in an evaluation, as a teacher does, is not what is trained. events: of torch.profiler. flags: what
-    find_techniques() returned.
+    Of a whole step on a card they also have "busy_ms", how long it is busy in the step, and "reads", how many numbers
+    are read from it. What runs in an evaluation, as a teacher does, is not what is trained. probe: a Probe that has
+    events. flags: what find_techniques() returned.
     """
-    all_operations = [(event, names_with_callers(event)) for event in events]
+    all_operations = [(event, names_with_callers(event)) for event in probe.events]
     operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
     seen = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
@@ -211,9 +211,9 @@ def seen_in(events, flags, device):
             widths.append(event.input_shapes[0][-1])
     if flags["reads_text"] and (widths or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
         seen["vocabulary"] = max(widths, default=None)
-    if device.type != "cpu":
-        seen["busy_ms"] = busy_ms(events)
-        seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in events)
+    if device.type != "cpu" and probe.is_whole:
+        seen["busy_ms"] = busy_ms(probe.events)
+        seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in probe.events)
     return seen
 
 

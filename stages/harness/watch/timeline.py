@@ -99,9 +99,9 @@ class StepClock:
         A look stands for all the time in own code since the look before, because a line that holds the interpreter's
         lock, as sorting or json do, is only seen when it lets go.
         """
-        if not self.is_running or self.kind != "rest":
-            return
-        with lock_of_compiler():
+        with lock_of_compiler():  # which may take seconds
+            if not self.is_running or self.kind != "rest":
+                return
             seconds = self.own_seconds + time.perf_counter() - self.since - self.own_lines.total()
             place, functions = place_in_script()
             self.own_lines[place] += seconds
@@ -156,8 +156,10 @@ def place_in_script():
 
 
 def is_of_a_library(frame):
-    """Tell whether a frame is not in the reader's own code."""
+    """Tell whether a frame is not in the reader's own code, to which a script belongs wherever it lies."""
     path = frame.f_code.co_filename
+    if path == getattr(sys.modules["__main__"], "__file__", None):
+        return False
     return is_of_torch(frame) or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
 
 
@@ -174,7 +176,10 @@ def is_elsewhere():
 
 
 def count_threads_of_script():
-    """Return how many threads run code of the reader's own, beside the main one. A library's may only show a bar."""
+    """Return how many threads run code of the reader's own, beside the main one.
+
+    Those that run a library's code alone are left out: one may draw a progress bar.
+    """
     count = 0
     for ident, frame in sys._current_frames().items():
         while frame and is_of_a_library(frame):

@@ -9,10 +9,12 @@ import copy
 import multiprocessing
 import os
 import sys
+import traceback
 import weakref
 
 import torch
 
+from .. import ranks
 from ..figures import WARMUP
 from .added import Added
 from .counting import MicroBatches, call_of
@@ -21,7 +23,7 @@ from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, par
 from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
 from .words import answer, shares_of
 
-LOOK_WITHIN = 1e-4  # seconds that a look waits for the interpreter's lock; in 5 ms, the next line is reached
+LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's 5 ms another line may run
 
 
 class Watcher:
@@ -40,14 +42,14 @@ class Watcher:
         self.habits = Habits()
         self.seen = MicroBatches()  # since the last step ended
         self.models = {}  # {id: module} of all that were called in training, up to the first report
-        self.devices = []  # of all parameters
+        self.devices = []  # of all parameters that optimizers have
         # References to optimizers are weak, since a script may delete them.
         self.main_ref = lambda: None  # to the one that ends a step
         self.updating_ref = lambda: None  # to the one that is in its step
         self.others = weakref.WeakSet()  # those that stepped since the last step ended
         self.is_update_due = False  # by a GradScaler, which may skip it
         self.seconds_before = None  # until the first step ended and the clock started
-        self.is_last_step = False  # one more than was asked for, which is profiled
+        self.is_last_step = False  # no other one is wanted, and on a card this one more is profiled
         self.graphs = 0  # that torch.compile made before the step
         self.techniques = None  # until the first report
 
@@ -117,7 +119,8 @@ class Watcher:
             devices = [p.device for p in parameters_of([], optimizer)]
             self.devices = list(dict.fromkeys(self.devices + devices))
             self.added.before_first_update(optimizer)
-        if self.updating_ref() is None:
+        outer = self.updating_ref()
+        if outer is None or not is_in_its_step(outer):
             self.updating_ref = weakref.ref(optimizer)
         self.seen.backwards_of_closure = 0
         if "update" not in self.clock.kinds:  # it is where a step has failed, and the script goes on
@@ -147,7 +150,7 @@ class Watcher:
     def saw_process_group(self, *args, world_size=-1, **kwargs):
         """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
         if world_size < 0:
-            world_size = int(os.environ.get("WORLD_SIZE", 1))
+            world_size = ranks.world_size()
         if world_size == 1 and not self.was_launched:
             os.environ["MASTER_PORT"] = "0"
 
@@ -160,11 +163,11 @@ class Watcher:
 
     @property
     def device(self):
-        """The device of the first parameter."""
+        """The device of the first optimizer's first parameter."""
         return self.devices[0]
 
     @property
-    def ranks(self):
+    def world_size(self):
         """How many processes train together."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
@@ -190,13 +193,13 @@ class Watcher:
         self.begin_next_step()
 
     def begin_steps(self):
-        """Note what holds before the first step. Exits where the script started ranks of its own."""
+        """Let looks at the script come often enough. Exits where it started ranks by itself."""
         self.clock.forget_own_code()
         if count_threads_of_script() == 0:  # these share the interpreter as without us
             sys.setswitchinterval(LOOK_WITHIN)
-        if self.ranks > 1 and not self.was_launched:
-            remedy = f"torchrun --standalone --nproc_per_node={self.ranks} stages/watch.py {self.args.title}"
-            self.refuse(f"{self.args.title} starts {self.ranks} ranks by itself: start them by {remedy}")
+        if self.world_size > 1 and not self.was_launched:
+            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
+            self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them by {remedy}")
 
     def begin_next_step(self):
         """Start the clock of the next step, or end the process where no other one is wanted.
@@ -230,7 +233,7 @@ class Watcher:
             self.models = {}
             self.keep_profile()
             self.probe.forget()
-        tokens = self.seen.count_of(self.log.header["unit"]) * self.ranks
+        tokens = self.seen.count_of(self.log.header["unit"]) * self.world_size
         loss = sum(self.seen.losses).item() if self.seen.losses else None
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
         graphs = compiled_graphs() - self.graphs
@@ -241,15 +244,27 @@ class Watcher:
         seen, models = self.seen, list(self.models.values())
         batch_size = seq_len = shape = None
         if seen.batches:
-            batch_size, seq_len = seen.batches[-1].batch_size, seen.batches[-1].seq_len
+            batch = max(seen.batches, key=lambda call: call.priority)
+            batch_size, seq_len = batch.batch_size, batch.seq_len
         if seq_len:
             shape = gpt_shape(models, seq_len)
-        settings = {"batch_size": batch_size, "seq_len": seq_len, "seed": self.args.seed}
-        settings |= {"accum": seen.accum * self.ranks, "world_size": self.ranks}
-        parameters = sum(p.numel() for p in parameters_of(models, *self.habits.optimizers))
-        about = dict(settings=settings, shape=shape, parameters=parameters, unit=seen.unit, fallbacks={})
-        tokens = seen.count_of(seen.unit) * self.ranks
-        self.log.begin(self.args.title, self.device, tokens, first_step=1, stage=self.args.script, **about)
+        settings = {
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "seed": self.args.seed,
+            "accum": seen.accum * self.world_size,
+            "world_size": self.world_size,
+        }
+        about = {
+            "stage": self.args.script,
+            "settings": settings,
+            "shape": shape,
+            "parameters": sum(p.numel() for p in parameters_of(models, *self.habits.optimizers)),
+            "unit": seen.unit,
+            "fallbacks": {},
+        }
+        tokens = seen.count_of(seen.unit) * self.world_size
+        self.log.begin(self.args.title, self.device, tokens, first_step=1, **about)
         if seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
         if seen.in_turn:
@@ -266,7 +281,7 @@ class Watcher:
         """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""
         self.probe.stop()
         if self.probe.events is not None:
-            self.techniques |= seen_in(self.probe.events, self.techniques, self.device)
+            self.techniques |= seen_in(self.probe, self.techniques, self.device)
         self.techniques["unseen"] = None if self.techniques["profiled"] else UNSEEN
         self.log.write("techniques", **self.techniques)
 
@@ -300,6 +315,14 @@ class Watcher:
         for child in multiprocessing.active_children():
             child.terminate()
         os._exit(status)
+
+
+def is_in_its_step(optimizer):
+    """Tell whether step() of an optimizer is running. One that has failed in it is not, and PyTorch tells nothing."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+    return False
 
 
 def flush_stdout():

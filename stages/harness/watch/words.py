@@ -94,18 +94,23 @@ def causes(watcher):
     steps = usual_steps(watcher.log)
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)
-    # A card's queue of kernels hides what the script does meanwhile. What it costs is the time in which the card is
-    # idle, and on a CPU all of it.
-    idle = max(0.0, 1 - watcher.techniques.get("busy_ms", 0.0) / (1e3 * statistics.median(dts)))
-    data, evaluation = min(shares["data"], idle), min(shares["evaluation"], idle)
-    own = min(shares["rest"] + shares["loss"], idle)  # a line that makes a loss is not told from others
+    # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card is
+    # idle. Without a profile nothing is known of it.
+    if watcher.device.type == "cpu":
+        idle = 1.0
+    elif "busy_ms" in watcher.techniques:
+        idle = max(0.0, 1 - watcher.techniques["busy_ms"] / (1e3 * statistics.median(dts)))
+    else:
+        idle = 0.0
+    data, evaluation, own = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest"))
     words = []
     if data > LONG_WAIT and watcher.habits.batches:
         words += words_on_loaders(watcher.habits, data, len(watcher.log.steps))
     if evaluation > LONG_WAIT:
         words.append(f"{percent(evaluation)} is forwards without gradients and their batches, as in an evaluation")
     if own > LONG and own * statistics.mean(dts) > SHORT:
-        words += words_on_own_code(watcher.clock, own)
+        # a line that makes a loss is not told from others
+        words += words_on_own_code(watcher.clock, own + min(shares["loss"], idle - own))
     waits = idle - data - evaluation - own
     if "busy_ms" in watcher.techniques and waits > LONG:
         words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
@@ -131,11 +136,11 @@ def words_on_loaders(habits, share, steps):
 
 
 def words_on_own_code(clock, share):
-    """Return words on the script's own code, which takes this share of the time, and its lines that take the most."""
+    """Return words on the loss and the script's own code, and its lines that take the most. share: of the time."""
     total = clock.own_lines.total()
     if total < SELDOM_SEEN:
         return []
-    words = [f"{percent(share)} is the script's own code, neither forward, backward nor update"]
+    words = [f"{percent(share)} is the loss and the script's own code, neither forward, backward nor update"]
     for place, seconds in clock.own_lines.most_common(3):
         if seconds > SLOW_LINE * total:
             path, number = place.rsplit(":", 1)
@@ -173,7 +178,7 @@ def words_on_habits(watcher, computation):
     is_on_cpu = watcher.device.type == "cpu"
     has_card = torch.accelerator.is_available() or machine.why_no_card() is not None
     threads, cores = torch.get_num_threads(), machine.cores()
-    few_threads = is_on_cpu and watcher.ranks == 1 and threads < cores and computation > SHORT
+    few_threads = is_on_cpu and watcher.world_size == 1 and threads < cores and computation > SHORT
     table = [
         (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
         (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic"),
