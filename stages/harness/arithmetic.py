@@ -6,6 +6,7 @@ has kernels that were missing until profiles of an H100 showed them. stages/arit
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from data import VOCAB
 from model import SIZES
@@ -13,19 +14,30 @@ from model import SIZES
 PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 AUTOCAST_DTYPES = ("bfloat16", "float16")  # in which it multiplies
 
-# The bytes that all operations but matmuls read and write for each number of a tensor: (one operation after the other,
-# fused by a compiler) in float32, and the same two under autocast. stages/arithmetic.md adds them up.
+
+class Bytes(NamedTuple):
+    """The bytes that all operations but matmuls read and write for each number of a tensor.
+
+    stages/arithmetic.md adds them up.
+    """
+
+    one_by_one: int  # in float32
+    fused: int  # by a compiler, in float32
+    one_by_one_under_autocast: int
+    fused_under_autocast: int
+
+
 BYTES = {
-    "scores": ((68, 20), (34, 10)),
-    "logits": ((24, 12), (36, 6)),
-    "residual": ((44, 36), (60, 28)),
-    "gelu": ((20, 20), (10, 10)),
-    "projections": ((116, 60), (58, 30)),
-    "casts": ((0, 0), (12, 12)),
+    "scores": Bytes(68, 20, 34, 10),
+    "logits": Bytes(24, 12, 36, 6),
+    "residual": Bytes(44, 36, 60, 28),
+    "gelu": Bytes(20, 20, 10, 10),
+    "projections": Bytes(116, 60, 58, 30),
+    "casts": Bytes(0, 0, 12, 12),
 }
 # On CUDA the backward of a softmax makes three passes more, autocast computes the softmax in float32, and a compiler
 # leaves the cast of LayerNorm's gradient as a kernel of its own.
-BYTES_ON_CUDA = BYTES | {"scores": ((80, 20), (80, 10)), "residual": ((44, 36), (60, 32))}
+BYTES_ON_CUDA = BYTES | {"scores": Bytes(80, 20, 80, 10), "residual": Bytes(44, 36, 60, 32)}
 
 # How many numbers an update reads or writes for each parameter.
 ADAMW = 20  # in single operations: 2 decay the weight, 3 + 5 update the moments, 6 make the divisor, 4 the weight
@@ -140,10 +152,12 @@ def bytes_per_number(tensor, work):
     """Return the bytes that a micro-batch reads and writes for each number of a tensor of BYTES."""
     if work.flash and tensor == "scores":  # they stay inside of the kernel
         return 0
-    in_float32, under_autocast = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
-    one_by_one, fused = under_autocast if work.matmul_dtype in AUTOCAST_DTYPES else in_float32
+    counted = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
     needs_no_copies = work.flash and tensor == "projections"  # the kernel reads q, k and v in place
-    return fused if work.compiled or needs_no_copies else one_by_one
+    is_fused = work.compiled or needs_no_copies
+    if work.matmul_dtype in AUTOCAST_DTYPES:
+        return counted.fused_under_autocast if is_fused else counted.one_by_one_under_autocast
+    return counted.fused if is_fused else counted.one_by_one
 
 
 def update_bytes(work):
@@ -166,7 +180,7 @@ def most_memory(shape, batch_size):
     Weights and AdamW's two moments stay. When the backward begins, a layer of s01 keeps the scores after their softmax
     and 17 numbers for each channel of a token, and the logits are there three times. Gradients of weights come while
     the rest is freed. s03 keeps the scores in 32 bits, as its softmax computes them, and in 16 bits for the matmul
-    behind it, and the weights in 16 bits, too. For a large model and few tokens the update takes most: weights,
+    behind it, 36 bytes for each channel of a token, and the weights in 16 bits, too. For a large model and few tokens the update takes most: weights,
     gradients, two moments, and a temporary of their size.
     """
     L, H, C, T = shape["n_layer"], shape["n_head"], shape["n_embd"], shape["seq_len"]

@@ -41,6 +41,9 @@ class Log:
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
+        self.device = None  # on which the steps run, from begin() on
+        self.first_step = 0  # its number
+        self.meters = {}  # memory, and the state of a card, as they were last read
         self.steps = []
         self.is_finished = False
         self.next_line_at = 0.0  # when the next step's line may be printed
@@ -56,18 +59,18 @@ class Log:
 
     # a run, from its first line to its last
 
-    def begin(self, title, device, tokens, first_step=0, **about):
+    def begin(self, title, device, tokens, about, first_step=0):
         """Print what runs, and write the header.
 
-        title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks. first_step: the
-        number of the first step. about: "stage", "settings", "shape", "parameters", "unit" and "fallbacks" of the
-        header, which is described below.
+        title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks. about: a dict with
+        "stage", "settings", "shape", "parameters", "unit" and "fallbacks" of the header, which is described below.
+        first_step: the number of the first step.
         """
         self.device = device
         self.first_step = first_step
         environment = machine.environment(device)
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.header = {**about, "commit": machine.commit(ROOT), "environment": environment, "started": started}
+        self.header = about | {"commit": machine.commit(ROOT), "environment": environment, "started": started}
         settings = about["settings"]
         model = f"{about['parameters']:,} parameters"
         if about["shape"]:

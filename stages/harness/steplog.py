@@ -42,11 +42,15 @@ class StepLog:
         takes_held_out_loss = args.eval and ranks.is_rank_0()
         # read at once, since at the end a refusal would come too late
         self.held_out = held_out_ids(self.corpus) if takes_held_out_loss else None
-        shape = shape_of(self.model, args.seq_len)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        settings = settings_of(args) | {"corpus": self.corpus.name}
-        about = dict(stage=args.script.stem, settings=settings, shape=shape, parameters=parameters, unit="tok")
-        self.log.begin(args.title, self.device, tokens_per_step, **about, fallbacks=args.fallbacks)
+        about = {
+            "stage": args.script.stem,
+            "settings": settings_of(args) | {"corpus": self.corpus.name},
+            "shape": shape_of(self.model, args.seq_len),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "unit": "tok",
+            "fallbacks": args.fallbacks,
+        }
+        self.log.begin(args.title, self.device, tokens_per_step, about)
 
     def start(self):
         """Start the clock of a step. Where the bench leads, wait for it first, and end here where it wants no more."""

@@ -48,8 +48,7 @@ def change_of(outcome, base):
 def change_of_stage(row, above, facts):
     """Return the Change of a stage. The first row adds its own alone, a row below an earlier stage all in between, too.
 
-    Those in between are named first, because the ratio includes their gains. above: a Row, or None. facts: of the
-    Outcome.
+    above: a Row, or None. facts: of the Outcome.
     """
     stages = []
     if above is None:
@@ -58,19 +57,29 @@ def change_of_stage(row, above, facts):
         stages = list(ladder.between(above.stage, row.stage))
     idle = [stage for stage in stages if facts and ladder.effect_of(stage, facts).same_computation]
     added = [stage for stage in stages if stage.for_the_loss or stage not in idle]
-    skipped = [stage for stage in added if stage is not row.stage]
-    title, typed = row.title, command_cell(row)
-    if stages and not row.launcher and not row.flags:
-        typed = row.stage.line
-        if row.stage.technique:
-            title = f"{row.title} {row.stage.technique}"
-    if skipped:
-        title = f"{row.title} with {ladder.words_on_stages(skipped)}"
-        typed = f"{ladder.words_on_stages(skipped)}, {typed}"
+    title, typed = title_and_typed(row, added, is_plain=bool(stages) and not row.launcher and not row.flags)
     code = [stage.line for stage in added if not stage.for_the_loss]
     has_same_command = above is not None and (row.launcher, row.flags) == (above.launcher, above.flags)
     is_same_computation = has_same_command and bool(stages) and idle == stages
     return Change(title, typed, code, stages, is_same_computation=is_same_computation)
+
+
+def title_and_typed(row, added, is_plain):
+    """Return the title of a row with what it adds, and the cell with what its reader types.
+
+    Stages between the row above and this one are named first, because the ratio includes their gains. added: Stages
+    that do something here. is_plain: whether the row adds its own stage and nothing else, as flags.
+    """
+    title, typed = row.title, command_cell(row)
+    if is_plain:
+        typed = row.stage.line
+        if row.stage.technique:
+            title = f"{row.title} {row.stage.technique}"
+    skipped = [stage for stage in added if stage is not row.stage]
+    if skipped:
+        title = f"{row.title} with {ladder.words_on_stages(skipped)}"
+        typed = f"{ladder.words_on_stages(skipped)}, {typed}"
+    return title, typed
 
 
 def change_from_outside(outcome, base):

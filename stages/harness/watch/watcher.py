@@ -264,7 +264,7 @@ class Watcher:
             "fallbacks": {},
         }
         tokens = seen.count_of(seen.unit) * self.world_size
-        self.log.begin(self.args.title, self.device, tokens, first_step=1, **about)
+        self.log.begin(self.args.title, self.device, tokens, about, first_step=1)
         if seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
         if seen.in_turn:
