@@ -180,8 +180,8 @@ def most_memory(shape, batch_size):
     Weights and AdamW's two moments stay. When the backward begins, a layer of s01 keeps the scores after their softmax
     and 17 numbers for each channel of a token, and the logits are there three times. Gradients of weights come while
     the rest is freed. s03 keeps the scores in 32 bits, as its softmax computes them, and in 16 bits for the matmul
-    behind it, 36 bytes for each channel of a token, and the weights in 16 bits, too. For a large model and few tokens the update takes most: weights,
-    gradients, two moments, and a temporary of their size.
+    behind it, 36 bytes for each channel of a token, and the weights in 16 bits, too. For a large model and few tokens
+    the update takes most: weights, gradients, two moments, and a temporary of their size.
     """
     L, H, C, T = shape["n_layer"], shape["n_head"], shape["n_embd"], shape["seq_len"]
     tokens, weights = batch_size * T, weight_bytes(shape)
