@@ -14,7 +14,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse
 from harness.figures import COUNTED_STEPS, WARMUP
-from harness.flags import Parser, positive
+from harness.flags import Parser, positive, seed
 from harness.log import Log
 from harness.scripts import folder_of, logs_by_itself
 from harness.watch import hooks
@@ -63,7 +63,7 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
-    add("--seed", type=int, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
@@ -139,6 +139,7 @@ def execute(args, watcher):
     main_module = types.ModuleType("__main__")
     main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
     main_module.__spec__, main_module.__builtins__ = spec, builtins
+    main_module.__package__ = spec.parent if spec else None
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)
 
@@ -152,9 +153,10 @@ def tell_end(args, watcher, status, reason):
     line = f"{reason} after {steps} of {args.steps} timed steps"
     if watcher.seconds_before is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if status == 0:
-            line += ". Only optimizers of torch.optim, and their subclasses, tell of their steps. Ranks that it starts"
-            line += " itself must take RANK and WORLD_SIZE from torchrun: see --help"
+        if watcher.seen.losses:
+            line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
+        elif status == 0:
+            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
     if args.log.is_led:
         args.log.write_error(line)
     else:

@@ -88,7 +88,7 @@ def new_parser(doc):
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=int, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     add("--lr", type=rate, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
     add("--data", metavar="PATH", help=HELP_ON_DATA)
     add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
@@ -117,6 +117,13 @@ def positive(text):
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+
+
+def seed(text):
+    """Return the number in a text. Raises argparse.ArgumentTypeError where it is none that numpy takes for a seed."""
+    if text.isdecimal() and int(text) < 2**32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
 
 
 def rate(text):

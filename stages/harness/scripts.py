@@ -51,8 +51,8 @@ def words_on_techniques(techniques):
         remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
     elif autocast and not techniques["enters_autocast"]:
         remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
-    if autocast == "bfloat16" and techniques["machine"]["amp_dtype"] != "bfloat16":
-        remarks.append("this device has no units for bfloat16, and is slow in it")
+    if techniques["emulated"]:
+        remarks.append(f"this device has no units for {autocast}, and is slow in it")
     if techniques["sdpa"] == "math":
         remarks.append("its scaled_dot_product_attention takes no flash kernel here, as with dropout on a CPU")
     if not techniques["profiled"]:

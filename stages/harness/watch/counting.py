@@ -1,11 +1,12 @@
 """What a step trains on: its micro-batches, and how many tokens or samples each has."""
 
-import functools
 import inspect
 import itertools
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -127,20 +128,53 @@ class Call:
         return self.is_training, self.tokens, self.batch_size
 
 
+class Reader(NamedTuple):
+    """What decides which arguments of a module are its text.
+
+    names: of its arguments by position. reads_ids: whether it has an embedding. chooses_ids: whether a layer has as
+    many outputs as the embedding has rows. Without such a layer ids in one dimension are users or products.
+    """
+
+    names: list
+    reads_ids: bool
+    chooses_ids: bool
+
+    def reads(self, name, tensor):
+        """Tell whether an argument has the ids of a text, by its name, dtype and dimensions."""
+        is_text = self.reads_ids if tensor.dim() == 2 else self.chooses_ids and tensor.dim() == 1
+        return is_text and is_whole(tensor) and not NO_TEXT.search(name)
+
+
+READERS = weakref.WeakKeyDictionary()  # {module: its Reader}, since a module may have a thousand parts
+
+
+def reader_of(module):
+    """Return the Reader of a module. Without names is what TorchScript has traced."""
+    if module not in READERS:
+        try:
+            names = list(inspect.signature(unwrapped(module).forward).parameters)
+        except ValueError:
+            names = []
+        modules = list(module.modules())
+        reads_ids = any(isinstance(part, nn.Embedding) for part in modules)
+        READERS[module] = Reader(names, reads_ids, vocabulary_of(modules) is not None)
+    return READERS[module]
+
+
 def call_of(module, args, kwargs):
     """Return (the Call of a module with these arguments, these as named_tensors() returns them).
 
     The Call is None where there are no tensors.
     """
-    names = names_of_arguments(type(unwrapped(module)))[: len(args)]
-    by_position = itertools.zip_longest(names, args, fillvalue="")  # "" behind a *args
+    reader = reader_of(module)
+    by_position = itertools.zip_longest(reader.names[: len(args)], args, fillvalue="")  # "" behind a *args
     tensors = named_tensors([*by_position, *kwargs.items()])
     if not tensors:
         return None, tensors
     _, first = tensors[0]
-    rows = first.shape[0] if first.dim() else 1
+    rows = len(first) if first.dim() else 1
     call = Call(module, module.training, next(module.parameters())._version, first, rows)
-    texts = [tensor for name, tensor in tensors if not NO_TEXT.search(name) and is_text(tensor, module)]
+    texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
@@ -148,32 +182,16 @@ def call_of(module, args, kwargs):
     return call, tensors
 
 
-@functools.cache
-def names_of_arguments(module_class):
-    """Return the names of the arguments of a class of modules, without self; none of one that TorchScript made."""
-    if issubclass(module_class, torch.jit.ScriptModule):
-        return []
-    return list(inspect.signature(module_class.forward).parameters)[1:]
-
-
-def is_text(tensor, module):
-    """Tell whether a tensor has the ids of a text that a module reads, which has an embedding then.
-
-    Ids in one dimension may also be users or products. They are a text where a layer has as many outputs as the
-    embedding has rows.
-    """
-    if tensor.dtype not in (torch.int32, torch.int64):
-        return False
-    if tensor.dim() == 2:
-        return any(isinstance(part, nn.Embedding) for part in module.modules())
-    return tensor.dim() == 1 and vocabulary_of(list(module.modules())) is not None
-
-
 def vocabulary_of(modules):
-    """Return the rows of the largest embedding for which a layer has as many outputs, or None."""
-    rows = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
-    widths = {module.out_features for module in modules if isinstance(module, nn.Linear)}
-    return max(rows & widths, default=None)
+    """Return the rows of the largest embedding, where a layer has as many outputs, or None."""
+    rows = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=None)
+    widths = [module.out_features for module in modules if isinstance(module, nn.Linear)]
+    return rows if rows in widths else None
+
+
+def is_whole(tensor):
+    """Tell whether a tensor holds whole numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def named_tensors(pairs):

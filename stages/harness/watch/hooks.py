@@ -60,7 +60,7 @@ def call_first(owner, name, note, clock=None, kind=None):
             return call(*args, **kwargs)
         if note:
             note(*args, **kwargs)
-        if kind is None:
+        if kind is None or torch.compiler.is_compiling():  # which would trace our clock into a graph
             return call(*args, **kwargs)
         counted_as = kind
         if kind == "data" and not torch.is_grad_enabled():

@@ -32,8 +32,8 @@ FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")
 class Habits:
     """What the script was seen to do, beside its steps.
 
-    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None. output_dtype: of
-    what a module returned, where that has 16 bits.
+    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None. output_dtype: that
+    of the first tensor that the last module returned.
     """
 
     autocast: str | None = None
@@ -53,10 +53,10 @@ class Habits:
             self.autocast = machine.dtype_name(dtype)
 
     def saw_output(self, output):
-        """Note whether a module returns 16 bits."""
-        for _, tensor in named_tensors([("", output)]):
-            if tensor.dtype in (torch.bfloat16, torch.float16):
-                self.output_dtype = machine.dtype_name(tensor.dtype)
+        """Note the dtype of what a module returns."""
+        dtypes = [tensor.dtype for _, tensor in named_tensors([("", output)]) if tensor.is_floating_point()]
+        if dtypes:
+            self.output_dtype = machine.dtype_name(dtypes[0])
 
     def saw_arguments(self, tensors):
         """Note how much of a batch is padding. tensors: pairs of a name and a tensor."""
@@ -102,7 +102,7 @@ def find_techniques(watcher):
     largest = max(parameters_of(models, *habits.optimizers), key=torch.Tensor.numel)
     return {
         **model_by_flags(models, watcher.seen.unit == "tok"),
-        **precision_of(habits, machine.dtype_name(largest.dtype)),
+        **precision_of(habits, machine.dtype_name(largest.dtype), units),
         **update_of(habits.optimizers),
         "clips": habits.clips,
         "accum": watcher.seen.accum,  # micro-batches of a rank
@@ -130,10 +130,13 @@ def model_by_flags(models, reads_text):
     }
 
 
-def precision_of(habits, weights):
-    """Return in which dtypes a model computes, a part of the techniques. weights: the dtype of its largest one."""
+def precision_of(habits, weights, units):
+    """Return in which dtypes a model computes, a part of the techniques.
+
+    weights: the dtype of its largest one. units: what machine.units_of() returned.
+    """
     autocast = habits.autocast
-    if autocast is None and weights == "float32":
+    if autocast is None and weights == "float32" and habits.output_dtype in ("bfloat16", "float16"):
         autocast = habits.output_dtype
     # torch.get_float32_matmul_precision() raises where a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
@@ -142,6 +145,7 @@ def precision_of(habits, weights):
         "weights": weights,
         "autocast": autocast,  # the dtype above weights in float32, as "bfloat16"
         "enters_autocast": habits.autocast is not None,  # and has that dtype not by a policy, as FSDP has one
+        "emulated": autocast is not None and autocast not in units,
     }
 
 
@@ -200,14 +204,14 @@ def seen_in(probe, flags, device):
     operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
     seen = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
-    matmuls = [names for _, names in operations if re.fullmatch(MATMUL, names[0])]
+    matmuls = [names for _, names in operations if is_matmul(names)]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         in_forward = [names for names in matmuls if "python (forward)" in names]
         seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
     widths = []
     for event, names in operations:
         has_gradients = event.sequence_nr >= 0
-        if names[0] == "aten::_log_softmax" and has_gradients:
+        if names[0] == "aten::_log_softmax" and has_gradients and event.input_shapes[0]:
             widths.append(event.input_shapes[0][-1])
     if flags["reads_text"] and (widths or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
         seen["vocabulary"] = max(widths, default=None)
@@ -215,6 +219,14 @@ def seen_in(probe, flags, device):
         seen["busy_ms"] = busy_ms(probe.events)
         seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in probe.events)
     return seen
+
+
+def is_matmul(names):
+    """Tell whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
+
+    Some optimizers multiply matrices, as Muon does, and a compiled update is no compiled model.
+    """
+    return re.fullmatch(MATMUL, names[0]) is not None and not any("Optimizer.step#" in name for name in names)
 
 
 def kernel_of_attention(operations):
@@ -228,23 +240,27 @@ def kernel_of_attention(operations):
 
 
 def attends_by_hand(operations):
-    """Tell whether a softmax over (.., T, T) goes into a batched matmul, as in attention.
+    """Tell whether a softmax of what a batched matmul returned goes into another one, as in attention.
 
-    operations: pairs of an event and its names, in the order in which they began.
+    operations: pairs of an event and its names, in the order in which they began. Backwards multiply the same shapes.
     """
-    weights = set()  # shapes of what went through such a softmax, (N, T, T)
+    scores, weights = set(), set()  # shapes of what was multiplied, and of what went through a softmax then
     for event, names in operations:
-        if names[0] == "aten::_softmax" and len(event.input_shapes[0]) > 2:
-            *batch, rows, columns = event.input_shapes[0]
-            if rows == columns:
-                weights.add((math.prod(batch), rows, columns))
-        # a backward multiplies the same shapes
-        elif names[0] == "aten::bmm" and not any(name.startswith("autograd::engine") for name in names):
-            left, right = event.input_shapes[:2]
+        shapes = event.input_shapes
+        is_in_backward = any(name.startswith("autograd::engine") for name in names)
+        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward:
+            left, right = shapes[1:3] if names[0] == "aten::baddbmm" else shapes[:2]
             if tuple(left) in weights:
                 return True
-            if is_in_compiled_code(names) and left[1] == right[2]:  # whose softmax is not seen
-                weights.add((left[0], left[1], right[2]))
+            product = (left[0], left[1], right[2])
+            scores.add(product)
+            if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
+                weights.add(product)
+        elif names[0] == "aten::_softmax" and len(shapes[0]) > 2:
+            rows, columns = shapes[0][-2:]
+            shape = (math.prod(shapes[0][:-2]), rows, columns)
+            if shape in scores:
+                weights.add(shape)
     return False
 
 

@@ -147,11 +147,14 @@ def place_in_script():
     """
     frame = sys._current_frames()[threading.main_thread().ident]
     functions = []
-    while frame.f_back and is_of_a_library(frame):
+    while is_of_a_library(frame):
+        caller = frame.f_back
+        if caller is None:  # the outermost one, or one that has returned meanwhile
+            break
         code = frame.f_code
         if INSTALLED.search(code.co_filename) and not is_of_torch(frame):
             functions.insert(0, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}")
-        frame = frame.f_back
+        frame = caller
     return f"{frame.f_code.co_filename}:{frame.f_lineno}", functions
 
 

@@ -210,7 +210,9 @@ class Watcher:
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
         self.is_last_step = not self.log.wait_for_request() or steps == self.args.steps
-        is_profiled = self.is_last_step if on_card else steps == 0
+        is_profiled = self.is_last_step
+        if not on_card:
+            is_profiled = steps == 0 and not self.is_last_step
         if is_profiled:
             self.probe.start(self.device)
         if self.is_last_step and not self.probe.profiler:
