@@ -172,7 +172,7 @@ def call_of(module, args, kwargs):
     if not tensors:
         return None, tensors
     _, first = tensors[0]
-    rows = len(first) if first.dim() else 1
+    rows = first.size(0) if first.dim() else 1
     call = Call(module, module.training, next(module.parameters())._version, first, rows)
     texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
     if texts:

@@ -248,7 +248,8 @@ def attends_by_hand(operations):
     for event, names in operations:
         shapes = event.input_shapes
         is_in_backward = any(name.startswith("autograd::engine") for name in names)
-        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward:
+        has_shapes = all(shapes[:2])  # a nested tensor has none
+        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward and has_shapes:
             left, right = shapes[1:3] if names[0] == "aten::baddbmm" else shapes[:2]
             if tuple(left) in weights:
                 return True
