@@ -143,9 +143,7 @@ def test_ctrl_c_while_the_profile_is_read_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ((), "the following arguments are required: SCRIPT.py"),
         (("nothing.py",), "there is no script nothing.py"),
-        (("+flash", "train.py"), "unrecognized arguments: +flash"),
         ((ROOT / "stages" / "s05_flash.py",), "logs its steps by itself"),
         (("-m", "nothing.at.all"), "No module named 'nothing'"),
     ],
@@ -158,7 +156,7 @@ def test_a_wrong_command_is_one_line(tmp_path, words, told):
 
 
 DDP = """
-import os
+import contextlib, os
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -168,33 +166,41 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(5):
+    with FIRST:
+        model(torch.ones(8, 3)).sum().backward()
     model(torch.ones(8, 3)).sum().backward()
     optimizer.step()
 """
+SUMS_TWICE = "ranks add up gradients in each of 2 micro-batches: no_sync() in all but one\n"
 
 
 def test_all_ranks_of_torchrun_are_counted(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    ended = watch(tmp_path, DDP.replace("LAUNCH", ""), "--steps", "3", launcher=launcher)
+    text = DDP.replace("LAUNCH", "").replace("FIRST", "model.no_sync()")
+    ended = watch(tmp_path, text, "--steps", "3", launcher=launcher)
     assert ended.status == 0, ended.err
-    assert ended.figures("tokens") == [16] * 3
+    assert ended.figures("tokens") == [32] * 3
     assert ended.out.count("sample/sec | memory") == 1
+    assert SUMS_TWICE not in ended.out
 
 
 ONE_RANK = "os.environ.update(MASTER_ADDR='localhost', WORLD_SIZE='1', RANK='0')\nimport socket\n"
 ONE_RANK += "taken = socket.create_server(('localhost', 0))\nos.environ['MASTER_PORT'] = str(taken.getsockname()[1])"
+ONE_RANK = DDP.replace("LAUNCH", ONE_RANK).replace("FIRST", "contextlib.nullcontext()")
 
 
-def test_a_process_group_of_one_takes_a_free_port(tmp_path):
+def test_a_process_group_of_one_takes_a_free_port_and_is_told_of_sums_in_each_micro_batch(tmp_path):
     """So that several rows of a script that names a port can be alive."""
-    assert watch_in_a_fork(tmp_path, DDP.replace("LAUNCH", ONE_RANK), "--steps", "3").status == 0
+    ended = watch_in_a_fork(tmp_path, ONE_RANK, "--steps", "3")
+    assert ended.status == 0, ended.err
+    assert f"slow    {SUMS_TWICE}" in ended.out
 
 
 @pytest.mark.parametrize(
     "text, told",
     [
         (
-            DDP.replace("LAUNCH", ONE_RANK).replace("dist.init", "dist.get_world_size = lambda: 2\ndist.init"),
+            ONE_RANK.replace("dist.init", "dist.get_world_size = lambda: 2\ndist.init"),
             "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py",
         ),
         ("import torch\ntorch.multiprocessing.spawn(print)", "starts ranks by torch.multiprocessing.spawn"),
