@@ -153,15 +153,6 @@ def python(*words, folder=ROOT, **env):
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def watch(folder, text, *words, own_flags=(), launcher=(), **env):
-    """The Ended of watch.py on a script with this text, and the lines of its record."""
-    (folder / "train.py").write_text(text)
-    record = folder / "record.jsonl"
-    ended = python(*launcher, WATCH, "--record", record, *words, "train.py", *own_flags, folder=folder, **env)
-    ended.lines = lines_of(record)
-    return ended
-
-
 def led_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
     bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "variables": {}}

@@ -274,14 +274,6 @@ def test_a_full_disk_ends_the_record_and_not_the_training(new_log, card, monkeyp
     assert "step    1 |" in printed.out
 
 
-def test_of_many_short_steps_the_record_has_each_and_the_terminal_some(new_log, card, capsys, tmp_path):
-    log = new_log("--record", tmp_path / "r.jsonl")
-    for _ in range(300):
-        take_step(log, card)
-    assert 100 <= capsys.readouterr().out.count("step ") < 300
-    assert len(lines_of(tmp_path / "r.jsonl")) == 1 + 300
-
-
 # A run that the bench leads
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, WATCH, python, run_script, watch
+from conftest import ROOT, WATCH, lines_of, python, run_script
 from fixtures.loops import LOOPS, WORDS, run_in_a_fork, watch_in_a_fork
 from torch.autograd import DeviceType
 
@@ -95,7 +95,8 @@ if __name__ == "__main__":
 def test_a_script_is_at_home(tmp_path):
     for number, name in enumerate(("data", "model", "harness"), 1):
         (tmp_path / f"{name}.py").write_text(f"OWN = {number}\n")
-    ended = watch(tmp_path, AT_HOME, own_flags=("--steps", "9", "-m", "x"))
+    (tmp_path / "train.py").write_text(AT_HOME)
+    ended = python(WATCH, "train.py", "--steps", "9", "-m", "x", folder=tmp_path)
     assert "at home\n" in ended.out, ended.err
     assert ended.status == 2
     [line] = ended.err.splitlines()
@@ -176,9 +177,10 @@ SUMS_TWICE = "ranks add up gradients in each of 2 micro-batches: no_sync() in al
 
 def test_all_ranks_of_torchrun_are_counted(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    text = DDP.replace("LAUNCH", "").replace("FIRST", "model.no_sync()")
-    ended = watch(tmp_path, text, "--steps", "3", launcher=launcher)
+    (tmp_path / "train.py").write_text(DDP.replace("LAUNCH", "").replace("FIRST", "model.no_sync()"))
+    ended = python(*launcher, WATCH, "--steps", "3", "--record", "r.jsonl", "train.py", folder=tmp_path)
     assert ended.status == 0, ended.err
+    ended.lines = lines_of(tmp_path / "r.jsonl")
     assert ended.figures("tokens") == [32] * 3
     assert ended.out.count("sample/sec | memory") == 1
     assert SUMS_TWICE not in ended.out
@@ -255,13 +257,6 @@ threading.Thread(target=time.sleep, args=[20], daemon=True).start()  # as a prog
 def test_what_may_load_data_is_counted(tmp_path):
     ended = watch_in_a_fork(tmp_path, TRAIN.replace(START, START + LOADERS), "--steps", "2")
     assert ended.of_kind("techniques")[0]["loaders"] == 2
-
-
-def test_steps_of_a_child_that_a_script_forks_are_not_counted(tmp_path):
-    child = "if step == 2 and not os.fork():\n        optimizer.step()\n        os._exit(0)"
-    text = TRAIN.replace("import json,", "import json, os,").replace(PAUSE, f"    {child}")
-    ended = watch_in_a_fork(tmp_path, text, "--steps", "5")
-    assert [step["step"] for step in ended.of_kind("step")] == [1, 2, 3, 4, 5]
 
 
 def test_a_script_that_profiles_itself_keeps_its_profile_and_lacks_nothing(tmp_path):

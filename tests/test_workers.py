@@ -49,21 +49,13 @@ def in_turn(*rows):
     return {name: run for (name, _), run in results.runs.items()}
 
 
-def order_of_steps(*rows):
-    """The names of these rows, a letter each, in the order in which they took seven steps."""
+def test_rows_step_in_turn_there_and_back_and_a_script_that_loads_its_data_ahead_takes_all_its_steps_at_once():
+    """Its loader would get ahead while the others take their steps."""
+    rows = [fake_row("a"), fake_row("b", techniques={"loaders": 1}), fake_row("c")]
     results = results_to_fill(*rows, steps=WARMUP + 3, file=io.StringIO())
     assert turns.take_round(rows, 0, results)
     lines = [json.loads(line) for line in results.file.getvalue().splitlines()]
-    return "".join(line["name"] for line in lines if line["kind"] == "step")
-
-
-def test_rows_step_in_turn_there_and_back():
-    assert order_of_steps(fake_row("a"), fake_row("b"), fake_row("c")) == "aaaabbbbcccc" + "abccbaabc"
-
-
-def test_a_script_that_loads_its_data_ahead_takes_all_its_steps_at_once():
-    """Its loader would get ahead while the others take their steps."""
-    order = order_of_steps(fake_row("a"), fake_row("b", techniques={"loaders": 1}), fake_row("c"))
+    order = "".join(line["name"] for line in lines if line["kind"] == "step")
     assert order == "aaaa" + "bbbbbbb" + "cccc" + "accaac"
 
 
