@@ -168,11 +168,6 @@ def test_what_turns_compile_off_is_dropped(parse, monkeypatch, name):
     assert name not in os.environ
 
 
-def test_a_variable_that_makes_all_slower_is_named(parse, monkeypatch):
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert parse().fallbacks == {"environment": "slower, by CUDA_LAUNCH_BLOCKING"}
-
-
 def test_tf32_stays_off_where_nvidias_containers_allow_it():
     script = "import harness, os, torch; print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
     container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}

@@ -119,15 +119,3 @@ def test_the_page_of_results_says_how_often_a_bench_errs(row, pairs, rounds):
     assert [int(cell) for cell in cells] == pytest.approx(simulated, abs=2)
     if pairs == 4:
         assert simulated[1] < 5.5 and simulated[3] > 37
-
-
-@pytest.mark.parametrize("offset", [0, 0.01, 0.02])
-def test_the_spread_of_three_rounds_covers_the_true_ratio_in_95_of_100_benches(offset):
-    """That of 60 turns in one pot covers it in 99, 76 and 58."""
-    generator = random.Random(2)
-    covered = 0
-    for _ in range(600):
-        ours, base = (simulated_times(generator, 3, offset) for _ in range(2))
-        value, spread, *_ = ratios.ratio_of_rounds(ours, base)
-        covered += abs(value - 1) <= spread
-    assert covered / 600 == pytest.approx(0.95, abs=0.025)

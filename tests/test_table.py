@@ -28,13 +28,8 @@ def test_a_rows_figures_are_those_of_all_its_runs():
 # ratios
 
 
-def test_a_ratio_is_the_median_of_the_ratios_within_the_turns():
-    """The ratios are 4, 1 and 1.5. Their mean is 2.2, and the median times of both rows are equal."""
-    table = table_from(run("s01", [1.0, 4.0, 9.0]), run("s03", [0.25, 4.0, 6.0]))
-    assert table.outcomes["s03"].comparison.ratio.value == pytest.approx(1.5)
-
-
-def test_a_turn_that_one_row_did_not_take_is_in_no_ratio():
+def test_a_ratio_is_the_median_of_the_ratios_within_the_turns_that_both_rows_took():
+    """The ratios are 2, 4 and 8, of medians 2.5 and 0.5 seconds."""
     table = table_from(run("s01", [1.0, 1.0, 4.0, 9.0]), run("s03", [0.5, 0.25, 0.5]))
     assert table.outcomes["s03"].comparison.ratio.value == 4
 
@@ -121,12 +116,6 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
     table = table_from(*runs, probed(float32=1e9, bfloat16=2e9, copy=1e15), rows=rows)
     predicted = [outcome.comparison.predicted for outcome in table.shown]
     assert predicted == [None, pytest.approx(2, rel=0.05), None]  # who knows what else another script does
-
-
-@pytest.mark.parametrize("names", ["s05 s06", "s07 s05", "mine s02", "s01 mine", "plain s01"])
-def test_what_flops_and_bytes_do_not_tell_is_not_predicted(names):
-    above, name = names.split()
-    assert table_from(run_of_one(above), run_of_one(name), probed(**RATES)).outcomes[name].comparison.predicted is None
 
 
 def test_between_one_process_and_several_nothing_is_predicted():
@@ -243,8 +232,6 @@ def test_rows_that_take_no_turns_are_compared_round_by_round():
     table = table_from(*runs, rows=[row("s01"), row("a.py", above="s01"), row("b.py", above="a.py")])
     _, first, second = table.shown
     assert first.comparison.ratio.spread is None
-    assert (second.comparison.ratio.value, second.comparison.ratio.rounds) == (
-        1.0,
-        3,
-    ) and second.comparison.ratio.spread > 0.4
+    assert (second.comparison.ratio.value, second.comparison.ratio.rounds) == (1.0, 3)
+    assert second.comparison.ratio.spread > 0.4
     assert second.comparison.verdict != Verdict.FASTER
