@@ -37,12 +37,10 @@ def system(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Two NVIDIA cards that can do everything, until a test changes the attribute."""
-    cuda = SimpleNamespace(capability=(9, 0))
+    """Two NVIDIA cards that can do everything."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: cuda.capability)
-    return cuda
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.mark.parametrize("name, device", [(None, CUDA_1), ("cuda", CUDA_1), ("cuda:0", CUDA_0), ("cpu", CPU)])
@@ -117,8 +115,8 @@ def test_the_first_process_of_another_node_is_not_rank_0():
 @pytest.mark.parametrize(
     "capability, units", [((8, 0), {"float16", "bfloat16", "tf32"}), ((7, 5), {"float16"}), ((6, 1), set())]
 )
-def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(cuda, capability, units):
-    cuda.capability = capability
+def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(monkeypatch, capability, units):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert machine.units_of(CUDA_0) == units
 
 
@@ -193,7 +191,7 @@ def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(cuda, mon
     assert machine.compile_problem(CUDA_0) is None
     monkeypatch.setattr(torch, "__file__", "/home/me/a clone/torch/__init__.py")
     assert "the path of PyTorch has a blank (/home/me/a clone/torch)" in machine.compile_problem(CPU)
-    cuda.capability = (6, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert "capability 7.0 or more" in machine.compile_problem(CUDA_0)
 
 

@@ -3,25 +3,17 @@
 from harness.weights import save
 
 import pytest
-from conftest import FLOAT32, ROOT, run_script
+from conftest import FLOAT32, ROOT, run_script, run_stage
 
 from model import GPT, SIZES, GPTConfig
 
 SAMPLE = ROOT / "stages" / "sample.py"
 
 
-@pytest.fixture
-def weights(stages, tmp_path_factory):
-    """What s06 saved, a model with padding."""
-    path = tmp_path_factory.getbasetemp() / "s06.pt"
-    ended = stages("s06", *FLOAT32, "--save", path)
-    assert ended.status == 0, ended.err
-    return path
-
-
-def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on(weights):
-    """The weights were trained on Python's documentation, a token a byte, which needs no vocabulary."""
-    flags = ("--device", "cpu", "--weights", weights, "--prompt", "Größe" * 10, "--tokens", 30)
+def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on(tmp_path):
+    """The weights, with padding, were trained on Python's documentation, a token a byte, which needs no vocabulary."""
+    run_stage("s06", *FLOAT32, "--save", tmp_path / "w.pt", folder=tmp_path)
+    flags = ("--device", "cpu", "--weights", tmp_path / "w.pt", "--prompt", "Größe" * 10, "--tokens", 30)
     first, again = run_script(SAMPLE, *flags), run_script(SAMPLE, *flags)
     assert first.status == 0
     assert first.out.startswith("Größe" * 10)  # more than the 24 tokens of its training
