@@ -82,5 +82,4 @@ def test_fused_kernels_take_the_parts_that_a_compiler_merges():
 @pytest.mark.parametrize("accum, ms", [(1, 7589.81), (2, 15179.62)])
 def test_a_step_should_take_the_time_of_all_its_micro_batches(accum, ms):
     """By hand: 1024 tokens x 741,192,192 FLOP at 0.1 TFLOP/s, and twice that."""
-    rates_of_machine = {"peak": {"float32": 1e11}, "copy": 1e10}
-    assert predicted_ms(Work(GPT2, 1, accum=accum), rates_of_machine)["matmuls"] == pytest.approx(ms)
+    assert predicted_ms(Work(GPT2, 1, accum=accum), RATES)["matmuls"] == pytest.approx(ms)
