@@ -11,9 +11,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import GPT
 
@@ -120,36 +120,24 @@ class Watch:
         self.calls.append(f"compile {type(model).__name__} with {options}")
         return Compiled(model)
 
-    def pretend_ranks(self, world_size):
-        """Let this process be rank 0 of so many. What is sent to the others, which are not there, is noted."""
-        init_process_group, init_ddp = dist.init_process_group, DistributedDataParallel.__init__
-        fake_group = {"rank": 0, "world_size": world_size, "store": FakeStore()}
+    def note_averages(self):
+        """Note what ranks average. Of gradients DDP calls dist.all_reduce() in this hook alone."""
+        init_ddp = DistributedDataParallel.__init__
 
         def init_ddp_with_hook(model, *args, **kwargs):
             init_ddp(model, *args, **kwargs)
-            model.register_comm_hook(None, self.average_bucket)
+            model.register_comm_hook(None, allreduce_hook)
 
-        ranks = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-        for name, value in ranks.items():
-            self.patch.setenv(name, str(value))
-        self.patch.setattr(dist, "init_process_group", lambda backend: init_process_group("fake", **fake_group))
         self.patch.setattr(DistributedDataParallel, "__init__", init_ddp_with_hook)
         self.note_calls_of(dist, "all_reduce", self.note_all_reduce)
 
-    def note_all_reduce(self, tensor, op=None):
+    def note_all_reduce(self, tensor, *args, **options):
         self.calls.append(f"all-reduce of {tensor.nbytes} bytes")
-
-    def average_bucket(self, state, bucket):
-        """What DDP calls in place of the all-reduce of a bucket of gradients; a future of their average."""
-        self.note_all_reduce(bucket.buffer())
-        average = torch.futures.Future()
-        average.set_result(bucket.buffer())
-        return average
 
 
 @contextlib.contextmanager
-def watching(ranks=None):
-    """Give a Watch that notes every call until the block ends. ranks: how many to pretend, or None for none."""
+def watching():
+    """Give a Watch that notes every call until the block ends."""
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
         patch.setattr(torch, "compile", watch.compile)
@@ -164,6 +152,5 @@ def watching(ranks=None):
         watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
         for name in ("item", "__float__", "cpu"):
             watch.note_calls_of(torch.Tensor, name, watch.note_wait)
-        if ranks:
-            watch.pretend_ranks(ranks)
+        watch.note_averages()
         yield watch
