@@ -27,7 +27,9 @@ def committed(pattern):
     """The files of the repository that match a pattern, without those that its reader's own benches left."""
     tracked = machine.command_output(["git", "-C", str(ROOT), "ls-files"]).splitlines()
     paths = sorted(ROOT.glob(pattern))
-    return [path for path in paths if not tracked or str(path.relative_to(ROOT)) in tracked]  # not tracked: no git
+    if not tracked:  # without git, or without its folder
+        return paths
+    return [path for path in paths if str(path.relative_to(ROOT)) in tracked]
 
 
 PAGES = [path for pattern in ("README.md", "stages/*.md", "results/*.md") for path in committed(pattern)]

@@ -186,9 +186,9 @@ def test_all_ranks_of_torchrun_are_counted(tmp_path):
     assert SUMS_TWICE not in ended.out
 
 
-ONE_RANK = "os.environ.update(MASTER_ADDR='localhost', WORLD_SIZE='1', RANK='0')\nimport socket\n"
-ONE_RANK += "taken = socket.create_server(('localhost', 0))\nos.environ['MASTER_PORT'] = str(taken.getsockname()[1])"
-ONE_RANK = DDP.replace("LAUNCH", ONE_RANK).replace("FIRST", "contextlib.nullcontext()")
+LAUNCH = "os.environ.update(MASTER_ADDR='localhost', WORLD_SIZE='1', RANK='0')\nimport socket\n"
+LAUNCH += "taken = socket.create_server(('localhost', 0))\nos.environ['MASTER_PORT'] = str(taken.getsockname()[1])"
+ONE_RANK = DDP.replace("LAUNCH", LAUNCH).replace("FIRST", "contextlib.nullcontext()")
 
 
 def test_a_process_group_of_one_takes_a_free_port_and_is_told_of_sums_in_each_micro_batch(tmp_path):
