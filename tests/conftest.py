@@ -105,11 +105,15 @@ def run_script(script, *flags, folder=None):
     return Ended(status, out.getvalue(), err.getvalue(), scope=scope)
 
 
-def run_stage(stage, *flags, folder):
-    """The Ended of a stage, "s05", with the lines of its record. folder: for the record, and to run in."""
+def run_stage(stage, *flags, folder, status=0):
+    """The Ended of a stage, "s05", with the lines of its record.
+
+    folder: for the record, and to run in. status: how it must end.
+    """
     record = folder / f"{stage}.jsonl"
     record.unlink(missing_ok=True)
     ended = run_script(STAGE_FILES[stage], *flags, "--record", record, folder=folder)
+    assert ended.status == status, ended.err
     ended.lines = lines_of(record)
     return ended
 

@@ -41,7 +41,6 @@ print(*dtypes[-5:], next(model.parameters()).dtype, fused, torch.get_float32_mat
 def techniques_after(tmp_path, words, change=""):
     """The line of techniques, what the script printed of itself, and all that watch.py said."""
     ended = watch_in_a_fork(tmp_path, PLAIN.replace("CHANGE", change), *words, "--steps", "99")
-    assert ended.status == 0, ended.err
     own = re.search(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[0].replace("torch.", "")
     return ended.of_kind("techniques")[0], own.split(), ended.out
 

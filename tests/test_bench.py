@@ -49,19 +49,21 @@ class Repository:
         """Say what the fakes do, by the names of their rows; those without a plan do nothing amiss."""
         self.monkeypatch.setenv("FAKE_PLANS", json.dumps(plans))
 
-    def command(self, *words):
-        """Return the Ended of `python bench.py WORDS`."""
+    def command(self, *words, status=0):
+        """Return the Ended of `python bench.py WORDS`. status: how it must end."""
         self.capsys.readouterr()
         try:
-            status = bench.main(list(words))
+            ended_with = bench.main(list(words))
         except SystemExit as end:
-            status = end.code
-        return Ended(status, *self.capsys.readouterr())
+            ended_with = end.code
+        ended = Ended(ended_with, *self.capsys.readouterr())
+        assert ended.status == status, ended.err
+        return ended
 
-    def run(self, *rows, flags=()):
-        """Return the Ended of a bench named x, of three fakes where no rows are given."""
+    def run(self, *rows, flags=(), status=0):
+        """Return the Ended of a bench named x, of three fakes where no rows are given. status: how it must end."""
         rows = rows or ("s01", "s02", "s03")
-        return self.command(*rows, *self.flags, *flags, f"--steps={STEPS}", "--out=x")
+        return self.command(*rows, *self.flags, *flags, f"--steps={STEPS}", "--out=x", status=status)
 
     def lines(self, kind):
         """Return the lines of one kind in the record."""
@@ -126,8 +128,8 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     (repo.folder / "short.bin").write_bytes(bytes(200))
     (repo.folder / "results" / "old.jsonl").write_text('{"kind": "bench", "rows": []}\n')
     (repo.folder / "results" / "page.md").touch()
-    ended = repo.command(*words)
-    assert (ended.status, ended.out) == (2, "")
+    ended = repo.command(*words, status=2)
+    assert ended.out == ""
     assert re.fullmatch(f"error: .*{message}.*\n", ended.err)
     assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl", "page.md"]
 
@@ -143,7 +145,6 @@ def test_a_value_of_a_flag_may_be_called_as_a_row_is(repo):
 def test_on_a_cpu_rows_run_on_the_flags_of_all_and_a_table_is_drawn(repo):
     repo.plan(s03={"dt": 0.0625})
     ended = repo.run(flags=("--seed=7", "--no-compile", "--rounds=2"))
-    assert ended.status == 0
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
     assert re.search(r"^s03 +16,000 +2\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith(f"# x: a bench on {machine.device_name(torch.device('cpu'))}\n")
@@ -164,7 +165,7 @@ def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_i
 def test_a_row_that_loads_ahead_takes_its_steps_at_once_in_three_rounds_there_and_back(repo):
     ahead = {"techniques": TECHNIQUES | {"loaders": 1}}
     repo.plan(s01=ahead, s02=ahead)
-    assert repo.run().status == 0
+    repo.run()
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {"s01": 3 * [STEPS], "s02": 3 * [STEPS]}
     started = [(line["name"], line["round"]) for line in repo.lines("start")]
     assert started[len(EVERYONE) :] == [("s02", 1), ("s01", 1), ("s01", 2), ("s02", 2)]
@@ -183,8 +184,7 @@ def test_rows_try_no_download_that_the_bench_could_not_do(repo):
 )
 def test_a_failure_costs_its_own_row_and_exit_status_1_where_memory_was_not_short(repo, row, do, at, status):
     repo.plan(**{row: {"do": do, "at": at}})
-    ended = repo.run()
-    assert ended.status == status
+    ended = repo.run(status=status)
     assert f"{row} failed: " in ended.err
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {row: [at]}
 
@@ -193,7 +193,6 @@ def test_rows_that_memory_does_not_hold_at_once_run_one_after_the_other_in_three
     free = 3 * [10**15]  # there is room for three
     repo.monkeypatch.setattr(machine, "free_memory", lambda: free.pop() if free else 0)
     ended = repo.run()
-    assert ended.status == 0
     assert "memory does not hold all 5 processes at once, so they run one after the other" in ended.err
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
     assert [line["in_turn"] for line in repo.lines("bench")] == [True, False]
@@ -204,7 +203,6 @@ def test_rows_that_memory_does_not_hold_at_once_run_one_after_the_other_in_three
 
 def test_on_a_card_one_runs_after_the_other_in_three_rounds_there_and_back(repo, a_card):
     ended = repo.run()
-    assert ended.status == 0
     names = [line["name"] for line in lines_of(repo.records)[1:]]
     back = ["probe", "s03", "s02 again", "s02", "s01"]
     assert [name for name, _ in itertools.groupby(names)] == EVERYONE + back + EVERYONE
@@ -221,8 +219,7 @@ def test_a_card_has_its_own_limit_of_steps_and_no_plain_row(a_card):
 
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, a_card):
     repo.plan(**{"s02 again": {"do": "interrupt the bench", "at": 5, "round": 1}})
-    ended = repo.run()
-    assert ended.status == 130
+    ended = repo.run(status=130)
     assert repo.steps_taken() == {"probe": [6, 6], "s01": [6], "s02": [6], "s02 again": [6, 5], "s03": [6, 6]}
     assert ended.out.count("tok/sec") == 2
     assert "| 1 of 3 rounds" in repo.page.read_text() and "| 2 of 3 rounds" in repo.page.read_text()
@@ -233,7 +230,7 @@ def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, a_card):
 
 def test_ctrl_c_before_the_first_step_leaves_a_page_all_the_same(repo):
     repo.plan(probe={"do": "interrupt the bench", "at": 0})
-    assert repo.run().status == 130
+    repo.run(status=130)
     assert "No row got as far as its first step." in repo.page.read_text()
 
 
@@ -249,9 +246,7 @@ def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can
             record.write('{"kind": "step", "rou')  # as a kill in the middle of a line leaves it
     else:
         assert done.status == 128 + how
-    ended = repo.command("--render", "x")
-    assert ended.status == 0
-    assert re.search(r"^s01 .* 8,000 ", ended.out, re.MULTILINE)
+    assert re.search(r"^s01 .* 8,000 ", repo.command("--render", "x").out, re.MULTILINE)
 
 
 def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypatch):
@@ -259,7 +254,7 @@ def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypat
     monkeypatch.setattr(workers, "PATIENCE", 1)  # the fake that sends it takes no more steps
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert repo.run().status == 1
+        repo.run(status=1)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert repo.steps_taken()["s02"] == [STEPS]
@@ -291,8 +286,7 @@ def own_folder(repo, tmp_path, monkeypatch):
 def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outside(repo, own_folder):
     (own_folder / "train.py").write_text(OWN_SCRIPT)
     (own_folder / "model.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
-    ended = repo.run("train.py", "+fused train.py", flags=("--seed=4",))
-    assert ended.status == 0
+    repo.run("train.py", "+fused train.py", flags=("--seed=4",))
     assert repo.steps_taken() == dict.fromkeys(["probe", "train.py", "train.py again", "+fused train.py"], [STEPS])
     assert [line["fused"] for line in repo.lines("techniques")] == [False, False, True]
     settings = repo.lines("header")[0]["settings"]
@@ -301,8 +295,7 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outs
 
 def test_a_climb_in_a_python_without_the_scripts_modules_ends_with_its_first_row(repo, own_folder):
     (own_folder / "train.py").write_text("import lightning_or_so")
-    ended = repo.command("--climb", "train.py", "--device=cpu", "--out=x")
-    assert ended.status == 2
+    ended = repo.command("--climb", "train.py", "--device=cpu", "--out=x", status=2)
     last_line = ended.err.splitlines()[-1]
     assert "failed before its first step: ModuleNotFoundError: No module named 'lightning_or_so'" in last_line
     assert f"in {sys.executable}; pass " in last_line and "PY=python" in last_line

@@ -176,8 +176,7 @@ def test_a_compiled_stage_of_which_nothing_was_compiled_is_no_measurement(monkey
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # as in a process of its own
     with torch.compiler.set_stance(stance):
-        run = run_stage("s04", *SMALL, "--amp-dtype", "float32", "--compile", folder=tmp_path)
-    assert run.status == status
+        run = run_stage("s04", *SMALL, "--amp-dtype", "float32", "--compile", folder=tmp_path, status=status)
     remedy = "torch.compile has compiled nothing, so this would be measured as without it: pass --no-compile"
     assert (remedy in run.err) == (status == 2)
 
