@@ -36,6 +36,9 @@ for step in range(7):
 fused = optimizer.param_groups[0].get("fused")
 print(*dtypes[-5:], next(model.parameters()).dtype, fused, torch.get_float32_matmul_precision())
 """
+can_compile = pytest.mark.skipif(
+    machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here"
+)
 
 
 def techniques_after(tmp_path, words, change=""):
@@ -51,6 +54,7 @@ def test_without_a_word_nothing_is_added(tmp_path):
     assert (techniques["autocast"], techniques["compile"], techniques["fused"]) == (None, False, False)
 
 
+@can_compile
 def test_compile_reaches_a_class_whose_forward_is_pytorchs_own(tmp_path):
     change = (
         "class Net(nn.Sequential):\n    pass\nmodel = Net(*model)\noptimizer = torch.optim.AdamW(model.parameters())"
@@ -82,7 +86,7 @@ optimizer.register_step_post_hook(lambda *words: print("graphs", stats["unique_g
 """
 
 
-@pytest.mark.skipif(machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here")
+@can_compile
 def test_compile_compiles_the_module_that_is_trained_inside_of_ddp(tmp_path):
     techniques, _, out = techniques_after(tmp_path, ("+compile",), DDP)
     assert techniques["compile"]
