@@ -50,22 +50,22 @@ ORDER = "pass rows first, a script with its own flags in quotes, and then the fl
 def main(argv):
     """Measure, or draw what was measured. Return the exit status.
 
-    It is 1 where a row failed, and 128 and the number of a signal where that ended the bench.
+    It is 1 where a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
     """
     ranks.check_ranks()
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:
         refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
-    args = parse_command(argv)
-    if args.render is not None:
-        render(args.render)
-        return 0
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(signal_number, interrupt)
     try:
+        args = parse_command(argv)
+        if args.render is not None:
+            render(args.render)
+            return 0
         args.flags += flags_of_text(args)
-        for name in ("device", "environment"):  # no note of a row has them
+        for name in ("device", "environment"):  # told here, since no row's note tells them
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:

@@ -9,7 +9,7 @@ Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, say
-from harness.flags import Parser, positive, seed
+from harness.flags import Parser, positive, rate, seed
 from harness.weights import PUBLISHED, load
 
 import torch
@@ -27,13 +27,11 @@ add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", help="the text to continue (a line break)")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
-add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
+add("--temperature", type=rate, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
-if args.temperature < 0:
-    refuse(f"--temperature {args.temperature}: pass 0 or more")
 
 device = machine.find_device(args.device)
 model, in_bytes = load(args.weights, attention)

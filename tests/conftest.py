@@ -78,7 +78,7 @@ class Ended:
 
 
 def run_script(script, *flags, folder=None):
-    """The Ended of `python SCRIPT FLAGS`, run in this process, which is afterwards as it was."""
+    """The Ended of `python SCRIPT FLAGS`, run in this process, whose arguments, variables and folder are put back."""
     out, err = io.StringIO(), io.StringIO()
     status, scope = 0, {}
     with contextlib.ExitStack() as stack:

@@ -72,7 +72,7 @@ class Repository:
     def steps_taken(self):
         """Return {row: [steps that each of its processes took]}."""
         results = Results.load(self.records)
-        return {row.name: [len(run.steps) for run in results.runs_of(row)] for row in results.rows.values()}
+        return {row.name: [len(run.steps) for run in results.runs_of(row.name)] for row in results.rows.values()}
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ def rows_of(*words):
         ("my/s12_ddp.py --accum 8", "", "my/s12_ddp.py", "--accum 8"),
         ("python -u -m my.train --depth=4", "python -u", "my.train", "--depth=4"),
         ("python -m torch.distributed.run -n 2 mine.py", "python -m torch.distributed.run -n 2", "mine.py", ""),
+        ("-m pythonic.train --lr 1", "", "pythonic.train", "--lr 1"),
         ("numactl -N 0 -m 0 python mine.py", "numactl -N 0 -m 0 python", "mine.py", ""),
         ("accelerate launch --config_file=c.py mine.py -m", "accelerate launch --config_file=c.py", "mine.py", "-m"),
         ("torchrun --log-dir=s05 --standalone s12", "torchrun --log-dir=s05 --standalone", "s12_ddp", ""),

@@ -197,6 +197,15 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation_and_no_row_of
     assert [heading for heading, _ in answer(table)] == ["worth it", "all together", "what to type 1"]
 
 
+def test_a_gain_with_other_flags_or_another_launcher_is_no_stages_and_no_techniques():
+    rows = [row("s10"), row("s11 --batch-size 64", script="s11_accum", flags=("--batch-size", "64"), above="s10")]
+    rows.append(row("s12", above="s11 --batch-size 64"))
+    rows.append(row("t.py"))
+    rows.append(row("+bf16 torchrun t.py", script="t.py", launcher=("torchrun",), added=("bf16",), above="t.py"))
+    table = table_from(*[run(each.name, [1.0] * 3) for each in rows[:3]], rows=rows)
+    assert [outcome.comparison.change.code for outcome in table.shown[1:]] == [[], [], [], []]
+
+
 def test_a_row_that_goes_without_what_the_row_above_adds_is_another_computation():
     rows = [row("+bf16", script="t.py", added=("bf16",))]
     rows.append(row("+compile", script="t.py", added=("compile",), above="+bf16"))

@@ -15,9 +15,10 @@ def figures_of(counted):
     quartiles (ms), the mean of dt (ms), tokens per second, and memory (bytes, 0 without a meter).
     """
     dts = [step["dt"] for step in counted]
-    first_quartile = median = third_quartile = dts[0]
     if len(dts) > 1:
         first_quartile, median, third_quartile = statistics.quantiles(dts, n=4, method="inclusive")
+    else:
+        first_quartile = median = third_quartile = dts[0]
     return {
         "dt_ms": 1e3 * median,
         "dt_q1_ms": 1e3 * first_quartile,
@@ -31,12 +32,8 @@ def figures_of(counted):
 def tokens_per_second(counted):
     """Return the tokens per second of some steps, by the median time that a token took in them.
 
-    Where they wait for their data, it is all tokens over all seconds: a loader brings some batches together and none
-    for a while, so that no step is typical. Steps without tokens are left out of the median. It is 0 where no step has
-    any.
+    Steps without tokens are left out. It is 0 where no step has any.
     """
-    if waits_for_data(counted):
-        return speed_of_all(counted)
     seconds_of_a_token = [step["dt"] / step["tokens"] for step in counted if step["tokens"]]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
 

@@ -13,7 +13,7 @@ from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
 from .failure import is_out_of_memory
-from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all
+from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from .leader import find_leader
 
 # Of the steps behind these, a line is printed and the meters are read at most a hundred times a second. Neither is on
@@ -152,7 +152,10 @@ class Log:
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
             speed = self.words_on_speed(speed_of_all(steps))[0]
             lines.append(f"mean {figures['dt_mean_ms']:.2f}ms, {speed}: some steps take far longer than the median")
-        words = self.words_on_speed(figures["tok_per_sec"])
+        speed = figures["tok_per_sec"]
+        if waits_for_data(steps):  # a loader may bring some batches together and none for a while
+            speed = speed_of_all(steps)
+        words = self.words_on_speed(speed)
         meter = steps[-1]["meter"]
         words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps):.1f}s")

@@ -66,13 +66,15 @@ def cost_of_more(table):
     bench = table.bench
     runs = [run for outcome in table.outcomes.values() for run in outcome.runs]
     seconds = sum(step["dt"] for run in runs for step in run.steps)
-    if bench["in_turn"] and bench["rounds"] == 1:
+    needs_rounds = any(outcome.is_out_of_turn for outcome in unclear)
+    if bench["in_turn"] and bench["rounds"] == 1 and not needs_rounds:
         seconds += 3 * sum(step["dt"] for run in runs for step in run.counted)
         steps = bench["warmup"] + 4 * (bench["steps"] - bench["warmup"])
         words, flag = "four times the steps halve each ±", f"--steps {steps}"
     else:
-        rounds = max(3, 2 * bench["rounds"])
-        seconds *= rounds / bench["rounds"]
+        rounds_so_far = max(run.round for run in runs) + 1
+        rounds = max(3, 2 * rounds_so_far)
+        seconds *= rounds / rounds_so_far
         words, flag = "more rounds make each ± smaller", f"--rounds {rounds}"
     minutes = max(1, round(seconds / 60))
     return f'{words}: {flag} (with make ARGS="{flag}"), about {minutes} min of steps'

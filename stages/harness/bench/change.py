@@ -57,21 +57,25 @@ def change_of_stage(row, above, facts):
         stages = list(ladder.between(above.stage, row.stage))
     idle = [stage for stage in stages if facts and ladder.effect_of(stage, facts).same_computation]
     added = [stage for stage in stages if stage.for_the_loss or stage not in idle]
-    title, typed = title_and_typed(row, added, is_plain=bool(stages) and not row.launcher and not row.flags)
-    code = [stage.line for stage in added if not stage.for_the_loss]
-    has_same_command = above is not None and (row.launcher, row.flags) == (above.launcher, above.flags)
+    has_same_flags = above is None or row.flags == above.flags
+    code = []
+    if has_same_flags:  # else nobody knows which of the two it is
+        code = [stage.line for stage in added if not stage.for_the_loss]
+    adds_its_line = bool(stages) and has_same_flags and not row.launcher and not row.flags
+    title, typed = title_and_typed(row, added, adds_its_line)
+    has_same_command = above is not None and has_same_flags and row.launcher == above.launcher
     is_same_computation = has_same_command and bool(stages) and idle == stages
     return Change(title, typed, code, stages, is_same_computation=is_same_computation)
 
 
-def title_and_typed(row, added, is_plain):
+def title_and_typed(row, added, adds_its_line):
     """Return the title of a row with what it adds, and the cell with what its reader types.
 
     Stages between the row above and this one are named first, because the ratio includes their gains. added: Stages
-    that do something here. is_plain: whether the row adds its own stage and nothing else, as flags.
+    that do something here. adds_its_line: whether its own stage, and no flag or launcher, is what the row adds last.
     """
     title, typed = row.title, command_cell(row)
-    if is_plain:
+    if adds_its_line:
         typed = row.stage.line
         if row.stage.technique:
             title = f"{row.title} {row.stage.technique}"

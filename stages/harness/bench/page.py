@@ -93,7 +93,7 @@ def how_to_read(table):
         if table.noise is None:
             lines.append(NO_NOISE)
         elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-            apart = f"By chance alone, runs of the same code differ by up to {100 * table.noise.size:.1f} % here."
+            apart = f"By chance alone, runs of the same code may come out {100 * table.noise.size:.1f} % apart here."
             lines.append(f"A number in brackets is not shown to differ from 1. {apart}")
         if table.bench["in_turn"]:
             lines.append(WHICH_TO_TRUST)

@@ -82,10 +82,10 @@ class Results:
         """The Rows of the table, in its order."""
         return [row for row in self.rows.values() if not row.is_probe and not row.control_of]
 
-    def runs_of(self, row):
-        """Return the Runs of a row, the first round first."""
-        return [run for (name, _), run in self.runs.items() if name == row.name]
+    def runs_of(self, name):
+        """Return the Runs of the row of this name, the first round first."""
+        return [run for (name_of_row, _), run in self.runs.items() if name_of_row == name]
 
     def error(self, row):
         """Return the line of the first run of a row that failed, or None."""
-        return first_known([run.error for run in self.runs_of(row)])
+        return first_known([run.error for run in self.runs_of(row.name)])

@@ -20,8 +20,8 @@ CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_
 # What the names of programs in a launcher become.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
-# How the names of programs and modules begin that start a Python for the script behind them.
-LAUNCHERS = ("python", "torchrun", "torch.distributed", "accelerate", "deepspeed")
+# The names of programs and modules that start a Python for the script behind them.
+LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|deepspeed)(\..+)?")
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Row:
 
 def starts_python(launcher):
     """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
-    return any(Path(word).name.startswith(LAUNCHERS) for word in launcher if "=" not in word)
+    return any(LAUNCHER.fullmatch(Path(word).name) for word in launcher if "=" not in word)
 
 
 def runs_the_same(row, above):
-    """Tell whether two Rows run one script with the same flags."""
-    return (row.script, row.flags) == (above.script, above.flags)
+    """Tell whether two Rows run one script with the same flags and launcher."""
+    return (row.launcher, row.script, row.flags) == (above.launcher, above.script, above.flags)
 
 
 # From a command to a row
@@ -149,7 +149,7 @@ def place_of_script(words, command):
     for place, word in enumerate(words):
         next_word = words[place + 1] if place + 1 < len(words) else ""
         is_file = word.endswith(".py") and "=" not in word
-        is_module = word == "-m" and next_word[:1].isalpha() and not next_word.startswith(LAUNCHERS)
+        is_module = word == "-m" and next_word[:1].isalpha() and not LAUNCHER.fullmatch(next_word)
         if ladder.stage_of(word) or is_file or is_module:
             return place
     refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")

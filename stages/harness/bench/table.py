@@ -74,14 +74,14 @@ class Table:
     shown: list = field(default_factory=list)  # Outcomes without that of the control
     facts: dict | None = None  # of the first row that has some
     unit: str | None = None  # what this row counts
-    loss_step: int | None = None  # the last step that all rows took
+    loss_step: int | None = None  # the last step that all rows took of which losses are known
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     noise: Noise | None = None  # of these
 
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
-    probe_runs = [run for (name, _), run in results.runs.items() if name == PROBE]
+    probe_runs = results.runs_of(PROBE)
     probe_times = times_of(probe_runs, results.bench, lambda step: 1 / max(step["peak"].values()))
     table = Table(results.bench, rates_of(probe_runs))
     for row in results.rows.values():
@@ -117,12 +117,14 @@ def rates_of(probe_runs):
 
 
 def times_of(runs, bench, time_of):
-    """Return {round: the times of its counted steps}. Where rows take no turns, a round that was cut off is left out.
+    """Return {round: the times of its counted steps}. time_of: returns the seconds of a token or a FLOP, or None."""
+    return {run.round: [time_of(step) for step in run.counted] for run in usable_runs(runs, bench)}
 
-    time_of: returns the seconds of a token or a FLOP in a step, or None.
-    """
-    complete = [run for run in runs if bench["in_turn"] or run.summary]
-    return {run.round: [time_of(step) for step in run.counted] for run in complete}
+
+def usable_runs(runs, bench):
+    """Return the Runs of a row that can be compared: of one that takes no turns those that came to their end."""
+    takes_turns = bench["in_turn"] and not any(run.loads_ahead for run in runs)
+    return [run for run in runs if takes_turns or run.summary]
 
 
 # A row by itself
@@ -130,7 +132,7 @@ def times_of(runs, bench, time_of):
 
 def outcome_of(row, results):
     """Return the Outcome of a row, without its peak_share and its Comparison."""
-    runs = results.runs_of(row)
+    runs = results.runs_of(row.name)
     counted = [step for run in runs for step in run.counted]
     outcome = Outcome(row, runs, counted, results.error(row), first_known([run.techniques for run in runs]))
     header = first_known([run.header for run in runs])
@@ -172,7 +174,8 @@ def add_figures(outcome, bench):
     outcome.has_turns = bench["in_turn"] and not (loads_ahead or no_step_is_typical)
     if no_step_is_typical:
         speed = speed_of_all(outcome.counted)
-        outcome.times = {run.round: [ratios.seconds_of_a_token(run.counted)] for run in outcome.runs if run.summary}
+        usable = [run for run in usable_runs(outcome.runs, bench) if run.counted]
+        outcome.times = {run.round: [ratios.seconds_of_a_token(run.counted)] for run in usable}
     else:
         speed = figures["tok_per_sec"]
         outcome.times = times_of(outcome.runs, bench, lambda step: ratios.seconds_of_a_token([step]))

@@ -80,8 +80,10 @@ def take_round(rows, round_number, results):
             else:
                 take_counted_steps(worker)
                 worker.close()
-                progress = f"{number} of {len(rows)} runs, {words_on_time_left(began, number, len(rows))}"
-                tell(f"{words_on_end(row, results)}; {progress}")
+                words = words_on_end(row, results)
+                if not results.bench["in_turn"]:
+                    words += f"; {number} of {len(rows)} runs, {words_on_time_left(began, number, len(rows))}"
+                tell(words)
         if workers:
             step_in_turn(workers, results)
     return True

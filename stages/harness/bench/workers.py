@@ -19,7 +19,7 @@ from ..common import tell
 # before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 10  # seconds that a process has to leave by itself
-MOST_OUTPUT = 20_000  # bytes that are kept of what a row printed
+MOST_OUTPUT = 20_000  # bytes that are read of what a row printed, its end
 LAST_LINES = 20  # of them, shown where a process left no error line
 TORCHRUNS_REPORT = re.compile(r"^.*torch/distributed/elastic/", re.MULTILINE)  # how its report of failed ranks begins
 # What this report says of each of them. The one that failed first is the last one in it.
@@ -102,7 +102,7 @@ class Worker:
                 self.ranks[self.to_close.enter_context(rank)] = False
             elif speakers:
                 self.hear(speakers[0])
-            elif self.process.poll() is not None:  # or what launched the ranks has
+            elif self.process.poll() is not None:  # the process has ended, or what launched the ranks
                 self.fail_as_it_ended()
             elif time.monotonic() > deadline:
                 self.fail(f"no step in {PATIENCE} s: stopped", self.last_lines())
@@ -150,7 +150,7 @@ class Worker:
         if status is None:
             message = "the connection of a rank ended, and nothing tells why"
         elif status < 0:
-            message = f"killed by {signal.Signals(-status).name}"
+            message = f"killed by {name_of_signal(-status)}"
         elif status == 0:
             message = f"ended after {len(self.run.steps)} of {self.results.bench['steps']} steps"
         else:
@@ -159,7 +159,7 @@ class Worker:
                 message += f"; last printed: {printed.splitlines()[-1]}"
         if rank is not None:
             message = f"rank {rank}: {message}"
-        # Linux kills by it where memory is short, and hardly anything else does
+        # hardly anything sends SIGKILL but Linux, where memory is short
         self.fail(message, printed, out_of_memory=status == -signal.SIGKILL)
 
     def end_of_process(self):
@@ -178,7 +178,10 @@ class Worker:
 
     def printed(self):
         """Return the end of what the row printed."""
-        return Path(self.folder, "output").read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
+        path = Path(self.folder, "output")
+        with path.open("rb") as output:
+            output.seek(max(0, path.stat().st_size - MOST_OUTPUT))
+            return output.read().decode("utf-8", "replace")
 
     def last_lines(self):
         """Return the last lines that the row printed, without torchrun's report of its ranks below them."""
@@ -205,3 +208,11 @@ class Worker:
             with contextlib.suppress(OSError):  # it may be gone
                 os.killpg(self.groups.pop(), signal.SIGKILL)
         self.to_close.close()
+
+
+def name_of_signal(number):
+    """Return "SIGKILL" for 9; real-time signals have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
