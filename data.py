@@ -150,14 +150,14 @@ def gpt2_encoding():
 def corpus_of_folder(folder):
     """Return the Corpus of the first .bin or .npy of a folder. Raises TextError where none is left to train on.
 
-    Held out are files with val in their names or, without any, the last one.
+    Held out is the first file with val in its name or, without any, the last one.
     """
     paths = sorted(path for path in Path(folder).glob("[!.]*") if path.suffix in (".bin", ".npy"))
     held_out = [path for path in paths if "val" in path.name] or paths[-1:]
     training = [path for path in paths if path not in held_out]
     if not training:
         raise TextError(f"--data {folder}: it has no file .bin or .npy to train on beside those that are held out")
-    name = f"{training[0].name}, the first of {len(training)} files to train on"
+    name = f"{training[0].name}, the first file of {Path(folder).resolve().name}"
     return Corpus(name, ids_of_file(training[0]), ids_of_file(held_out[0]), folder)
 
 

@@ -83,7 +83,7 @@ def parse_command(argv):
 
 
 def leave_home_to(args):
-    """Make this process the script's own: its folders, its flags, an empty stdin, none of our modules."""
+    """Make this process the script's own: its folders, its flags, an empty stdin, seeds, none of our modules."""
     os.chdir(args.folder)
     for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "data", "model"):
@@ -114,8 +114,11 @@ def run(args, watcher):
         error.__traceback__ = error.__traceback__.tb_next.tb_next  # without run() and execute()
         text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
-        args.log.write_error(f"{type(error).__name__}: {error}", text)
-        return 1, None if args.log.is_led else f"failed by {type(error).__name__}"
+        if not is_elsewhere():
+            args.log.write_error(f"{type(error).__name__}: {error}", text)
+        if args.log.is_led:
+            return 1, None
+        return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
 
 
@@ -138,7 +141,8 @@ def execute(args, watcher):
         code = compile(Path(args.script).read_bytes(), args.script, "exec")
     main_module = types.ModuleType("__main__")
     main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
-    main_module.__spec__, main_module.__builtins__ = spec, builtins
+    main_module.__spec__ = spec
+    main_module.__builtins__ = builtins
     main_module.__package__ = spec.parent if spec else None
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)

@@ -177,7 +177,7 @@ def test_a_folder_is_its_first_file_and_its_val_file_is_held_out(tmp_path):
     for name in ("README.txt", "._edufineweb_train_000001.npy"):
         (tmp_path / name).touch()
     corpus = load_tokens(tmp_path)
-    assert corpus.name == "edufineweb_train_000001.npy, the first of 2 files to train on"
+    assert corpus.name == f"edufineweb_train_000001.npy, the first file of {tmp_path.name}"
     assert (corpus.ids.tolist(), corpus.held_out.tolist()) == (IDS[100:300].tolist(), IDS[:100].tolist())
 
 

@@ -96,9 +96,9 @@ def seconds_of_parts(work, rates):
     """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take.
 
     rates: of a machine, a dict as rates.measure() returns it: "peak" is {dtype: FLOP/s}, and "copy" bytes per second.
-    --profile measures the same parts, but it counts a cast in eager code as pointwise. "matmuls" are those with
-    weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax and mask" is all else that
-    explicit attention does.
+    --profile measures the same parts, but it counts the casts of scores and logits in eager code as pointwise.
+    "matmuls" are those with weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax
+    and mask" is all else that explicit attention does.
     """
     moved = bytes_moved(work)
     pointwise = moved["residual"] + moved["gelu"] + moved["projections"] + moved["casts"]

@@ -127,7 +127,7 @@ def seed(text):
 
 
 def rate(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is no finite number of 0 or more."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError or ValueError where it is none of 0 or more."""
     number = float(text)
     if 0 <= number < math.inf:
         return number

@@ -17,8 +17,9 @@ class Stage:
     name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
     None for s01, which has none. update: how many numbers more the update reads or writes for each parameter.
     unpredictable: True where its gain does not follow from FLOPs and bytes. for_the_loss: whether it may change the
-    loss; all others leave it as it was, and accumulation does with --accum 1. added_as: "bf16" where "+bf16 train.py"
-    adds the technique to a script from outside. takes_ranks: whether torchrun may start several processes of it.
+    loss; all others leave it as it was up to rounding, accumulation with --accum 1. added_as: "bf16" where
+    "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun may start several
+    processes of it.
     """
 
     name: str

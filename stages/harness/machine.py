@@ -294,7 +294,7 @@ def variables_set(names):
 def variables_of_scripts(device):
     """Return the variables of the environment that lead a script, which chooses for itself, to a device.
 
-    A CPU hides all cards, and a card all others. Where no number was typed, a script sees what it would see alone.
+    A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.
     """
     if device.type == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}

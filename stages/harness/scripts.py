@@ -26,8 +26,9 @@ SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles t
 
 
 def logs_by_itself(script):
-    """Tell whether a script is a stage or a copy of one, by what it imports. A harness of its own has no StepLog."""
-    return re.search(r"^from harness import .*\bStepLog\b", read_text(script), re.MULTILINE) is not None
+    """Tell whether a script is a stage or a copy of one, by what it imports. Another package called harness is none."""
+    imports = re.search(r"^from harness import (\([^)]*|.*)\bStepLog\b", read_text(script), re.MULTILINE)
+    return imports is not None
 
 
 def folder_of(script):
@@ -82,7 +83,7 @@ def has_and_lacks(techniques):
     has_slow_attention = techniques["attention"] and techniques["sdpa"] is None
     table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
         "s02_tf32": (techniques["tf32"] and can_use_tf32, can_use_tf32),
-        "s03_bf16": (techniques["autocast"] and has_float32, can_use_autocast),
+        "s03_bf16": (techniques["autocast"] is not None and has_float32, can_use_autocast),
         "s04_compile": (techniques["compile"], machine["compile"]),
         "s05_flash": (has_flash_attention(techniques), has_slow_attention),
         "s06_vocab": (has_large_vocabulary and rows % 64 == 0, has_large_vocabulary),
@@ -119,7 +120,7 @@ def what_to_type(techniques, stage):
 
 def uses(techniques, name):
     """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
-    if name == "tf32":  # by it ROCm's libraries may choose another kernel, also where a card has no units
+    if name == "tf32":  # the flag alone counts, since ROCm's libraries may choose another kernel by it
         return techniques["tf32"]
     has, _ = has_and_lacks(techniques)
     return ladder.ADDED[name] in has

@@ -66,7 +66,7 @@ class StepLog:
         self.t0 = time.perf_counter()
 
     def step(self, loss, **figures):
-        """End a step. Exits with one line where its loss is not finite.
+        """End a step. Exits with one line where its loss is not finite, or nothing was compiled that should be.
 
         loss: a scalar tensor or a number, in nats per token. figures: what to show beside it, such as lr, as numbers or
         scalar tensors.
@@ -144,7 +144,7 @@ class StepLog:
             measured = rates.measure(self.device, args.amp_dtype)
             summary |= {"rates": measured, "parts": profile.parts}
             predicted = {}
-            if args.stage:  # nothing is predicted of another script
+            if args.stage and shape:  # nothing is predicted of another script
                 work = ladder.effect_of(args.stage, self.log.header | summary).work
                 predicted = predicted_ms(work, measured)
             lines += profile.lines(predicted)

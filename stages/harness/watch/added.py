@@ -35,7 +35,7 @@ class Added:
     def before_first_update(self, optimizer):
         """Choose the fused kernel of an optimizer that has one, where the script chooses none.
 
-        A GradScaler does not know, and unscales gradients before the step, without which Lightning clips none.
+        The optimizer tells no GradScaler of it. So that one unscales the gradients, which Lightning needs to clip them.
         """
         if "fused" not in self.names:
             return
@@ -66,7 +66,7 @@ def compile_in_place(module):
     if not type(module).forward.__module__.startswith("torch.nn.modules"):
         module.compile()
         return
-    # torch.compile looks at no function in PyTorch's own files, as of an nn.Sequential, but at what one of ours calls
+    # torch.compile skips functions in PyTorch's own files, as of an nn.Sequential, unless one of ours calls them
     call = module._call_impl
 
     def call_module(*args, **kwargs):

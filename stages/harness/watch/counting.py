@@ -46,7 +46,8 @@ class MicroBatches:
         in_closure: whether an optimizer's closure calls backward(). Its first one counts, since LBFGS evaluates one
         batch again and again.
         """
-        self.backwards_of_closure += in_closure
+        if in_closure:
+            self.backwards_of_closure += 1
         is_new = self.close()
         losses = loss if isinstance(loss, (list, tuple)) else [loss]
         for each in losses:
@@ -67,7 +68,7 @@ class MicroBatches:
         return loss
 
     def close(self):
-        """Take the calls since the last backward for a micro-batch. Return False where that was counted before."""
+        """Take the calls since the last backward for a micro-batch, if it is new. Return whether its loss counts."""
         call, self.call = self.call, None
         if self.backwards_of_closure > 1:
             return False

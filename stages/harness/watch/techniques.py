@@ -118,15 +118,15 @@ def find_techniques(watcher):
 
 
 def model_by_flags(models, reads_text):
-    """Return what is known of a model before its operations are seen, a part of the techniques."""
+    """Return what is known of a model before its operations are seen, a part of the techniques. These then tell more."""
     modules = [module for model in models for module in model.modules()]
     return {
         "profiled": False,  # whether operations were seen
-        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied matrices
+        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied
         "sdpa": None,  # the kernel that scaled_dot_product_attention chose
         "attention": False,  # whether any was seen
         "reads_text": reads_text,
-        "vocabulary": vocabulary_of(modules) if reads_text else None,  # then: among how many ids the loss chooses
+        "vocabulary": vocabulary_of(modules) if reads_text else None,  # then: of how many ids the loss
     }
 
 
@@ -153,7 +153,7 @@ def update_of(optimizers):
     """Return what optimizers do, a part of the techniques. optimizers: {optimizer: its first learning rate}."""
     can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
-    named = unfused or list(optimizers)
+    shown = unfused[0] if unfused else next(iter(optimizers))
     schedules = decays_by_groups = False
     for optimizer, first_lr in optimizers.items():
         first_group = optimizer.param_groups[0]
@@ -163,7 +163,7 @@ def update_of(optimizers):
             decays_by_groups = True
     return {
         "fused": not unfused if can_fuse else None,  # None: no optimizer has such a kernel
-        "optimizer": type(named[0]).__name__,  # one that could be fused, where there is one
+        "optimizer": type(shown).__name__,  # one that could be fused, where there is one
         "schedules": schedules,
         "groups": decays_by_groups,
     }

@@ -161,7 +161,7 @@ def place_in_script():
 def is_of_a_library(frame):
     """Tell whether a frame is not in the reader's own code, to which a script belongs wherever it lies."""
     path = frame.f_code.co_filename
-    if path == getattr(sys.modules["__main__"], "__file__", None):
+    if frame.f_globals is sys.modules["__main__"].__dict__:
         return False
     return is_of_torch(frame) or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
 

@@ -5,7 +5,6 @@ loop does are on the clock. The script is not changed, and what it uses is not g
 """
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import sys
@@ -58,13 +57,16 @@ class Watcher:
     def saw_forward(self, module, args, kwargs):
         """Note a call of an outermost module that has parameters, and add to it what is to be added.
 
-        Return the kind that its time is: "forward", "evaluation", or "backward" for activation checkpointing.
+        Return what its time counts as: "forward", "evaluation", or "backward" for activation checkpointing.
         """
         if "backward" in self.clock.kinds:
             self.habits.repeats_forward = True
             return "backward"
         if not torch.is_grad_enabled():
             return "evaluation"
+        device_type = next(module.parameters()).device.type
+        if device_type == "meta":  # where nothing is computed, as to count FLOPs
+            return "forward"
         self.probe.stop_early()
         call, tensors = call_of(module, args, kwargs)
         if call is not None:
@@ -73,7 +75,6 @@ class Watcher:
             if self.techniques is None:
                 self.models[id(module)] = module
                 self.habits.saw_arguments(tensors)
-                device_type = next(module.parameters()).device.type
                 if torch.is_autocast_enabled(device_type):
                     self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
@@ -115,7 +116,8 @@ class Watcher:
         if is_elsewhere():
             return
         if optimizer not in self.habits.optimizers:
-            self.habits.optimizers[optimizer] = copy.deepcopy(optimizer.param_groups[0].get("lr"))
+            lr = optimizer.param_groups[0].get("lr")
+            self.habits.optimizers[optimizer] = lr.detach().clone() if torch.is_tensor(lr) else lr
             devices = [p.device for p in parameters_of([], optimizer)]
             self.devices = list(dict.fromkeys(self.devices + devices))
             self.added.before_first_update(optimizer)
@@ -123,7 +125,7 @@ class Watcher:
         if outer is None or not is_in_its_step(outer):
             self.updating_ref = weakref.ref(optimizer)
         self.seen.backwards_of_closure = 0
-        if "update" not in self.clock.kinds:  # it is where a step has failed, and the script goes on
+        if "update" not in self.clock.kinds:  # it is inside of another one's step, and where a step has failed
             self.clock.begin("update")
 
     @torch._disable_dynamo
@@ -136,6 +138,7 @@ class Watcher:
         if optimizer is not self.updating_ref():
             return
         self.updating_ref = lambda: None
+        self.seen.backwards_of_closure = 0
         self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
@@ -209,11 +212,12 @@ class Watcher:
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
-        self.is_last_step = not self.log.wait_for_request() or steps == self.args.steps
-        is_profiled = self.is_last_step
+        is_asked_for_more = self.log.wait_for_request()
+        self.is_last_step = steps == self.args.steps or not is_asked_for_more
+        profiled_step_comes = self.is_last_step
         if not on_card:
-            is_profiled = steps == 0 and not self.is_last_step
-        if is_profiled:
+            profiled_step_comes = steps == 0 and not self.is_last_step
+        if profiled_step_comes:
             self.probe.start(self.device)
         if self.is_last_step and not self.probe.profiler:
             self.leave(0)

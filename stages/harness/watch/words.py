@@ -110,7 +110,8 @@ def causes(watcher):
         words.append(f"{percent(evaluation)} is forwards without gradients and their batches, as in an evaluation")
     if own > LONG and own * statistics.mean(dts) > SHORT:
         # a line that makes a loss is not told from others
-        words += words_on_own_code(watcher.clock, own + min(shares["loss"], idle - own))
+        loss = min(shares["loss"], idle - own)
+        words += words_on_own_code(watcher.clock, own + loss)
     waits = idle - data - evaluation - own
     if "busy_ms" in watcher.techniques and waits > LONG:
         words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
@@ -158,6 +159,7 @@ def words_on_growth(dts):
     """
     if len(dts) < FEWEST_STEPS:
         return []
+    # Spearman's correlation of time and place: that of an order with 0, 1, 2, ... is the same as of its inverse
     from_the_fastest = sorted(range(len(dts)), key=dts.__getitem__)
     is_in_order = statistics.correlation(from_the_fastest, range(len(dts))) > RISING
     third = len(dts) // 3
@@ -181,12 +183,12 @@ def words_on_habits(watcher, computation):
     few_threads = is_on_cpu and watcher.world_size == 1 and threads < cores and computation > SHORT
     table = [
         (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
-        (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: few shapes, or mark_dynamic"),
+        (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()"),
         (habits.repeats_forward, "forwards run again in the backward: activation checkpointing saves memory for time"),
         (habits.detects_anomalies, "anomaly detection is on: torch.autograd.set_detect_anomaly(False)"),
         (padding > LONG, f"{percent(padding)} of its tokens are padding, by its attention_mask"),
         (sums_often, f"ranks add up gradients in each of {accum} micro-batches: no_sync() in all but one"),
-        (variables, f"{', '.join(variables)} in the environment"),
+        (variables != [], f"{', '.join(variables)} in the environment: unset it"),
         (is_on_cpu and has_card, "it trains on the CPU, and a card is here"),
         (few_threads, f"{threads} of {cores} cores work: more may help, by OMP_NUM_THREADS or torch.set_num_threads()"),
     ]
