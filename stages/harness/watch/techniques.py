@@ -118,7 +118,7 @@ def find_techniques(watcher):
 
 
 def model_by_flags(models, reads_text):
-    """Return what is known of a model before its operations are seen, a part of the techniques. These then tell more."""
+    """Return what is known of a model before its operations are seen, which tell more, as a part of the techniques."""
     modules = [module for model in models for module in model.modules()]
     return {
         "profiled": False,  # whether operations were seen
