@@ -151,15 +151,16 @@ READERS = weakref.WeakKeyDictionary()  # {module: its Reader}, since a module ma
 
 def reader_of(module):
     """Return the Reader of a module. Without names is what TorchScript has traced."""
-    if module not in READERS:
+    reader = READERS.get(module)
+    if reader is None:
         try:
             names = list(inspect.signature(unwrapped(module).forward).parameters)
         except ValueError:
             names = []
         modules = list(module.modules())
         reads_ids = any(isinstance(part, nn.Embedding) for part in modules)
-        READERS[module] = Reader(names, reads_ids, vocabulary_of(modules) is not None)
-    return READERS[module]
+        reader = READERS[module] = Reader(names, reads_ids, vocabulary_of(modules) is not None)
+    return reader
 
 
 def call_of(module, args, kwargs):
