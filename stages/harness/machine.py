@@ -165,6 +165,12 @@ def compile_problem(device):
     return None
 
 
+def compiled_graphs():
+    """Return how many graphs torch.compile has made so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def triton_problem(device):
     """Return what Triton, which compiles for a card, lacks, or None."""
     if torch.cuda.get_device_capability(device) < (7, 0):

@@ -82,7 +82,7 @@ class StepLog:
             self.profiler.stop()
             unprinted["profiled"] = True
         step = len(self.log.steps)
-        if step == 0 and self.is_compiled and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        if step == 0 and self.is_compiled and machine.compiled_graphs() == 0:
             self.fail("torch.compile has compiled nothing, so this would be measured as without it: pass --no-compile")
         loss = as_float(loss)
         figures = {name: as_float(value) for name, value in figures.items()}

@@ -85,12 +85,6 @@ class Habits:
         self.batches[iterator._num_workers] += 1
 
 
-def compiled_graphs():
-    """Return how many graphs torch.compile has made so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
 def find_techniques(watcher):
     """Return what PyTorch's flags tell of a step, a dict for JSON. Its operations tell more: see seen_in().
 

@@ -13,12 +13,12 @@ import weakref
 
 import torch
 
-from .. import ranks
+from .. import machine, ranks
 from ..figures import WARMUP
 from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import UNSEEN, Probe
-from .techniques import Habits, compiled_graphs, find_techniques, gpt_shape, parameters_of, seen_in
+from .techniques import Habits, find_techniques, gpt_shape, parameters_of, seen_in
 from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
 from .words import answer, shares_of
 
@@ -223,7 +223,7 @@ class Watcher:
             self.leave(0)
         if steps == WARMUP:
             self.clock.forget_own_code()  # what it did once is not told
-        self.graphs = compiled_graphs()
+        self.graphs = machine.compiled_graphs()
         self.seen = MicroBatches(self.seen.in_turn)
         # some steps of the warm-up tell what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
@@ -242,7 +242,7 @@ class Watcher:
         tokens = self.seen.count_of(self.log.header["unit"]) * self.world_size
         loss = sum(self.seen.losses).item() if self.seen.losses else None
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
-        graphs = compiled_graphs() - self.graphs
+        graphs = machine.compiled_graphs() - self.graphs
         self.log.step(loss, dt, tokens, {}, spent=self.clock.spent, graphs=graphs, **on_card)
 
     def begin_report(self):
