@@ -13,7 +13,7 @@ it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. 
 in, and in its own where it lies elsewhere. Where it writes files, put {row} into a flag: each row has another number.
 
 Flags behind the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
-scripts. A script chooses its own device, so --device cpu hides all cards from it, and --device cuda:1 all but that one.
+scripts. A script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
 Each row is compared with the one above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
 each stage should bring here.
@@ -64,7 +64,8 @@ def main(argv):
         if args.render is not None:
             render(args.render)
             return 0
-        args.flags += flags_of_text(args)
+        args.text = name_of_text(args)
+        args.flags += ["--device", args.shared.device.type]  # of the cards all but one are hidden
         for name in ("device", "environment"):  # told here, since no row's note tells them
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
@@ -113,7 +114,7 @@ def parse_command(argv):
         rows = rows_of_ladder(args.shared.device)
         args.reference = ladder.STAGES[0].short  # `plain`, which is above it on a CPU, is none of the twelve
     args.rows = all_rows(rows)
-    args.stages = [row for row in rows if not row.is_watched]
+    args.stages = [row for row in rows if row.takes_flags]
     if args.stages:
         args.flags += flags_of_batch(args)
     else:
@@ -145,8 +146,8 @@ def parse_flags(flags):
     if unknown:
         refuse(f"{unknown[0]} is no flag of a stage: {ORDER}")
     args = parse(None, flags, machine.free_memory_by_a_child)
-    if args.record_path or args.save or args.eval or args.profile:
-        refuse("--record, --save, --eval and --profile are for a stage that you start by hand")
+    if args.save:
+        refuse("--save is for a stage that you start by hand")
     return args
 
 
@@ -172,19 +173,21 @@ def refuse_flags_of_stages(flags):
             refuse(f"{flag} is for stages, and no row is one: {ORDER}")
 
 
-def flags_of_text(args):
-    """Load the text once, before any stage starts. Return the flag of what was taken where its download failed.
+def name_of_text(args):
+    """Load the text once, before any stage starts, and return its name. Where its download failed, add a flag.
 
-    Exits with one line where the text is too short for a sequence, or can't be read.
+    It is None without a stage. Exits with one line where the text is too short for a sequence, or can't be read.
     """
     if not args.stages:
-        return []
+        return None
     try:
         corpus = load_tokens(args.shared.data)
         TokenLoader(corpus, 1, args.shared.seq_len)
     except TextError as error:
         refuse(error)
-    return [] if corpus.source == args.shared.data else ["--data", corpus.source]
+    if corpus.source != args.shared.data:
+        args.flags += ["--data", corpus.source]
+    return corpus.name
 
 
 # A run
@@ -195,7 +198,7 @@ def run(args, argv):
     name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
     with open_new(path) as file:
-        if any(row.is_watched for row in args.rows):
+        if not all(row.takes_flags for row in args.rows):
             tell("where a script writes files, put {row} into a flag: each row has another number")
         tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
         results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
@@ -212,7 +215,7 @@ def run(args, argv):
 
 def new_bench(args, argv, in_turn):
     """Return the line of a record that begins a bench, a dict: see log.py."""
-    device, seed = args.shared.device, args.shared.seed
+    device = args.shared.device
     most_counted_steps = COUNTED_STEPS if in_turn else MOST_COUNTED_STEPS
     steps = args.steps or WARMUP + most_counted_steps
     rounds = args.rounds or (1 if in_turn else ROUNDS)
@@ -224,10 +227,10 @@ def new_bench(args, argv, in_turn):
         "steps": steps,
         "rounds": rounds,
         "rows": [asdict(row) for row in args.rows],
+        "seed": args.shared.seed,
         "flags": ["--steps", str(steps), *args.flags],
-        "variables": CPU_MEMORY if device.type == "cpu" else {},
-        "flags_of_scripts": ["--steps", str(steps), "--seed", str(seed)],
-        "variables_of_scripts": machine.variables_of_scripts(device),
+        "variables": machine.variables_of(device) | (CPU_MEMORY if device.type == "cpu" else {}),
+        "text": args.text,
         "environment": machine.environment(device),
         "commit": machine.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),

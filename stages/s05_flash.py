@@ -7,7 +7,9 @@ blocks that lie in the future. PyTorch picks the kernel: flash, cuDNN, memory-ef
 works. At a short T there is little to save.
 """
 
-from harness import StepLog, parse_args  # first: it makes data and model importable from here
+from harness import parse_args  # first: it makes data and model importable from here
+
+import time
 
 import torch
 from torch.nn import functional as F
@@ -35,9 +37,8 @@ if args.compile:
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
 
-log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
-    log.start()
+    t0 = time.perf_counter()
     x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
@@ -45,5 +46,8 @@ for step in range(args.steps):
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-    log.step(loss)
-log.finish()
+    torch.get_device_module(device).synchronize()  # a card has only queued the work so far
+    dt = time.perf_counter() - t0
+    print(f"step {step:4d} | loss {loss.item():.4f} | {1e3 * dt:.2f}ms | {B * T / dt:,.0f} tok/sec")
+if args.save:
+    torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)

@@ -5,9 +5,10 @@ inputs. A bias or a LayerNorm's gain has nothing to spread and is only held back
 tensors with 124,354,560 parameters decayed, embeddings among them, and 98 with 121,344 left alone.
 """
 
-from harness import StepLog, parse_args  # first: it makes data and model importable from here
+from harness import parse_args  # first: it makes data and model importable from here
 
 import math
+import time
 
 import torch
 from torch.nn import functional as F
@@ -50,9 +51,8 @@ def get_lr(step):
     return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-log = StepLog(args, model, loader, tokens_per_step=B * T)
 for step in range(args.steps):
-    log.start()
+    t0 = time.perf_counter()
     x, y = loader.next_batch(device)
     optimizer.zero_grad()
     with torch.autocast(device.type, args.amp_dtype, enabled=args.amp_dtype != torch.float32):
@@ -65,5 +65,11 @@ for step in range(args.steps):
         group["lr"] = lr
     scaler.step(optimizer)
     scaler.update()
-    log.step(loss, norm=norm, lr=lr)
-log.finish()
+    torch.get_device_module(device).synchronize()  # a card has only queued the work so far
+    dt = time.perf_counter() - t0
+    print(
+        f"step {step:4d} | loss {loss.item():.4f} | norm {norm:.4f} | lr {lr:.2e}"
+        f" | {1e3 * dt:.2f}ms | {B * T / dt:,.0f} tok/sec"
+    )
+if args.save:
+    torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)

@@ -6,9 +6,10 @@ adds the gradients up, and the optimizer steps once. That saves the optimizer's 
 card. A step is now --accum micro-batches long: compare tok/sec, not dt.
 """
 
-from harness import StepLog, parse_args  # first: it makes data and model importable from here
+from harness import parse_args  # first: it makes data and model importable from here
 
 import math
+import time
 
 import torch
 from torch.nn import functional as F
@@ -51,9 +52,8 @@ def get_lr(step):
     return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
 for step in range(args.steps):
-    log.start()
+    t0 = time.perf_counter()
     optimizer.zero_grad()
     loss_sum = 0.0
     for micro in range(args.accum):
@@ -70,5 +70,11 @@ for step in range(args.steps):
         group["lr"] = lr
     scaler.step(optimizer)
     scaler.update()
-    log.step(loss_sum, norm=norm, lr=lr)
-log.finish()
+    torch.get_device_module(device).synchronize()  # a card has only queued the work so far
+    dt = time.perf_counter() - t0
+    print(
+        f"step {step:4d} | loss {loss_sum.item():.4f} | norm {norm:.4f} | lr {lr:.2e}"
+        f" | {1e3 * dt:.2f}ms | {B * T * args.accum / dt:,.0f} tok/sec"
+    )
+if args.save:
+    torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)

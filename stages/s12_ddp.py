@@ -10,9 +10,10 @@ process, which takes the steps of the stage before and copies its gradients into
 was 4 to 11 % slower than s11. On a CPU the ranks share its cores, and gain little.
 """
 
-from harness import StepLog, parse_args  # first: it makes data and model importable from here
+from harness import parse_args  # first: it makes data and model importable from here
 
 import math
+import time
 
 import torch
 import torch.distributed as dist
@@ -61,9 +62,8 @@ def get_lr(step):
     return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-log = StepLog(args, model, loader, tokens_per_step=B * T * args.accum)
 for step in range(args.steps):
-    log.start()
+    t0 = time.perf_counter()
     optimizer.zero_grad()
     loss_sum = 0.0
     for micro in range(micro_batches):
@@ -82,6 +82,13 @@ for step in range(args.steps):
         group["lr"] = lr
     scaler.step(optimizer)
     scaler.update()
-    log.step(loss_sum, norm=norm, lr=lr)
-log.finish()
+    torch.get_device_module(device).synchronize()  # a card has only queued the work so far
+    dt = time.perf_counter() - t0
+    if rank == 0:
+        print(
+            f"step {step:4d} | loss {loss_sum.item():.4f} | norm {norm:.4f} | lr {lr:.2e}"
+            f" | {1e3 * dt:.2f}ms | {B * T * args.accum / dt:,.0f} tok/sec"
+        )
+if args.save and rank == 0:
+    torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)
 dist.destroy_process_group()

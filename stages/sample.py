@@ -2,6 +2,7 @@
 
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
+python stages/sample.py --weights mine.pt --eval              their loss on held-out text, the last tenth or a val file
 
 Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
 """
@@ -10,12 +11,14 @@ from harness import machine  # first: it makes data and model importable from he
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, say
 from harness.flags import Parser, positive, rate, seed
-from harness.weights import PUBLISHED, load
+from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
+
+import sys
 
 import torch
 from torch.nn import functional as F
 
-from data import VOCAB, TextError, gpt2_encoding, single_bytes
+from data import VOCAB, TextError, gpt2_encoding, load_tokens, single_bytes
 
 
 def attention(q, k, v):  # (B, n_head, T, head_dim) each
@@ -30,20 +33,25 @@ add("--tokens", type=positive, default=100, metavar="N", help="tokens to generat
 add("--temperature", type=rate, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
+add("--eval", action="store_true", help="tell the loss on held-out text instead")
+add("--data", metavar="PATH", help="whose held-out part is taken, as a stage takes it (Tiny Shakespeare)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
 
 device = machine.find_device(args.device)
-model, in_bytes = load(args.weights, attention)
-model.to(device)
+model = load(args.weights, attention).to(device)
 if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
+if args.eval:
+    say(f"held-out loss {held_out_loss(model, held_out_ids(load_tokens(args.data))):.4f}")
+    raise SystemExit
 try:
-    encoding = single_bytes() if in_bytes else gpt2_encoding()
+    encoding = gpt2_encoding()
 except TextError as error:
-    refuse(error)
+    say(f"{error}; taking single bytes", sys.stderr)
+    encoding = single_bytes()
 prompt = torch.tensor([encoding.encode_ordinary(args.prompt or "\n")], device=device)
 ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
 # Weights of single bytes may draw another id, for which decode() fails.

@@ -16,7 +16,7 @@ from harness.common import refuse
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
 from harness.log import Log
-from harness.scripts import folder_of, logs_by_itself
+from harness.scripts import folder_of
 from harness.watch import hooks
 from harness.watch.timeline import is_elsewhere
 from harness.watch.watcher import Watcher
@@ -61,7 +61,7 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = f"stop it after so many timed steps, the first {WARMUP} of them warm-up (%(default)s)"
+    steps_help = f"stop it after so many steps, the first {WARMUP} of them warm-up (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
@@ -73,8 +73,6 @@ def parse_command(argv):
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
         refuse(f"there is no script {args.script}")
-    if logs_by_itself(args.script):
-        refuse(f"{args.script} logs its steps by itself: start it by python {args.script}")
     args.title = f"-m {args.script}" if args.is_module else args.script
     args.folder = folder_of(args.script)
     if args.folder != Path.cwd():
@@ -154,8 +152,8 @@ def tell_end(args, watcher, status, reason):
     A script that failed keeps its own.
     """
     steps = len(watcher.log.steps)
-    line = f"{reason} after {steps} of {args.steps} timed steps"
-    if watcher.seconds_before is None:
+    line = f"{reason} after {steps} of {args.steps} steps"
+    if watcher.first_step is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
         if watcher.seen.losses:
             line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"

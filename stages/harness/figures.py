@@ -2,6 +2,7 @@
 
 import statistics
 
+UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # of what a step trains on
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
 LONG_WAIT = 0.1  # a script that waits for a DataLoader in a larger share of its time is told so

@@ -12,41 +12,42 @@ from model import SIZES
 
 from . import ladder, machine, ranks
 from .arithmetic import most_memory, shape_of_size
-from .common import refuse
-from .failure import tell_failure
+from .common import refuse, say
 from .figures import COUNTED_STEPS, WARMUP
-from .log import Log
-from .weights import is_saved
 
 CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
 RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
+# TF32 is off until s02 turns it on. NVIDIA's containers set the first one, some users the second, and guides for Arm
+# let float32 matmuls run in bfloat16 by the last one.
+CHANGE_FLOAT32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 (np.array(ids, np.uint16).tofile(FILE)); a folder of .bin or .npy, of which the first is taken; or "docs", Python's
 documentation (Tiny Shakespeare)"""
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, and open its log, which keeps an exception from here on.
+    """Return the flags of a stage as a namespace, and print what was chosen for those that were not given.
 
-    doc: the docstring of the stage, whose first line is its title, or None. The namespace has every default resolved
-    for the device: device is a torch.device, amp_dtype a torch.dtype. It also has script, the path; stage, a
-    ladder.Stage or None; title; and log. Exits with one line and status 2 for a wrong flag.
+    doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
+    a torch.device, amp_dtype a torch.dtype. What the environment would change in a stage is put right here. Exits with
+    one line and status 2 for a wrong flag.
     """
     ranks.check_ranks()
     ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
-    for name in machine.TURN_COMPILE_OFF:
-        os.environ.pop(name, None)  # --no-compile turns it off
+    for name in (*CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
+        os.environ.pop(name, None)
+    torch.set_float32_matmul_precision("highest")
     args = parse(doc, sys.argv[1:])
-    args.script = Path(sys.argv[0]).resolve()
-    args.stage = ladder.stage_of(str(args.script))
-    args.title = (doc or args.script.stem).strip().splitlines()[0]
-    check_ranks_of_stage(args)
-    if args.save:
-        check_save(args)
+    check_ranks_of_stage(ladder.stage_of(sys.argv[0]), args)
+    if args.save and (args.save.exists() or not args.save.parent.is_dir()):
+        refuse(f"--save {args.save}: pass the name of a new file, in a folder that is there")
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    args.log = Log(args.record_path)  # last, since it makes the file of --record
-    sys.excepthook = lambda *failure: tell_failure(args.log, args.batch_size, *failure)
+    if ranks.is_rank_0():
+        say(doc.strip().splitlines()[0])
+        say(f"{args.size} on {machine.device_name(args.device)}: B {args.batch_size}, T {args.seq_len}")
+        for name, words in args.fallbacks.items():
+            say(f"{name}: {words}")
     return args
 
 
@@ -69,13 +70,6 @@ def parse(doc, argv, free_memory=None):
     return args
 
 
-def settings_of(args):
-    """Return what parse() returned as the settings of a record's header, a dict."""
-    names = ("steps", "batch_size", "seq_len", "size", "seed", "lr", "data", "compile", "accum")
-    settings = {name: getattr(args, name) for name in names}
-    return settings | {"world_size": ranks.world_size(), "amp_dtype": machine.dtype_name(args.amp_dtype)}
-
-
 # what can be typed
 
 
@@ -94,10 +88,7 @@ def new_parser(doc):
     add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
     add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
-    add("--eval", action="store_true", help="at the end, take the loss on held-out text, the last tenth or a val file")
-    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
-    add("--record", type=Path, dest="record_path", metavar="FILE", help="write each step to this new file, as JSON")
-    add("--save", type=Path, metavar="FILE", help="write the weights there at the end")
+    add("--save", type=Path, metavar="FILE", help="write the weights to this new file at the end")
     return parser
 
 
@@ -195,26 +186,10 @@ def fill_in_techniques(args):
 # what does not go together
 
 
-def check_ranks_of_stage(args):
+def check_ranks_of_stage(stage, args):
     """Exit with one line where a stage, or its --accum, is not for so many processes as were started."""
-    world_size, stage = ranks.world_size(), args.stage
+    world_size = ranks.world_size()
     if args.accum % world_size:
         refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
     if stage and world_size > 1 and not stage.takes_ranks:
         refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
-    if stage and stage.takes_ranks and args.device.type == "mps":
-        refuse(f"{stage.name} averages gradients by gloo or nccl, which do not know mps: pass --device cpu")
-
-
-def check_save(args):
-    """Exit with one line where --save would fail, or would replace what it did not write.
-
-    This is looked at before the training, which would be lost at its end.
-    """
-    path = args.save.resolve()
-    if args.record_path and args.record_path.resolve() == path:
-        refuse(f"--save and --record are both {args.save}: pass two names")
-    if os.path.exists(path) and not is_saved(path):
-        refuse(f"--save {args.save} is there already, and --save did not write it: pass another name")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        refuse(f"--save {args.save}: name a file in a folder that is there, and that you may write to")

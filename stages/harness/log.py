@@ -1,4 +1,4 @@
-"""What a run prints and leaves: a line for each step, a summary, and its record, the same as lines of JSON.
+"""What a watched run leaves: its record, a line of JSON for each step, and a summary in words.
 
 The end of this file describes the format of a record.
 """
@@ -6,20 +6,26 @@ The end of this file describes the format of a record.
 import datetime
 import json
 import math
+import re
 import time
 
 from . import machine, ranks
 from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
-from .failure import is_out_of_memory
 from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 from .leader import find_leader
 
-# Of the steps behind these, a line is printed and the meters are read at most a hundred times a second. Neither is on
-# the clock of a step, but each makes a run of steps of 1 ms take a twentieth longer.
-FIRST_LINES = 100
-SECONDS_PER_LINE = 0.01
+# Of the steps behind these, the meters are read at most a hundred times a second. They are not on the clock of a step,
+# but make a run of steps of 1 ms take a twentieth longer.
+FIRST_READINGS = 100
+SECONDS_BETWEEN = 0.01
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
+# oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
+OUT_OF_MEMORY = (
+    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
+    r"|could not create a primitive(?! descriptor)"
+)
 
 
 class Log:
@@ -42,11 +48,9 @@ class Log:
         self.file = None
         self.header = None
         self.device = None  # on which the steps run, from begin() on
-        self.first_step = 0  # its number
         self.meters = {}  # memory, and the state of a card, as they were last read
         self.steps = []
-        self.is_finished = False
-        self.next_line_at = 0.0  # when the next step's line may be printed
+        self.next_reading = 0.0  # when the meters may be read again
         if record_path and self.is_rank_0 and not self.is_led:
             try:
                 self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
@@ -59,15 +63,13 @@ class Log:
 
     # a run, from its first line to its last
 
-    def begin(self, title, device, tokens, about, first_step=0):
+    def begin(self, title, device, tokens, about):
         """Print what runs, and write the header.
 
         title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks. about: a dict with
-        "stage", "settings", "shape", "parameters", "unit" and "fallbacks" of the header, which is described below.
-        first_step: the number of the first step.
+        "stage", "settings", "shape", "parameters" and "unit" of the header, which is described below.
         """
         self.device = device
-        self.first_step = first_step
         environment = machine.environment(device)
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.header = about | {"commit": machine.commit(ROOT), "environment": environment, "started": started}
@@ -82,29 +84,22 @@ class Log:
         hardware = environment["device_name"]
         if device.type == "cpu":
             hardware += f", threads {environment['threads']}"
-        if settings.get("corpus"):
-            hardware += f" | {settings['corpus']}"
         self.say(title, model, hardware)
-        for name, words in about["fallbacks"].items():
-            self.say(f"{name}: {words}")
         self.write("header", **self.header)
 
-    def step(self, loss, dt, tokens, figures, **unprinted):
-        """Record a step and print its line; of many short steps not each has one.
+    def step(self, loss, dt, tokens, on_clock):
+        """Record a step.
 
-        loss: a float, or None where it is not known. dt: seconds. figures: what the script logs beside it, {name:
-        float}. unprinted: more figures, for the record alone. Where two have one name, ours counts.
+        loss: a float, or None where it is not known. dt: seconds. on_clock: more figures, for the record alone.
         """
         now = time.monotonic()
-        is_shown = len(self.steps) < FIRST_LINES or now >= self.next_line_at
-        if is_shown:
-            self.next_line_at = now + SECONDS_PER_LINE
+        if len(self.steps) < FIRST_READINGS or now >= self.next_reading:
+            self.next_reading = now + SECONDS_BETWEEN
             memory, meter = machine.peak_memory(self.device)
             self.meters = {"memory": memory, "meter": meter, "card": card_state(self.device)}
         entry = {
-            **{name: finite_or_none(value) for name, value in figures.items()},
-            **unprinted,
-            "step": self.first_step + len(self.steps),
+            **on_clock,
+            "step": len(self.steps),
             "loss": finite_or_none(loss),
             "dt": dt,
             "tokens": tokens,
@@ -114,30 +109,17 @@ class Log:
         self.write("step", **entry)
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
-        if is_shown:
-            self.say(self.line_of_step(entry, figures))
 
-    def finish(self, summary, lines=()):
-        """Write the summary of the record, a dict, and print the figures of the whole run, and these lines."""
-        self.is_finished = True
+    def finish(self, summary):
+        """Write the summary of the record, a dict, and print the figures of the whole run."""
         self.write("summary", **summary)
-        self.say(*self.lines_of_figures(), *lines)
+        self.say(*self.lines_of_figures())
 
     def counted_steps(self):
-        """Return the steps after the warm-up, without the one that --profile made slower."""
-        return [step for step in self.steps[WARMUP:] if "profiled" not in step]
+        """Return the steps after the warm-up."""
+        return self.steps[WARMUP:]
 
     # in words
-
-    def line_of_step(self, entry, figures):
-        """Return the line of a step for people. entry: its line of the record. figures: what the script logs."""
-        words = [f"step {entry['step']:4d}"]
-        if entry["loss"] is not None:
-            words.append(f"loss {entry['loss']:.4f}")
-        for name, value in figures.items():
-            words.append(f"lr {value:.2e}" if name == "lr" else f"{name} {value:.4f}")
-        words.append(f"{1e3 * entry['dt']:.2f}ms")
-        return " | ".join(words + self.words_on_speed(entry["tokens"] / entry["dt"]))
 
     def lines_of_figures(self):
         """Return lines with the figures of the counted steps, or else of the last one, and what their card was like."""
@@ -189,7 +171,7 @@ class Log:
         """Write a line of the record, on rank 0 only. An error of any rank reaches the bench, where that leads."""
         if kind != "error" and not self.is_rank_0:
             return
-        line = {**entry, "kind": kind}  # last, since a script may log a figure of that name
+        line = {"kind": kind, **entry}
         if self.is_led:
             self.leader.send(line)
         if self.file:  # a training is worth more than its record
@@ -197,78 +179,71 @@ class Log:
 
     def write_error(self, message, text=""):
         """Write the line of a failure, from any rank. text: the traceback."""
-        self.write("error", message=message, traceback=text, out_of_memory=is_out_of_memory(message))
+        out_of_memory = re.search(OUT_OF_MEMORY, message) is not None
+        self.write("error", message=message, traceback=text, out_of_memory=out_of_memory)
 
 
 def finite_or_none(value):
-    """Return a figure, or None where it is not finite, as a norm is where float16 overflows: JSON has no infinity."""
+    """Return a figure, or None where it is not finite, since JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None
 
 
 # The format of a record
 #
-# A record is a text file with one JSON object in each line. `--record FILE` of a stage writes the lines of one run: a
-# header, a line for each step, and a summary. An example of each, the header wrapped:
+# A record is a text file with one JSON object in each line. `watch.py --record FILE` writes the lines of one run: a
+# header, the techniques, a line for each step, and a summary. An example of each, wrapped:
 #
-#     {"kind": "header", "stage": "s10_fused", "commit": "569c6896ba9f",
-#      "settings": {"steps": 24, "batch_size": 1, "seq_len": 1024, "size": "micro", "seed": 1337, "lr": 0.0006,
-#                   "data": null, "compile": false, "accum": 2, "world_size": 1, "amp_dtype": "bfloat16",
-#                   "corpus": "Tiny Shakespeare"},
+#     {"kind": "header", "stage": "train.py", "commit": "569c6896ba9f",
+#      "settings": {"batch_size": 1, "seq_len": 1024, "seed": 1337, "accum": 2, "world_size": 1},
 #      "shape": {"vocab_size": 50257, "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 1024},
 #      "parameters": 16299520, "unit": "tok",
 #      "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "cores": 2, "tf32": false,
 #                      "system": "Linux x86_64", "python": "3.11.7",
-#                      "torch": "2.13.0+cpu", "cuda": null, "driver": null},
-#      "fallbacks": {"compile": "left out, Python.h is missing: install python3-dev"},
+#                      "torch": "2.13.0+cpu", "cuda": null, "driver": null, "slow": []},
 #      "started": "2026-11-21T02:13:12+00:00"}
-#     {"kind": "step", "norm": 7.12, "lr": 0.0003, "step": 0, "loss": 10.94, "dt": 0.465, "tokens": 1024,
-#      "memory": 1870000000, "meter": "peak RSS", "card": null}
-#     {"kind": "summary", "sdpa": "flash", "eval": 6.12}
+#     {"kind": "techniques", "profiled": true, "tf32": false, "autocast": "bfloat16", "sdpa": "flash", ...}
+#     {"kind": "step", "spent": {"data": 0.0, "forward": 0.2, ...}, "graphs": 0, "step": 1, "loss": 10.94, "dt": 0.465,
+#      "tokens": 1024, "memory": 1870000000, "meter": "peak RSS", "card": null}
+#     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.4, ...}}
 #
-# dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. On
-# an accelerator a step also has "queued", the seconds until all of it was queued. "card" is what NVIDIA's driver told,
-# see card.py: {"mhz": 1935, "celsius": 62, "reasons": 4}. Of many short steps some have memory and card of the one
-# before. The step that --profile makes slower has "profiled".
+# dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. Step
+# 0 began with the script, and every other one where the one before it ended. "spent" is the seconds of each of
+# timeline.KINDS, and "graphs" how many torch.compile made in the step. On an accelerator a step also has "queued", the
+# seconds until all of it was queued. "card" is what NVIDIA's driver told, see card.py: {"mhz": 1935, "celsius": 62,
+# "reasons": 4}. Of many short steps some have memory and card of the one before.
 #
-# "commit" has a + behind it where files differ from it. "shape" is null for a model that is no GPT. Its vocabulary is
-# without the padding of s06. "unit" is what "tokens" counts: "tok", or "sample" or "step" in a script without tokens.
-# "sdpa" is the kernel that F.scaled_dot_product_attention chooses. A summary may also have "eval", the held-out loss,
-# and "rates" and "parts" with --profile.
+# "commit" has a + behind it where files differ from it. "settings" are what can be seen. "shape" is null for a model
+# that is no GPT. Its vocabulary is without the padding of s06. "unit" is what "tokens" counts: "tok", or "sample" or
+# "step" in a script without tokens. techniques.find_techniques() explains the keys of "techniques", and "loaders" is
+# how many processes and threads the script has started, most likely to load its data. On a card operations are seen in
+# the last step, which leaves no line of its own. Until then "profiled" is false, and a second line "techniques" with
+# all keys follows that step and replaces the first. "shares" are the shares of the time, of steps without a new graph
+# where these are the most. On a card they are those of steps 2 and 3, in which each kind waits for the card. What a
+# loss takes longer than its backward counts as "rest".
 #
 # results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own. Where memory did not hold all
 # processes at once, a second one begins anew:
 #
-#     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1,
+#     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1, "seed": 5,
 #      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
-#                "is_watched": false, "keeps_memory": true, "above": null, "control_of": null},
+#                "keeps_memory": true, "above": null, "control_of": null},
 #               {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
-#                "is_watched": false, "keeps_memory": true, "above": null, "control_of": null}],
-#      "flags": ["--steps", "24", "--seed", "5"], "flags_of_scripts": ["--steps", "24", "--seed", "5"],
-#      "variables": {"MALLOC_MMAP_MAX_": "0"}, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}, "environment": {},
-#      "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
+#                "keeps_memory": true, "above": null, "control_of": null}],
+#      "flags": ["--steps", "24", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
+#      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 #
 # "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
 # "in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load
 # its data ahead took its steps at once, in three rounds or more. Without it a ratio compares two medians of one round.
 # "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
-# rows. The two lists "of_scripts" are for scripts that watch.py watches.
+# rows. "text" is what the stages train on.
 #
 # Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the
-# line "start". The steps of the probe have FLOP/s by dtype, bytes per second, and "sdpa" as a summary has it. A
-# failure leaves an "error".
+# line "start". The steps of the probe have FLOP/s by dtype, bytes per second, and the kernel of attention. A failure
+# leaves an "error".
 #
 #     {"kind": "start", "round": 0, "name": "probe"}
 #     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
 #      "copy": 3.5e10}
 #     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
 #      "out_of_memory": false}
-#
-# A script that watch.py watches has the settings that can be seen, and its first step is number 1. Each step has
-# "spent", the seconds of each of timeline.KINDS, and "graphs", how many torch.compile made in it. The summary has
-# "shares", the shares of the time, of steps without a new graph where these are the most. On a card they are those of
-# steps 2 to 4, in which each kind waits for the card. What a loss takes longer than its backward counts as "rest".
-#
-# Before the first step comes a line "techniques", whose keys techniques.find_techniques() explains, and "loaders": how
-# many processes and threads the script has started, most likely to load its data. On a card operations are seen in one
-# step more, behind all others, which leaves no line of its own. Until then "profiled" is false. A second line
-# "techniques" with all keys follows that step, and replaces the first.

@@ -165,6 +165,15 @@ def compile_problem(device):
     return None
 
 
+def techniques_of(device):
+    """Return what a device can use of the ladder, a dict for JSON."""
+    return {
+        "tf32": "tf32" in units_of(device),
+        "amp_dtype": dtype_name(native_amp_dtype(device)),
+        "compile_problem": compile_problem(device),
+    }
+
+
 def compiled_graphs():
     """Return how many graphs torch.compile has made so far in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled
@@ -266,6 +275,7 @@ def environment(device):
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "driver": driver.split("\n")[0] or None,
+        "slow": variables_set(SLOW),
     }
 
 
@@ -297,7 +307,7 @@ def variables_set(names):
     return [name for name in names if os.environ.get(name, "") not in ("", "0")]
 
 
-def variables_of_scripts(device):
+def variables_of(device):
     """Return the variables of the environment that lead a script, which chooses for itself, to a device.
 
     A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.

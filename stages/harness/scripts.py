@@ -1,14 +1,13 @@
-"""A training script of the reader's own: where it runs, what it has of the ladder, and what it has to compute.
+"""A training script, a stage or another: where it runs, what it has of the ladder, and what it has to compute.
 
 What a script has is a dict of techniques, which watch/techniques.py finds and describes.
 """
 
-import re
 from pathlib import Path
 
 from . import ladder
-from .arithmetic import ADAMW, FUSED_ADAMW, Work
-from .machine import read_text
+from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work
+from .common import ROOT
 
 # What is typed in a framework, which has no line of its own for it
 IN_FRAMEWORK = {
@@ -25,19 +24,18 @@ IN_FRAMEWORK = {
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
-def logs_by_itself(script):
-    """Tell whether a script is a stage or a copy of one, by what it imports. Another package called harness is none."""
-    imports = re.search(r"^from harness import (\([^)]*|.*)\bStepLog\b", read_text(script), re.MULTILINE)
-    return imports is not None
+def is_of_the_ladder(script):
+    """Tell whether a script lies beside the stages, as a stage or a thirteenth one, and takes their flags."""
+    return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
 
 
 def folder_of(script):
     """Return the folder in which a script runs: the one that the reader is in, or its own where it lies outside of it.
 
-    nanoGPT's train.py, for one, reads files of its own folder by their names alone.
+    nanoGPT's train.py, for one, reads files of its own folder by their names alone. A stage reads none.
     """
     here, home = Path.cwd(), Path(script).resolve().parent
-    return here if home.is_relative_to(here) else home
+    return here if home.is_relative_to(here) or is_of_the_ladder(script) else home
 
 
 def words_on_techniques(techniques):
@@ -84,7 +82,7 @@ def has_and_lacks(techniques):
     table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
         "s02_tf32": (techniques["tf32"] and can_use_tf32, can_use_tf32),
         "s03_bf16": (techniques["autocast"] is not None and has_float32, can_use_autocast),
-        "s04_compile": (techniques["compile"], machine["compile"]),
+        "s04_compile": (techniques["compile"], machine["compile_problem"] is None),
         "s05_flash": (has_flash_attention(techniques), has_slow_attention),
         "s06_vocab": (has_large_vocabulary and rows % 64 == 0, has_large_vocabulary),
         "s07_clip": (techniques["clips"], False),
@@ -92,6 +90,7 @@ def has_and_lacks(techniques):
         "s09_decay": (techniques["groups"], False),
         "s10_fused": (techniques["fused"], techniques["fused"] is not None),
         "s11_accum": (techniques["accum"] > 1, False),
+        "s12_ddp": (techniques["ddp"], False),
     }
     has, lacks = [], []
     for stage in ladder.STAGES:
@@ -132,10 +131,53 @@ def words_on_missing(techniques, name):
     return f"+{name} took no effect: {reason}"
 
 
+def words_on_stage(stage, techniques, settings):
+    """Return what the technique of a Stage does on this machine, in words, or "" where nothing is to be said.
+
+    techniques, settings: of the run of this stage.
+    """
+    machine = techniques["machine"]
+    match stage.name:
+        case "s02_tf32":
+            return "active" if machine["tf32"] else "this device has no TF32 units"
+        case "s03_bf16" if techniques["autocast"] == "float16":
+            return "active: float16, loss scaled"
+        case "s03_bf16" if techniques["autocast"]:
+            return f"active: {techniques['autocast']}"
+        case "s03_bf16" if machine["amp_dtype"] == "float32":
+            return "this device has no 16-bit arithmetic, so float32 stays"
+        case "s03_bf16":
+            return "float32 was asked for"
+        case "s04_compile" if techniques["compile"]:
+            return "active"
+        case "s04_compile" if machine["compile_problem"]:
+            return f"left out, {machine['compile_problem']}"
+        case "s04_compile":
+            return "nothing was compiled"
+        case "s05_flash" if techniques["sdpa"] == "math":
+            return "no kernel for it here: PyTorch falls back on matmuls"
+        case "s05_flash" if techniques["sdpa"]:
+            return f"active: the {techniques['sdpa']} kernel"
+        case "s11_accum" if settings["accum"] == 1:
+            return "one micro-batch per step"
+        case "s11_accum":
+            return f"{settings['accum']} micro-batches per step"
+        case "s12_ddp" if settings["world_size"] == 1:
+            return "one process: what DDP itself costs"
+    return "for the loss, not for speed" if stage.for_the_loss else ""
+
+
 def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
-    """Return the Work of a watched GPT's micro-batch, from what its step used."""
+    """Return the Work of a GPT's micro-batch, from what its step used."""
     amp_dtype = techniques["autocast"] or techniques["weights"]
     in_tf32 = amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]
+    update = FUSED_ADAMW if techniques["fused"] else ADAMW
+    if techniques["clips"]:
+        update += CLIPPING
+    if amp_dtype == "float16":
+        update += UNSCALING
+    if techniques["ddp"]:
+        update += BUCKETS
     return Work(
         shape,
         batch_size,
@@ -143,6 +185,6 @@ def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
         on_cuda=on_cuda,
         compiled=techniques["compile"],
         flash=has_flash_attention(techniques),
-        update=FUSED_ADAMW if techniques["fused"] else ADAMW,
+        update=update,
         accum=micro_batches,
     )

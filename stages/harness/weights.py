@@ -1,7 +1,7 @@
-"""Weights of a GPT: to a file and back, those of nanoGPT and transformers, and their loss on held-out text."""
+"""Weights of a GPT: those of --save, of nanoGPT and of transformers, and their loss on held-out text."""
 
 import os
-from dataclasses import asdict
+import re
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torch
 from data import TextError, check_ids
 from model import GPT, GPTConfig
 
-from .common import refuse, whole_file
+from .common import refuse
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
@@ -18,40 +18,22 @@ CLOSE = 0.01  # how far logits may be from those of transformers, which round ot
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
-def save(model, path, in_bytes=False):
-    """Write a GPT's weights to a file, with its shape. Raises OSError or RuntimeError where the disk is full.
-
-    in_bytes: whether each byte of its text was a token.
-    """
-    with whole_file(path) as unfinished:
-        checkpoint = {"config": asdict(model.config), "weights": model.state_dict(), "in_bytes": in_bytes}
-        torch.save(checkpoint, unfinished)
-
-
-def is_saved(path):
-    """Tell whether a path is a file that holds what save() wrote."""
-    is_file = os.path.isfile(path)  # a terminal would be waited for
-    try:
-        return is_file and {"config", "weights"} <= torch.load(path, "cpu", weights_only=True, mmap=True).keys()
-    except Exception:  # torch.load raises many kinds for a file that is no checkpoint
-        return False
-
-
 def load(path, attention):
-    """Return (GPT, whether each byte of its text was a token), in float32 on the CPU.
+    """Return a GPT, in float32 on the CPU.
 
-    path: what save() wrote, nanoGPT's ckpt.pt, a folder that transformers wrote, or one of PUBLISHED. Exits with one
+    path: what --save wrote, nanoGPT's ckpt.pt, a folder that transformers wrote, or one of PUBLISHED. Exits with one
     line where it is none of these, or a model that computes otherwise.
     """
     try:
         if path in PUBLISHED or os.path.isdir(path):
-            return from_transformers(path, attention), False
+            return from_transformers(path, attention)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if "model_args" in checkpoint:
-            return from_nanogpt(checkpoint, attention), False
+            return from_nanogpt(checkpoint, attention)
         model = GPT(GPTConfig(**checkpoint["config"]), attention)
-        model.load_state_dict(checkpoint["weights"])
-        return model, checkpoint["in_bytes"]
+        weights = checkpoint["weights"]  # the names of a compiled model begin otherwise, as do those inside of DDP
+        model.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)*", "", name): weights[name] for name in weights})
+        return model
     except ImportError:
         refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name

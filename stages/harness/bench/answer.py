@@ -28,7 +28,7 @@ def answer(table):
 
 def adds_nothing(outcome):
     """Tell whether none of the techniques that were added to a script took effect. Its note says why."""
-    return outcome.row.is_watched and outcome.comparison.change.is_same_computation
+    return bool(outcome.row.added) and outcome.comparison.change.is_same_computation
 
 
 def words_on_verdict(outcome):
@@ -50,8 +50,8 @@ def reason_of_verdict(outcome):
         return "should be as fast as the row above, so one of the two was disturbed: measure again"
     if comparison.base.comparison.is_contradicted:
         return "the row above may have been disturbed"
-    if outcome.effect and (comparison.verdict is Verdict.SLOWER or comparison.change.is_same_computation):
-        return outcome.effect.words
+    if comparison.verdict is Verdict.SLOWER or comparison.change.is_same_computation:
+        return outcome.words
     return None
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .. import ladder
-from ..scripts import uses, what_to_type
+from ..scripts import has_and_lacks, uses, what_to_type
 from .rows import CPU_MEMORY, runs_the_same
 from .words import NOTHING, command_cell
 
@@ -38,25 +38,26 @@ def change_of(outcome, base):
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
         code = [f"`{variables}` in front of `python`"]
         return Change(f"{row.title} with memory variables", "three variables of the environment", code)
-    if row.stage:
-        return change_of_stage(row, above, outcome.facts)
-    if has_same_script:
+    if has_same_script and row.added != above.added:
         return change_from_outside(outcome, base)
+    if row.stage:
+        return change_of_stage(outcome, base)
     return Change(row.title, command_cell(row))
 
 
-def change_of_stage(row, above, facts):
+def change_of_stage(outcome, base):
     """Return the Change of a stage. The first row adds its own alone, a row below an earlier stage all in between, too.
 
-    above: a Row, or None. facts: of the Outcome.
+    base: an Outcome, or None.
     """
+    row, above = outcome.row, base.row if base else None
     stages = []
     if above is None:
         stages = [row.stage]
     elif above.stage:
         stages = list(ladder.between(above.stage, row.stage))
-    idle = [stage for stage in stages if facts and ladder.effect_of(stage, facts).same_computation]
-    added = [stage for stage in stages if stage.for_the_loss or stage not in idle]
+    has = has_and_lacks(outcome.techniques)[0] if outcome.techniques else stages
+    added = [stage for stage in stages if stage in has or stage.for_the_loss or not stage.technique]
     has_same_flags = above is None or row.flags == above.flags
     code = []
     if has_same_flags:  # else nobody knows which of the two it is
@@ -64,8 +65,21 @@ def change_of_stage(row, above, facts):
     adds_its_line = bool(stages) and has_same_flags and not row.launcher and not row.flags
     title, typed = title_and_typed(row, added, adds_its_line)
     has_same_command = above is not None and has_same_flags and row.launcher == above.launcher
-    is_same_computation = has_same_command and bool(stages) and idle == stages
+    is_same_computation = has_same_command and bool(stages) and computes_the_same(outcome, base, stages)
     return Change(title, typed, code, stages, is_same_computation=is_same_computation)
+
+
+def computes_the_same(outcome, base, stages):
+    """Tell whether a stage should be as fast as its base, since the Stages between them change nothing that takes time.
+
+    An attention that falls back on matmuls is another one than s04's. And ROCm's libraries may choose another kernel by
+    the flag of TF32, also where the card has no units for it, so nothing is claimed of an AMD card.
+    """
+    if outcome.work is None or outcome.work != base.work or any(stage.unpredictable for stage in stages):
+        return False
+    environment, ours, theirs = outcome.facts["environment"], outcome.techniques, base.techniques
+    on_amd = environment["device"] == "cuda" and not environment["cuda"]
+    return ours["sdpa"] == theirs["sdpa"] and not (on_amd and ours["tf32"] != theirs["tf32"])
 
 
 def title_and_typed(row, added, adds_its_line):

@@ -8,10 +8,11 @@ every page, such as what a ratio and its ± are, stands in results/README.md.
 import textwrap
 
 from ..arithmetic import flops_per_token, shape_name
+from ..figures import UNITS
 from .answer import answer
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .table import compare
-from .words import MOST_OF_A_COMMAND, UNITS, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
+from .words import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -165,8 +166,8 @@ def conditions(table):
     how = "In turn, all processes alive at once" if bench["in_turn"] else "One after the other, each in a fresh process"
     steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
     return [
-        machine_line(bench["environment"], table.facts),
-        what_ran(table.facts),
+        machine_line(bench["environment"]),
+        what_ran(table.facts, bench["text"]),
         f"{how}: {steps}. Rounds: {bench['rounds']}.",
         noise_line(table),
         rates_line(table.rates),
@@ -174,19 +175,22 @@ def conditions(table):
     ]
 
 
-def machine_line(env, facts):
-    """Return the machine and its software. facts: of the first row that ran, or None."""
+def machine_line(env):
+    """Return the machine and its software."""
     line = f"**{env['device_name']}**, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
     line += f"torch {env['torch']}, Python {env['python']}"
     if env["cuda"]:
         line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
-    if facts and "environment" in facts["fallbacks"]:
-        line += f". All is {facts['fallbacks']['environment']}"
+    if env["slow"]:
+        line += f". All is slower, by {', '.join(env['slow'])}"
     return f"{line}."
 
 
-def what_ran(facts):
-    """Return the model, the batch, the text, the seed and the date of the first row that ran. facts: its, or None."""
+def what_ran(facts, text):
+    """Return the model, the batch, the text, the seed and the date of the first row that ran.
+
+    facts: its, or None. text: the name of the stages' own, or None without a stage.
+    """
     if facts is None:
         return "No row got as far as its first step."
     shape, settings = facts["shape"], facts["settings"]
@@ -197,8 +201,8 @@ def what_ran(facts):
         line += f", B {settings['batch_size']}"
     if settings["seq_len"]:
         line += f", T {settings['seq_len']}"
-    if "corpus" in settings:
-        line += f", {settings['corpus']}"
+    if text:
+        line += f", {text}"
     return f"{line}, seed {settings['seed']}, {facts['started'][:10]}."
 
 

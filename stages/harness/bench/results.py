@@ -32,7 +32,7 @@ class Run:
 
     @property
     def loads_ahead(self):
-        """Whether a watched script has processes or threads of its own, which may load its data."""
+        """Whether its script has processes or threads of its own, which may load its data."""
         return self.techniques is not None and self.techniques["loaders"] > 0
 
 

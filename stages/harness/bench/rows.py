@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import ladder, machine
 from ..common import ROOT, refuse, tell
-from ..scripts import logs_by_itself
+from ..scripts import is_of_the_ladder
 
 PROBE = "probe"
 LONGEST_TITLE = 32  # letters
@@ -31,9 +31,8 @@ class Row:
     name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere. No two rows
     share a name or a title. script: the name of a stage, "probe", the path of another script, or the name of a module.
     launcher, flags: the words before and behind it in the command. added: the techniques that are added to a script
-    from outside, as "bf16". is_watched: whether watch.py runs it, because it is no stage and no copy of one.
-    keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them. above: the name of the row
-    above. control_of: in a second run, the name of the row that it repeats.
+    from outside, as "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them. above:
+    the name of the row above. control_of: in a second run, the name of the row that it repeats.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Row:
     launcher: list = field(default_factory=list)
     flags: list = field(default_factory=list)
     added: list = field(default_factory=list)
-    is_watched: bool = False
     keeps_memory: bool = True
     above: str | None = None
     control_of: str | None = None
@@ -58,14 +56,12 @@ class Row:
         return ladder.stage_of(self.script)
 
     @property
-    def path(self):
-        """The path of the probe, of a stage, or of a copy of one."""
-        if self.is_probe:
-            return ROOT / "stages" / "harness" / "bench" / "probe.py"
-        return self.stage.path if self.stage else Path(self.script).resolve()
+    def takes_flags(self):
+        """Whether it takes the flags that stand behind all rows, as stages and scripts beside them do."""
+        return self.is_probe or self.stage is not None or is_of_the_ladder(self.script)
 
     def command(self, bench):
-        """Return the command line as a list. bench: the first line of a record, with the flags of all rows.
+        """Return the command line as a list: watch.py runs it. bench: the first line of a record, with the flags.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
@@ -76,12 +72,14 @@ class Row:
             words += THIS_PYTHON.get(word, [word])
         if not starts_python(self.launcher):
             words.append(sys.executable)
-        if self.is_watched:
-            words += [str(ROOT / "stages" / "watch.py"), *bench["flags_of_scripts"]]
-            words += [f"+{name}" for name in self.added]
-            words += [self.script] if self.script.endswith(".py") else ["-m", self.script]
-        else:
-            words += [str(self.path), *bench["flags"]]
+        if self.is_probe:
+            return [*words, str(ROOT / "stages" / "harness" / "bench" / "probe.py"), *bench["flags"]]
+        words += [str(ROOT / "stages" / "watch.py"), "--steps", str(bench["steps"]), "--seed", str(bench["seed"])]
+        words += [f"+{name}" for name in self.added]
+        script = str(self.stage.path) if self.stage else self.script
+        words += [script] if script.endswith(".py") else ["-m", script]
+        if self.takes_flags:
+            words += bench["flags"]
         number = [row["name"] for row in bench["rows"]].index(self.name)
         return [word.replace("{row}", str(number)) for word in words + self.flags]
 
@@ -90,12 +88,7 @@ class Row:
         variables = os.environ | bench["variables"]
         if not self.keeps_memory:
             variables = {name: value for name, value in variables.items() if name not in CPU_MEMORY}
-        if self.is_watched:
-            return variables | bench["variables_of_scripts"]
-        python_path = str(ROOT / "stages")  # where the harness is
-        if os.environ.get("PYTHONPATH"):
-            python_path += os.pathsep + os.environ["PYTHONPATH"]
-        return variables | {"PYTHONPATH": python_path}
+        return variables
 
 
 def starts_python(launcher):
@@ -128,7 +121,6 @@ def row_of(command):
     if launcher and "=" in launcher[0]:
         launcher.insert(0, "env")  # as a shell reads A=b
     stage = ladder.stage_of(script)
-    is_watched = stage is None and not logs_by_itself(script)
     if stage:
         script, title = stage.name, stage.short
     elif script == "-m":
@@ -136,7 +128,7 @@ def row_of(command):
         title = script.split(".")[-1]
     else:
         title = Path(script).stem
-    return Row(command, title, script, launcher, flags, added, is_watched)
+    return Row(command, title, script, launcher, flags, added)
 
 
 def place_of_script(words, command):
@@ -217,14 +209,12 @@ def all_rows(rows):
 
 def check(row):
     """Exit with one line where a row can't run, or would not run as the others do."""
-    if row.added and not row.is_watched:
-        refuse(f"{row.name!r}: +{row.added[0]} is for scripts that know nothing of the ladder")
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
     if row.script.endswith(".py") and not Path(row.script).is_file():
         refuse(f"{row.name!r}: there is no {row.script}")
     for word in row.flags:
-        if not row.is_watched and word.startswith(("--steps", "--device")):
+        if row.takes_flags and word.startswith(("--steps", "--device")):
             refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
 
 

@@ -7,10 +7,9 @@ much faster it is. How far rows of one computation come out apart is known when 
 import statistics
 from dataclasses import dataclass, field
 
-from .. import ladder
-from ..arithmetic import flops_per_token, seconds_per_token
+from ..arithmetic import Work, flops_per_token, seconds_per_token
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
-from ..scripts import work_of
+from ..scripts import words_on_stage, work_of
 from . import ratios
 from .change import Change, change_of
 from .ratios import Noise, Ratio, Verdict
@@ -40,13 +39,14 @@ class Outcome:
     runs: list  # its Runs, the first round first
     counted: list  # the steps of all runs, without their warm-up
     error: dict | None  # the line of its first run that failed
-    techniques: dict | None  # of a watched script
-    facts: dict | None = None  # the first header, with the kernel of attention as "sdpa"
+    techniques: dict | None  # what its script was seen to use
+    facts: dict | None = None  # the first header
     unit: str | None = None  # what it counts: "tok", "sample" or "step"
     model: tuple | None = None  # what two rows have in common that have a ratio
     ranks: int = 1  # processes that train together
     is_on_other_device: bool = False  # than the bench, as on the CPU in a bench of a card
-    effect: ladder.Effect | None = None  # of its stage, or of what a watched GPT uses
+    work: Work | None = None  # of a GPT's micro-batch
+    words: str = ""  # what the technique of its stage does here
     is_out_of_turn: bool = False  # whether it took its steps at once, in a bench that takes turns
     has_turns: bool = False  # whether its steps can be compared with those of another row in the same turns
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in all steps together}
@@ -136,16 +136,15 @@ def outcome_of(row, results):
     counted = [step for run in runs for step in run.counted]
     outcome = Outcome(row, runs, counted, results.error(row), first_known([run.techniques for run in runs]))
     header = first_known([run.header for run in runs])
-    summary = first_known([run.summary for run in runs])
     if header:
-        add_facts(outcome, header | {"sdpa": summary["sdpa"] if summary else None}, results.bench)
+        add_facts(outcome, header, results.bench)
     if counted:
         add_figures(outcome, results.bench)
     return outcome
 
 
 def add_facts(outcome, facts, bench):
-    """Fill in what a row's header and techniques tell. facts: the header with "sdpa", the kernel of attention."""
+    """Fill in what a row's header and techniques tell. facts: the header."""
     settings, shape = facts["settings"], facts["shape"]
     outcome.facts = facts
     outcome.unit = facts["unit"]
@@ -155,12 +154,11 @@ def add_facts(outcome, facts, bench):
     outcome.ranks = settings["world_size"]
     device = facts["environment"]["device"]
     outcome.is_on_other_device = device != bench["environment"]["device"]
-    if outcome.row.stage:
-        outcome.effect = ladder.effect_of(outcome.row.stage, facts)
-    elif outcome.techniques and shape and not outcome.is_on_other_device:
+    if outcome.techniques and outcome.row.stage:
+        outcome.words = words_on_stage(outcome.row.stage, outcome.techniques, settings)
+    if outcome.techniques and shape and not outcome.is_on_other_device:
         micro_batches = settings["accum"] // outcome.ranks
-        work = work_of(outcome.techniques, shape, settings["batch_size"], micro_batches, device == "cuda")
-        outcome.effect = ladder.Effect(work)
+        outcome.work = work_of(outcome.techniques, shape, settings["batch_size"], micro_batches, device == "cuda")
 
 
 def add_figures(outcome, bench):
@@ -169,7 +167,7 @@ def add_figures(outcome, bench):
     loads_ahead = any(run.loads_ahead for run in outcome.runs)
     has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
     waits_for_batches = loads_ahead and waits_for_data(outcome.counted)  # some come at once, and some late
-    no_step_is_typical = outcome.row.is_watched and (has_long_steps or waits_for_batches)
+    no_step_is_typical = outcome.row.stage is None and (has_long_steps or waits_for_batches)
     outcome.is_out_of_turn = bench["in_turn"] and loads_ahead
     outcome.has_turns = bench["in_turn"] and not (loads_ahead or no_step_is_typical)
     if no_step_is_typical:
@@ -220,14 +218,13 @@ def predicted_ratio(outcome, base, change, rates):
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
-    if not (rates and base and outcome.effect and base.effect and outcome.ranks == base.ranks):
+    if not (rates and base and outcome.work and base.work and outcome.ranks == base.ranks):
         return None
-    work, work_of_base = outcome.effect.work, base.effect.work
     if any(stage.unpredictable for stage in change.stages):
         return None
-    if not change.stages and (outcome.row.script != base.row.script or work == work_of_base):
+    if not change.stages and (outcome.row.script != base.row.script or outcome.work == base.work):
         return None  # more differs than two Works tell, or no FLOP and no byte does, as between s01 and `plain`
-    before, after = seconds_per_token(work_of_base, rates), seconds_per_token(work, rates)
+    before, after = seconds_per_token(base.work, rates), seconds_per_token(outcome.work, rates)
     return before / after if before and after else None  # None: a rate is not known
 
 

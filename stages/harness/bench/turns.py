@@ -132,7 +132,7 @@ def take_counted_steps(worker):
 
 def warm_up(worker):
     """Take a worker through its warm-up. In round 0 this may end the bench, and shows what each row should bring."""
-    worker.take_steps(WARMUP)
+    worker.take_steps_until(WARMUP)
     if worker.round_number == 0:
         end_where_all_would_fail(worker.run, worker.row, worker.results.table_rows)
         if worker.row.is_probe:

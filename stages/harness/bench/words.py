@@ -5,14 +5,13 @@ import textwrap
 
 from .. import scripts
 from ..card import words_on_card
-from ..figures import waiting_share, waits_for_data
+from ..figures import UNITS, waiting_share, waits_for_data
 from .ratios import NOT_SHOWN_TO_DIFFER
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
-UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}
 
 
 # Figures
@@ -77,8 +76,8 @@ def note_cell(outcome, bench):
     rounds = sum(run.summary is not None for run in outcome.runs)
     if rounds < bench["rounds"] and not outcome.error:
         parts.append(f"{rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
-    if outcome.effect and outcome.effect.words:
-        parts.append(outcome.effect.words)
+    if outcome.words:
+        parts.append(outcome.words)
     parts += words_on_card([run.counted for run in outcome.runs])
     if outcome.comparison.change.is_same_computation:
         parts.append("same computation as the row above")
@@ -107,16 +106,17 @@ def remarks(outcome):
 
 
 def remarks_on_script(outcome):
-    """Return what is said of a watched script, a list of words: what it has of the ladder, lacks, and waits for.
+    """Return what is said of a script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    Of a row that adds a technique to the row above, it is why that took no effect, without what it has and lacks.
+    Of a stage it is not what it has and lacks. Of a row that adds a technique to the row above, it is why that took no
+    effect instead.
     """
     techniques, change = outcome.techniques, outcome.comparison.change
     words = []
     for name in change.in_vain:
         is_in_it = scripts.uses(techniques, name)
         words.append(f"{name} is in it already" if is_in_it else scripts.words_on_missing(techniques, name))
-    if not (change.code or change.in_vain):
+    if not (outcome.row.stage or change.code or change.in_vain):
         has, lacks, others = scripts.words_on_techniques(techniques)
         words += [f"has {has}", f"lacks {lacks}", *others]
     if outcome.is_on_other_device:

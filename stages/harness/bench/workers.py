@@ -75,9 +75,9 @@ class Worker:
         """Whether it can be asked for another step, or for its summary."""
         return self.run.summary is None and self.run.error is None
 
-    def take_steps(self, count):
-        """Take steps, one after the other."""
-        for _ in range(count):
+    def take_steps_until(self, count):
+        """Take steps until it has so many. The first request brings two, since a script takes one step by itself."""
+        while self.is_live and len(self.run.steps) < count:
             self.ask(leader.STEP)
 
     def ask(self, request):

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-
-from ..steplog import unwrapped
+from torch.nn.parallel import DistributedDataParallel
 
 NO_TEXT = re.compile("label|target|mask|(^|_)edge|(^|_)adj")  # names of arguments that have integers, but no text
 MOST_BEHIND_SCALE = 3  # operations between backward() and a loss that a GradScaler multiplied, as a division
@@ -161,6 +160,13 @@ def reader_of(module):
         reads_ids = any(isinstance(part, nn.Embedding) for part in modules)
         reader = READERS[module] = Reader(names, reads_ids, vocabulary_of(modules) is not None)
     return reader
+
+
+def unwrapped(model):
+    """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
+    for part in model.modules():  # the outermost first
+        if not isinstance(part, DistributedDataParallel) and not hasattr(part, "_orig_mod"):
+            return part
 
 
 def call_of(module, args, kwargs):

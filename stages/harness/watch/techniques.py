@@ -103,11 +103,7 @@ def find_techniques(watcher):
         "failed": watcher.added.failed,  # {name of an added technique: why it was left out again}
         "framework": framework_of(sys._getframe()),  # the package that calls the optimizer
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
-        "machine": {  # what this one could use
-            "tf32": "tf32" in units,
-            "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
-            "compile": machine.compile_problem(device) is None,
-        },
+        "machine": machine.techniques_of(device),  # what this one could use
     }
 
 
@@ -117,6 +113,7 @@ def model_by_flags(models, reads_text):
     return {
         "profiled": False,  # whether operations were seen
         "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied
+        "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
         "sdpa": None,  # the kernel that scaled_dot_product_attention chose
         "attention": False,  # whether any was seen
         "reads_text": reads_text,

@@ -14,7 +14,7 @@ import weakref
 import torch
 
 from .. import machine, ranks
-from ..figures import WARMUP
+from ..figures import UNITS, WARMUP
 from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import UNSEEN, Probe
@@ -47,8 +47,8 @@ class Watcher:
         self.updating_ref = lambda: None  # to the one that is in its step
         self.others = weakref.WeakSet()  # those that stepped since the last step ended
         self.is_update_due = False  # by a GradScaler, which may skip it
-        self.seconds_before = None  # until the first step ended and the clock started
-        self.is_last_step = False  # no other one is wanted, and on a card this one more is profiled
+        self.first_step = None  # what report_step() takes, kept until the second one has shown what is trained
+        self.is_last_step = False  # no other one is wanted, and on a card this one is profiled
         self.graphs = 0  # that torch.compile made before the step
         self.techniques = None  # until the first report
 
@@ -175,7 +175,7 @@ class Watcher:
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def end_step(self):
-        """End a step: stop the clock, report, and start the clock again. The first call only starts it.
+        """End a step: stop the clock, report, and start the clock again. The first step began with the script.
 
         Where the bench leads, wait for its request before the clock starts.
         """
@@ -185,14 +185,23 @@ class Watcher:
         if not self.seen.batches:
             self.seen.close()  # where a script calls no backward()
         flush_stdout()  # so that the script's own lines stand before ours
-        if self.seconds_before is None:
-            self.seconds_before = dt
+        counts = {unit: self.seen.count_of(unit) * self.world_size for unit in UNITS}
+        loss = sum(self.seen.losses).item() if self.seen.losses else None
+        on_card = {} if self.device.type == "cpu" else {"queued": queued}
+        graphs = machine.compiled_graphs() - self.graphs
+        step = counts, loss, dt, {"spent": self.clock.spent, "graphs": graphs, **on_card}
+        if self.first_step is None:
+            self.first_step = step
             self.begin_steps()
+        elif self.log.header is None:
+            self.begin_report()
+            self.report_step(*self.first_step)
+            self.report_step(*step)
         elif self.is_last_step:
             self.keep_profile()
             self.leave(0)
         else:
-            self.report_step(dt, queued)
+            self.report_step(*step)
         self.begin_next_step()
 
     def begin_steps(self):
@@ -207,13 +216,13 @@ class Watcher:
     def begin_next_step(self):
         """Start the clock of the next step, or end the process where no other one is wanted.
 
-        On a CPU the first step is profiled. On a card it is one more at the end, since what profiles a card slows all
-        steps that follow.
+        On a CPU the second step is profiled. On a card it is the last one, since what profiles a card slows all steps
+        that follow.
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
         is_asked_for_more = self.log.wait_for_request()
-        self.is_last_step = steps == self.args.steps or not is_asked_for_more
+        self.is_last_step = steps >= self.args.steps - on_card or not is_asked_for_more
         profiled_step_comes = self.is_last_step
         if not on_card:
             profiled_step_comes = steps == 0 and not self.is_last_step
@@ -228,25 +237,12 @@ class Watcher:
         # some steps of the warm-up tell what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
 
-    def report_step(self, dt, queued):
-        """Report a step that took dt seconds, of which `queued` until all of it was queued on a card.
-
-        The first one shows what is trained, and what it uses.
-        """
-        if self.log.header is None:
-            self.begin_report()
-            self.techniques = find_techniques(self)
-            self.models = {}
-            self.keep_profile()
-            self.probe.forget()
-        tokens = self.seen.count_of(self.log.header["unit"]) * self.world_size
-        loss = sum(self.seen.losses).item() if self.seen.losses else None
-        on_card = {} if self.device.type == "cpu" else {"queued": queued}
-        graphs = machine.compiled_graphs() - self.graphs
-        self.log.step(loss, dt, tokens, {}, spent=self.clock.spent, graphs=graphs, **on_card)
+    def report_step(self, counts, loss, dt, on_clock):
+        """Report a step that took dt seconds. counts: {unit: how many of them it has}. on_clock: for the record."""
+        self.log.step(loss, dt, counts[self.log.header["unit"]], on_clock)
 
     def begin_report(self):
-        """Print what is trained, as the first step on the clock has shown it."""
+        """Print what is trained, and note what it uses, as the second step has shown it."""
         seen, models = self.seen, list(self.models.values())
         batch_size = seq_len = shape = None
         if seen.batches:
@@ -267,10 +263,9 @@ class Watcher:
             "shape": shape,
             "parameters": sum(p.numel() for p in parameters_of(models, *self.habits.optimizers)),
             "unit": seen.unit,
-            "fallbacks": {},
         }
         tokens = seen.count_of(seen.unit) * self.world_size
-        self.log.begin(self.args.title, self.device, tokens, about, first_step=1)
+        self.log.begin(self.args.title, self.device, tokens, about)
         if seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
         if seen.in_turn:
@@ -281,7 +276,10 @@ class Watcher:
             self.log.say("no loss is shown, since backward() gets no tensor of one number")
         if len(seen.losses) > 1:
             self.log.say(f"the loss is the sum of the {len(seen.losses)} that backward() gets in a step")
-        self.log.say(f"step    0 started the clock, {self.seconds_before:.1f} s after the script began")
+        self.techniques = find_techniques(self)
+        self.models = {}
+        self.keep_profile()
+        self.probe.forget()
 
     def keep_profile(self):
         """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""
@@ -299,7 +297,7 @@ class Watcher:
             return
         self.clock.is_running = False  # no look at the script's lines may come between
         shares = shares_of(self)
-        self.log.finish({"sdpa": self.techniques["sdpa"], "shares": shares})
+        self.log.finish({"shares": shares})
         for line in answer(self, shares):
             self.log.say(line)
 

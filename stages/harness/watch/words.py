@@ -59,7 +59,7 @@ def shares_of(watcher):
     """
     steps = usual_steps(watcher.log)
     if watcher.device.type != "cpu":
-        steps = watcher.log.steps[1:WARMUP] or steps
+        steps = watcher.log.steps[2:WARMUP] or steps
     return mean_shares(steps)
 
 
