@@ -64,6 +64,7 @@ def parse_command(argv):
     steps_help = f"stop it after so many steps, the first {WARMUP} of them warm-up (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
+    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")

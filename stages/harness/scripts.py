@@ -167,8 +167,14 @@ def words_on_stage(stage, techniques, settings):
     return "for the loss, not for speed" if stage.for_the_loss else ""
 
 
-def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
-    """Return the Work of a GPT's micro-batch, from what its step used."""
+def work_of(techniques, header):
+    """Return the Work of a GPT's micro-batch, from what its step used. None for a model that is no GPT.
+
+    techniques, header: of the record of a run.
+    """
+    settings = header["settings"]
+    if not header["shape"]:
+        return None
     amp_dtype = techniques["autocast"] or techniques["weights"]
     in_tf32 = amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]
     update = FUSED_ADAMW if techniques["fused"] else ADAMW
@@ -179,12 +185,12 @@ def work_of(techniques, shape, batch_size, micro_batches, on_cuda):
     if techniques["ddp"]:
         update += BUCKETS
     return Work(
-        shape,
-        batch_size,
+        header["shape"],
+        settings["batch_size"],
         matmul_dtype="tf32" if in_tf32 else amp_dtype,
-        on_cuda=on_cuda,
+        on_cuda=header["environment"]["device"] == "cuda",
         compiled=techniques["compile"],
         flash=has_flash_attention(techniques),
         update=update,
-        accum=micro_batches,
+        accum=settings["accum"] // settings["world_size"],  # of this rank
     )

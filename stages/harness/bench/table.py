@@ -156,9 +156,8 @@ def add_facts(outcome, facts, bench):
     outcome.is_on_other_device = device != bench["environment"]["device"]
     if outcome.techniques and outcome.row.stage:
         outcome.words = words_on_stage(outcome.row.stage, outcome.techniques, settings)
-    if outcome.techniques and shape and not outcome.is_on_other_device:
-        micro_batches = settings["accum"] // outcome.ranks
-        outcome.work = work_of(outcome.techniques, shape, settings["batch_size"], micro_batches, device == "cuda")
+    if outcome.techniques and not outcome.is_on_other_device:
+        outcome.work = work_of(outcome.techniques, facts)
 
 
 def add_figures(outcome, bench):

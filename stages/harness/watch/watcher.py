@@ -20,7 +20,7 @@ from .counting import MicroBatches, call_of
 from .probe import UNSEEN, Probe
 from .techniques import Habits, find_techniques, gpt_shape, parameters_of, seen_in
 from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
-from .words import answer, shares_of
+from .words import answer, shares_of, words_on_profile
 
 LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's 5 ms another line may run
 
@@ -48,7 +48,8 @@ class Watcher:
         self.others = weakref.WeakSet()  # those that stepped since the last step ended
         self.is_update_due = False  # by a GradScaler, which may skip it
         self.first_step = None  # what report_step() takes, kept until the second one has shown what is trained
-        self.is_last_step = False  # no other one is wanted, and on a card this one is profiled
+        self.is_last_step = False  # no other one is wanted, and on a card or with --profile this one is profiled
+        self.last_dt = None  # seconds of that step
         self.graphs = 0  # that torch.compile made before the step
         self.techniques = None  # until the first report
 
@@ -198,6 +199,7 @@ class Watcher:
             self.report_step(*self.first_step)
             self.report_step(*step)
         elif self.is_last_step:
+            self.last_dt = dt
             self.keep_profile()
             self.leave(0)
         else:
@@ -221,11 +223,12 @@ class Watcher:
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
+        profiles_last_step = on_card or self.args.profile
         is_asked_for_more = self.log.wait_for_request()
-        self.is_last_step = steps >= self.args.steps - on_card or not is_asked_for_more
-        profiled_step_comes = self.is_last_step
-        if not on_card:
-            profiled_step_comes = steps == 0 and not self.is_last_step
+        self.is_last_step = steps >= self.args.steps - profiles_last_step or not is_asked_for_more
+        profiled_step_comes = steps == 0 and not on_card
+        if self.is_last_step:
+            profiled_step_comes = profiles_last_step
         if profiled_step_comes:
             self.probe.start(self.device)
         if self.is_last_step and not self.probe.profiler:
@@ -298,7 +301,7 @@ class Watcher:
         self.clock.is_running = False  # no look at the script's lines may come between
         shares = shares_of(self)
         self.log.finish({"shares": shares})
-        for line in answer(self, shares):
+        for line in answer(self, shares) + words_on_profile(self):
             self.log.say(line)
 
     def refuse(self, line):

@@ -6,8 +6,9 @@ import statistics
 
 import torch
 
-from .. import machine, scripts
+from .. import machine, rates, scripts
 from ..figures import LONG_WAIT, WARMUP
+from ..stepprofile import StepProfile, predicted_ms
 from .timeline import KINDS
 
 LONG = 0.2  # of the time, or of the tokens: what takes more is told
@@ -42,6 +43,18 @@ def answer(watcher, shares):
         if not scripts.uses(techniques, name):
             remarks.append(scripts.words_on_missing(techniques, name))
     return lines + [f"        {remark}" for remark in remarks]
+
+
+def words_on_profile(watcher):
+    """Return lines on the parts of the profiled last step, beside what they should take; none without --profile."""
+    if not (watcher.args.profile and watcher.last_dt and watcher.probe.events):
+        return []
+    predicted = {}
+    work = scripts.work_of(watcher.techniques, watcher.log.header)
+    if work:
+        amp_dtype = getattr(torch, watcher.techniques["machine"]["amp_dtype"])
+        predicted = predicted_ms(work, rates.measure(watcher.device, amp_dtype))
+    return StepProfile(watcher.probe.events, watcher.device, 1e3 * watcher.last_dt).lines(predicted)
 
 
 def percent(share):
