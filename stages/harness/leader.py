@@ -9,6 +9,7 @@ What a rank sends, each time a line of JSON:
     {"kind": "ready"}                                       whenever it waits for a request
     {"kind": "notice", "message": "no step in the last 60 s"}   a remark for the terminal
     and the lines of its record, rank 0 alone; but an "error" comes from whatever rank fails
+    {"kind": "loss", "step": 3, "loss": 10.9}               of its own data, all other ranks, behind each step
 
 The bench sends STEP for each step that it wants, and END when it wants the summary. The connection ends with the
 process at its other end, however that ends. So the bench hears when a rank dies, and a rank when the bench dies.

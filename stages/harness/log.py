@@ -107,6 +107,8 @@ class Log:
         }
         self.steps.append(entry)
         self.write("step", **entry)
+        if self.is_led and not self.is_rank_0:
+            self.leader.send({"kind": "loss", "step": entry["step"], "loss": entry["loss"]})
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
 

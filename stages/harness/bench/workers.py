@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -43,6 +44,8 @@ class Worker:
         self.run = results.runs[row.name, round_number]
         self.ranks = {}
         self.number_of_ranks = 1  # until one says how many there are
+        self.steps = []  # lines of steps that not all ranks are known to have taken
+        self.other_losses = []  # the lines of other ranks on these
         self.groups = set()
         self.to_close = contextlib.ExitStack()
         tell(f"{row.title}: start and warm-up")
@@ -95,6 +98,7 @@ class Worker:
         deadline = time.monotonic() + PATIENCE
         while self.is_live:
             if len(self.ranks) == self.number_of_ranks and all(self.ranks.values()):
+                self.keep_steps()
                 return
             speakers = connection.wait([self.server, *self.ranks], timeout=0.5)
             if self.server in speakers:
@@ -124,10 +128,22 @@ class Worker:
                 self.ranks[rank] = True
             case "notice":
                 tell(f"{self.row.title}: {line['message']}")
+            case "step":
+                self.steps.append(line)
+            case "loss":
+                self.other_losses.append(line)
             case "error":
                 self.fail_as_it_ended(line)
             case _:
                 self.keep(line)
+
+    def keep_steps(self):
+        """Keep the steps that all ranks have taken, each with the mean of their losses."""
+        for step in self.steps:
+            lines = [step] + [line for line in self.other_losses if line["step"] == step["step"]]
+            losses = [line["loss"] for line in lines if line.get("loss") is not None]
+            self.keep(step | {"loss": statistics.mean(losses)} if losses else step)
+        self.steps, self.other_losses = [], []
 
     def keep(self, line):
         """Keep a line of its record."""
