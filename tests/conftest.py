@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -106,16 +107,25 @@ def run_script(script, *flags, folder=None):
 
 
 def run_stage(stage, *flags, folder, status=0):
-    """The Ended of a stage, "s05", with the lines of its record.
+    """The Ended of a stage, "s05", with the steps that it printed as lines.
 
-    folder: for the record, and to run in. status: how it must end.
+    folder: to run in. status: how it must end.
     """
-    record = folder / f"{stage}.jsonl"
-    record.unlink(missing_ok=True)
-    ended = run_script(STAGE_FILES[stage], *flags, "--record", record, folder=folder)
+    ended = run_script(STAGE_FILES[stage], *flags, folder=folder)
     assert ended.status == status, ended.err
-    ended.lines = lines_of(record)
+    ended.lines = steps_in(ended.out)
     return ended
+
+
+def steps_in(out):
+    """The steps that a stage printed, as lines of a record; dt in ms, and speed in tokens per second."""
+    steps = []
+    for line in re.findall(r"^step +(\d+ \| .*)$", out, re.MULTILINE):
+        number, *figures, dt, speed = line.split(" | ")
+        step = {"kind": "step", "step": int(number), "ms": float(dt.removesuffix("ms"))}
+        step["speed"] = float(speed.removesuffix(" tok/sec").replace(",", ""))
+        steps.append(step | {name: float(value) for name, value in (figure.split() for figure in figures)})
+    return steps
 
 
 def lines_of(record):
@@ -159,11 +169,11 @@ def python(*words, folder=ROOT, **env):
 
 def led_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
-    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "variables": {}}
+    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seed": 1337, "variables": {}}
     bench["flags"] = ["--steps", "24", *flags]
     record = io.StringIO()
     with contextlib.closing(workers.Worker(row, Results(bench, record), 0)) as worker:
-        worker.take_steps(steps)
+        worker.take_steps_until(steps)
         worker.ask(END)
         worker.end_of_process()
         _, *lines = [json.loads(line) for line in record.getvalue().splitlines()]

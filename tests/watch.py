@@ -3,8 +3,6 @@
 The loss does not tell whether a technique is at work, since most must leave it as it was.
 """
 
-from harness import StepLog
-
 import contextlib
 import functools
 
@@ -64,16 +62,13 @@ class Watch:
         self.patch.setattr(owner, name, noted)
 
     def note_steps(self):
-        """Let the calls of a step end where its log begins. What the log itself asks of torch is left out."""
-        step = StepLog.step
+        """Let the calls of a step end where it waits for the device. What it prints then is a part of the next one."""
 
-        def noted(log, loss, **figures):
+        def noted(device=None):
             self.steps.append(self.calls)
-            self.keeps_a_graph = loss.requires_grad
-            step(log, loss, **figures)
             self.calls = []
 
-        self.patch.setattr(StepLog, "step", noted)
+        self.patch.setattr(torch.cpu, "synchronize", noted)
 
     def note_zero_grad(self, of, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
@@ -93,7 +88,8 @@ class Watch:
         self.calls.append("backward in autocast" if in_autocast else "backward")
 
     def note_wait(self, *args, **options):
-        self.calls.append("wait for a number")
+        if self.calls:  # else it is what a step prints
+            self.calls.append("wait for a number")
 
     def note_forward(self, module, *inputs):
         """Note the forward of a model, with the dtype of autocast where that is on for the model's device."""
