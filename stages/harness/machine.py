@@ -165,15 +165,6 @@ def compile_problem(device):
     return None
 
 
-def techniques_of(device):
-    """Return what a device can use of the ladder, a dict for JSON."""
-    return {
-        "tf32": "tf32" in units_of(device),
-        "amp_dtype": dtype_name(native_amp_dtype(device)),
-        "compile_problem": compile_problem(device),
-    }
-
-
 def compiled_graphs():
     """Return how many graphs torch.compile has made so far in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled

@@ -108,7 +108,9 @@ def has_flash_attention(techniques):
 
 
 def what_to_type(techniques, stage):
-    """Return what adds the technique of a Stage to a watched script, in markdown: a line, or a framework's flag."""
+    """Return what adds the technique of a Stage to a script, in markdown: a line, or a framework's flag."""
+    if techniques is None:  # it did not run
+        return stage.line
     call = (techniques["framework"], stage.name)
     if call in IN_FRAMEWORK:
         return IN_FRAMEWORK[call]

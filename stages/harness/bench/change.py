@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .. import ladder
-from ..scripts import has_and_lacks, uses, what_to_type
+from ..scripts import has_and_lacks, what_to_type
 from .rows import CPU_MEMORY, runs_the_same
 from .words import NOTHING, command_cell
 
@@ -13,8 +13,8 @@ class Change:
     """What a row changes beside its base, the row above or the one that a second run repeats.
 
     title: the row's title, and what it adds where that does not say it. typed: the cell with what its reader types, in
-    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it adds, also where they
-    do nothing here. in_vain: the techniques, as "bf16", that were added to a script and do nothing there.
+    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it claims to add, also
+    where they do nothing here. in_vain: the techniques, as "bf16", that were added to a script and do nothing there.
     is_same_computation: whether both should be as fast.
     """
 
@@ -38,58 +38,77 @@ def change_of(outcome, base):
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
         code = [f"`{variables}` in front of `python`"]
         return Change(f"{row.title} with memory variables", "three variables of the environment", code)
-    if has_same_script and row.added != above.added:
-        return change_from_outside(outcome, base)
-    if row.stage:
-        return change_of_stage(outcome, base)
-    return Change(row.title, command_cell(row))
-
-
-def change_of_stage(outcome, base):
-    """Return the Change of a stage. The first row adds its own alone, a row below an earlier stage all in between, too.
-
-    base: an Outcome, or None.
-    """
-    row, above = outcome.row, base.row if base else None
-    stages = []
-    if above is None:
-        stages = [row.stage]
-    elif above.stage:
-        stages = list(ladder.between(above.stage, row.stage))
-    has = has_and_lacks(outcome.techniques)[0] if outcome.techniques else stages
-    added = [stage for stage in stages if stage in has or stage.for_the_loss or not stage.technique]
+    if not (row.stage or has_same_script):
+        return Change(row.title, command_cell(row))
+    names, claimed = claims_of(row, above)
+    added = [stage for stage in claimed if stage.for_the_loss or takes_effect(stage, outcome, base)]
     has_same_flags = above is None or row.flags == above.flags
     code = []
     if has_same_flags:  # else nobody knows which of the two it is
-        code = [stage.line for stage in added if not stage.for_the_loss]
-    adds_its_line = bool(stages) and has_same_flags and not row.launcher and not row.flags
-    title, typed = title_and_typed(row, added, adds_its_line)
+        code = [what_to_type(outcome.techniques, stage) for stage in added if not stage.for_the_loss]
+    if row.stage and not names:
+        title, typed = title_and_typed(row, added, adds_its_line=bool(claimed) and has_same_flags)
+        in_vain = []  # its note says why
+    else:
+        title, typed = row.title, command_cell(row)
+        if names:
+            typed = ", ".join(code) if code else NOTHING
+        in_vain = [name for name in names if ladder.ADDED[name] not in added]
     has_same_command = above is not None and has_same_flags and row.launcher == above.launcher
-    is_same_computation = has_same_command and bool(stages) and computes_the_same(outcome, base, stages)
-    return Change(title, typed, code, stages, is_same_computation=is_same_computation)
+    is_same_computation = has_same_command and bool(claimed) and computes_the_same(outcome, base, claimed, added)
+    return Change(title, typed, code, claimed, in_vain, is_same_computation)
 
 
-def computes_the_same(outcome, base, stages):
-    """Tell whether a stage should be as fast as its base, since the Stages between them change nothing that takes time.
+def claims_of(row, above):
+    """Return (names, Stages) of the techniques by which a row's command differs from that of the row above.
 
-    An attention that falls back on matmuls is another one than s04's. And ROCm's libraries may choose another kernel by
-    the flag of TF32, also where the card has no units for it, so nothing is claimed of an AMD card.
+    The first stage of a bench claims its own alone, a row below an earlier stage all in between, too. names: those that
+    are added to a script from outside, as "bf16". None are claimed where the row above adds what this one goes without.
     """
-    if outcome.work is None or outcome.work != base.work or any(stage.unpredictable for stage in stages):
+    added_above = above.added if above else []
+    if not set(added_above) <= set(row.added):
+        return [], []
+    names = [name for name in row.added if name not in added_above]
+    claimed = [ladder.ADDED[name] for name in names]
+    if row.stage and above is None:
+        claimed.append(row.stage)
+    elif row.stage and above.stage:
+        claimed += ladder.between(above.stage, row.stage)
+    return names, claimed
+
+
+def takes_effect(stage, outcome, base):
+    """Tell whether the technique of a Stage is seen in a row, and not in its base. Before it ran it is taken for so."""
+    if stage.technique is None or outcome.techniques is None:
+        return True
+    is_in_base = base is not None and base.techniques is not None and stage in has_and_lacks(base.techniques)[0]
+    return stage in has_and_lacks(outcome.techniques)[0] and not is_in_base
+
+
+def computes_the_same(outcome, base, claimed, added):
+    """Tell whether a row should be as fast as its base, since what it claims and adds changes nothing that takes time.
+
+    Where attention falls back on matmuls, these are others than s04's. And ROCm's libraries may choose another kernel
+    by the flag of TF32, also where the card has no units for it, so nothing is said of an AMD card.
+    """
+    ours, theirs = outcome.techniques, base.techniques
+    if ours is None or theirs is None or any(stage.unpredictable for stage in claimed):
         return False
-    environment, ours, theirs = outcome.facts["environment"], outcome.techniques, base.techniques
+    environment = outcome.facts["environment"]
     on_amd = environment["device"] == "cuda" and not environment["cuda"]
-    return ours["sdpa"] == theirs["sdpa"] and not (on_amd and ours["tf32"] != theirs["tf32"])
+    if ours["sdpa"] != theirs["sdpa"] or (on_amd and ours["tf32"] != theirs["tf32"]):
+        return False
+    return not added or (outcome.work is not None and outcome.work == base.work)
 
 
 def title_and_typed(row, added, adds_its_line):
-    """Return the title of a row with what it adds, and the cell with what its reader types.
+    """Return the title of a stage's row with what it adds, and the cell with what its reader types.
 
     Stages between the row above and this one are named first, because the ratio includes their gains. added: Stages
-    that do something here. adds_its_line: whether its own stage, and no flag or launcher, is what the row adds last.
+    that do something here. adds_its_line: whether its own stage is what it adds last, where no flag or launcher does.
     """
     title, typed = row.title, command_cell(row)
-    if adds_its_line:
+    if adds_its_line and not row.launcher and not row.flags:
         typed = row.stage.line
         if row.stage.technique:
             title = f"{row.title} {row.stage.technique}"
@@ -98,26 +117,3 @@ def title_and_typed(row, added, adds_its_line):
         title = f"{row.title} with {ladder.words_on_stages(skipped)}"
         typed = f"{ladder.words_on_stages(skipped)}, {typed}"
     return title, typed
-
-
-def change_from_outside(outcome, base):
-    """Return the Change of a script to which techniques are added that the row above goes without.
-
-    One is in vain where the script had it before, or does not have it now.
-    """
-    row, techniques = outcome.row, outcome.techniques
-    names = [name for name in row.added if name not in base.row.added]
-    goes_without = [name for name in base.row.added if name not in row.added]
-    stages = [ladder.ADDED[name] for name in names]
-    in_vain = []
-    if techniques and base.techniques:
-        in_vain = [name for name in names if uses(base.techniques, name) or not uses(techniques, name)]
-    code = []
-    for stage in stages:
-        if stage.added_as not in in_vain:
-            code.append(what_to_type(techniques, stage) if techniques else stage.line)
-    typed = command_cell(row)
-    if names:
-        typed = ", ".join(code) if code else NOTHING
-    is_same_computation = bool(names) and in_vain == names and not goes_without
-    return Change(row.title, typed, code, stages, in_vain, is_same_computation)

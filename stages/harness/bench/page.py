@@ -127,21 +127,6 @@ def terminal_at_the_end(table):
     return "\n".join(lines)
 
 
-def expectations(forecast):
-    """Return what the terminal shows before anything is measured, or None where nothing is predicted.
-
-    forecast: the Table that forecast_of() returned.
-    """
-    if not any(outcome.comparison.predicted for outcome in forecast.shown):
-        return None
-    lines = [["row", "should be x above", "what you type"]]
-    for outcome in forecast.shown:
-        comparison = outcome.comparison
-        lines.append([outcome.row.title, number_cell(comparison.predicted, "{:.2f}"), comparison.change.typed])
-    before = "What each row should bring here, by arithmetic:"
-    return f"{before}\n{aligned(lines)}\nA dash: it has no row above, or can't be predicted."
-
-
 # The page
 
 

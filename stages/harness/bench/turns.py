@@ -136,7 +136,7 @@ def warm_up(worker):
     if worker.round_number == 0:
         end_where_all_would_fail(worker.run, worker.row, worker.results.table_rows)
         if worker.row.is_probe:
-            say(words_on_forecast(worker.results) or "Of these rows nothing can be predicted.")
+            say(words_on_forecast(worker.results))
 
 
 def end_where_all_would_fail(run, row, rows):

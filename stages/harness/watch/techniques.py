@@ -103,7 +103,11 @@ def find_techniques(watcher):
         "failed": watcher.added.failed,  # {name of an added technique: why it was left out again}
         "framework": framework_of(sys._getframe()),  # the package that calls the optimizer
         "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
-        "machine": machine.techniques_of(device),  # what this one could use
+        "machine": {  # what this one could use
+            "tf32": "tf32" in units,
+            "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
+            "compile_problem": machine.compile_problem(device),
+        },
     }
 
 
