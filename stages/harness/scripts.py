@@ -133,12 +133,12 @@ def words_on_missing(techniques, name):
     return f"+{name} took no effect: {reason}"
 
 
-def words_on_stage(stage, techniques, settings):
+def words_on_stage(stage, techniques, header):
     """Return what the technique of a Stage does on this machine, in words, or "" where nothing is to be said.
 
-    techniques, settings: of the run of this stage.
+    techniques, header: of the record of its run.
     """
-    machine = techniques["machine"]
+    machine, settings = techniques["machine"], header["settings"]
     match stage.name:
         case "s02_tf32":
             return "active" if machine["tf32"] else "this device has no TF32 units"
@@ -147,7 +147,7 @@ def words_on_stage(stage, techniques, settings):
         case "s03_bf16" if techniques["autocast"]:
             return f"active: {techniques['autocast']}"
         case "s03_bf16" if machine["amp_dtype"] == "float32":
-            return "this device has no 16-bit arithmetic, so float32 stays"
+            return f"this {header['environment']['device']} has no 16-bit arithmetic, so float32 stays"
         case "s03_bf16":
             return "float32 was asked for"
         case "s04_compile" if techniques["compile"]:

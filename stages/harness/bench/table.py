@@ -155,7 +155,7 @@ def add_facts(outcome, facts, bench):
     device = facts["environment"]["device"]
     outcome.is_on_other_device = device != bench["environment"]["device"]
     if outcome.techniques and outcome.row.stage:
-        outcome.words = words_on_stage(outcome.row.stage, outcome.techniques, settings)
+        outcome.words = words_on_stage(outcome.row.stage, outcome.techniques, facts)
     if outcome.techniques and not outcome.is_on_other_device:
         outcome.work = work_of(outcome.techniques, facts)
 
