@@ -87,10 +87,11 @@ class Log:
         self.say(title, model, hardware)
         self.write("header", **self.header)
 
-    def step(self, loss, dt, tokens, on_clock):
+    def step(self, loss, dt, counts, on_clock):
         """Record a step.
 
-        loss: a float, or None where it is not known. dt: seconds. on_clock: more figures, for the record alone.
+        loss: a float, or None where it is not known. dt: seconds. counts: {unit: how many of these it trained on}.
+        on_clock: more figures.
         """
         now = time.monotonic()
         if len(self.steps) < FIRST_READINGS or now >= self.next_reading:
@@ -102,7 +103,7 @@ class Log:
             "step": len(self.steps),
             "loss": finite_or_none(loss),
             "dt": dt,
-            "tokens": tokens,
+            "tokens": counts[self.header["unit"]],
             **self.meters,
         }
         self.steps.append(entry)

@@ -47,7 +47,7 @@ class Watcher:
         self.updating_ref = lambda: None  # to the one that is in its step
         self.others = weakref.WeakSet()  # those that stepped since the last step ended
         self.is_update_due = False  # by a GradScaler, which may skip it
-        self.first_step = None  # what report_step() takes, kept until the second one has shown what is trained
+        self.first_step = None  # what log.step() takes, kept until the second one has shown what is trained
         self.is_last_step = False  # no other one is wanted, and on a card or with --profile this one is profiled
         self.last_dt = None  # seconds of that step
         self.graphs = 0  # that torch.compile made before the step
@@ -190,20 +190,20 @@ class Watcher:
         loss = sum(self.seen.losses).item() if self.seen.losses else None
         on_card = {} if self.device.type == "cpu" else {"queued": queued}
         graphs = machine.compiled_graphs() - self.graphs
-        step = counts, loss, dt, {"spent": self.clock.spent, "graphs": graphs, **on_card}
+        step = loss, dt, counts, {"spent": self.clock.spent, "graphs": graphs, **on_card}
         if self.first_step is None:
             self.first_step = step
             self.begin_steps()
         elif self.log.header is None:
             self.begin_report()
-            self.report_step(*self.first_step)
-            self.report_step(*step)
+            self.log.step(*self.first_step)
+            self.log.step(*step)
         elif self.is_last_step:
             self.last_dt = dt
             self.keep_profile()
             self.leave(0)
         else:
-            self.report_step(*step)
+            self.log.step(*step)
         self.begin_next_step()
 
     def begin_steps(self):
@@ -239,10 +239,6 @@ class Watcher:
         self.seen = MicroBatches(self.seen.in_turn)
         # some steps of the warm-up tell what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
-
-    def report_step(self, counts, loss, dt, on_clock):
-        """Report a step that took dt seconds. counts: {unit: how many of them it has}. on_clock: for the record."""
-        self.log.step(loss, dt, counts[self.log.header["unit"]], on_clock)
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
