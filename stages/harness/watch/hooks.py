@@ -119,6 +119,7 @@ def look_at_own_code(watcher):
     """
     own_random = random.Random()  # the script's own is seeded
     while True:
+        watcher.clock.rests.wait()  # else it would take the interpreter from a forward a hundred times a second
         time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
         watcher.clock.look()
 

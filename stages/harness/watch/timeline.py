@@ -35,6 +35,7 @@ class StepClock:
 
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
+        self.rests = threading.Event()  # whether the script is in its own code, on the clock
         self.is_behind_forward = False
         self.is_profiled = False
         self.range = contextlib.ExitStack()  # of the profile
@@ -53,6 +54,7 @@ class StepClock:
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.began = self.since = time.perf_counter()
         self.is_running = True
+        self.rests.set()
 
     def end_step(self, devices):
         """End a step, once the devices are ready. Return (its seconds, those until all of it was queued)."""
@@ -60,11 +62,13 @@ class StepClock:
         wait_for(devices)
         self.count(self.kind)
         self.is_running = False
+        self.rests.clear()
         return self.since - self.began, queued
 
     def begin(self, kind):
         """Count the time from now on as another kind, until that ends."""
         self.count("loss" if kind == "backward" and self.is_behind_forward else self.kind)
+        self.rests.clear()
         self.kinds.append(kind)
         self.is_behind_forward = False
         if self.is_profiled:
@@ -75,6 +79,8 @@ class StepClock:
         self.count(self.kind)
         self.kinds.remove(kind)  # and not pop(): "update" stays open where an optimizer has failed
         self.is_behind_forward = kind == "forward"
+        if self.kind == "rest":
+            self.rests.set()
         if self.is_profiled:
             self.name_in_profile()
 
