@@ -24,8 +24,7 @@ def cpu_run(name, speed, factors=(1, 1, 1, 1, 1), **about):
     dts = []
     for load, factor in zip((1.0, 1.1, 0.9, 1.0, 1.2), factors, strict=False):
         dts.append(round(load / speed * factor, 9))
-    missing = {"compile": "left out, no C++ compiler found: install g++ (Linux)"}
-    return run(name, dts, compile=False, fallbacks=missing, **about)
+    return run(name, dts, shows={"problem": "no C++ compiler found: install g++ (Linux)"}, **about)
 
 
 def ladder_cpu():
@@ -99,7 +98,7 @@ def test_what_you_type_is_a_stages_line_where_it_adds_that_and_names_what_it_ski
 
 def test_a_stage_that_does_nothing_here_is_not_among_those_that_a_row_skips_nor_typed():
     """s02 without TF32 units and s04 without a compiler; s07 to s09 are there for the loss."""
-    not_compiled = {"compile": False, "fallbacks": {"compile": "no compiler"}}
+    not_compiled = {"shows": {"problem": "no compiler"}}
     dts = {"s01": 1.0, "s01 again": 1.0, "s05": 0.5, "s06": 0.5, "s10": 0.25}
     table = table_from(*[run(name, [dt] * 3, **not_compiled) for name, dt in dts.items()])
     assert table.outcomes["s05"].comparison.change.typed.startswith("s03, ")

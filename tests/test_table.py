@@ -92,10 +92,10 @@ ONE = {"vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "seq_len": 1}
 RATES = {"float32": 1, "tf32": 3, "bfloat16": 2, "float16": 4, "copy": 10}
 
 
-def run_of_one(name, **settings):
-    """Return a run of the model ONE in float32, not compiled, in one micro-batch."""
-    about = {"shape": ONE, "batch_size": 1, "amp_dtype": "float32", "compile": False, "accum": 1} | settings
-    return run(name, [1.0], **about)
+def run_of_one(name, accum=1, **settings):
+    """Return a run of the model ONE in float32, not compiled."""
+    shows = {"amp_dtype": "float32", "compile": False, "accum": accum}
+    return run(name, [1.0], shape=ONE, batch_size=1, shows=shows, **settings)
 
 
 def test_a_prediction_is_by_all_stages_between_two_rows():
@@ -140,7 +140,7 @@ def test_the_share_of_the_peak_is_by_the_models_shape():
 
 
 def test_a_stage_that_does_nothing_here_and_a_second_run_are_pairs_of_one_computation():
-    missing = {"compile": False, "fallbacks": {"compile": "no compiler"}, "amp_dtype": "float32", "accum": 1}
+    missing = {"shows": {"problem": "no compiler", "amp_dtype": "float32", "accum": 1}}
     names = [*(f"s{number:02d}" for number in range(1, 13)), "s07 again"]
     table = table_from(*[run(name, [1.0], **missing) for name in names])
     pairs = ["s02 / s01", "s03 / s02", "s04 / s03", "s08 / s07", "s09 / s08", "s11 / s10", "s07 again / s07"]

@@ -54,8 +54,8 @@ def change_of(outcome, base):
         if names:
             typed = ", ".join(code) if code else NOTHING
         in_vain = [name for name in names if ladder.ADDED[name] not in added]
-    has_same_command = above is not None and has_same_flags and row.launcher == above.launcher
-    is_same_computation = has_same_command and bool(claimed) and computes_the_same(outcome, base, claimed, added)
+    is_on_top = above is not None and has_same_flags and row.launcher == above.launcher and not goes_without(row, above)
+    is_same_computation = is_on_top and bool(claimed) and computes_the_same(outcome, base, claimed, added)
     return Change(title, typed, code, claimed, in_vain, is_same_computation)
 
 
@@ -63,18 +63,20 @@ def claims_of(row, above):
     """Return (names, Stages) of the techniques by which a row's command differs from that of the row above.
 
     The first stage of a bench claims its own alone, a row below an earlier stage all in between, too. names: those that
-    are added to a script from outside, as "bf16". None are claimed where the row above adds what this one goes without.
+    are added to a script from outside, as "bf16".
     """
-    added_above = above.added if above else []
-    if not set(added_above) <= set(row.added):
-        return [], []
-    names = [name for name in row.added if name not in added_above]
+    names = [name for name in row.added if above is None or name not in above.added]
     claimed = [ladder.ADDED[name] for name in names]
     if row.stage and above is None:
         claimed.append(row.stage)
     elif row.stage and above.stage:
         claimed += ladder.between(above.stage, row.stage)
     return names, claimed
+
+
+def goes_without(row, above):
+    """Tell whether the row above adds a technique from outside that a row does not."""
+    return any(name not in row.added for name in above.added)
 
 
 def takes_effect(stage, outcome, base):

@@ -124,7 +124,7 @@ def remarks_on_script(outcome):
         words.append(f"ran on the {device} in a bench of another device: pass --device {device}")
     if outcome.is_out_of_turn:
         words.append("took its steps without turns, since what loads its data would get ahead")
-    if waits_for_data(outcome.counted):
+    if outcome.counted and waits_for_data(outcome.counted):
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
 
