@@ -18,9 +18,8 @@ Each row is compared with the one above and with the first. Table and verdict go
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
 each stage should bring here.
 
-On a CPU all processes are alive at once and take one step each in turn. A script whose loader works ahead takes its
-steps at once, in three rounds. On an accelerator, and where memory does not hold all processes, each row does. It then
-stops in each round when it has counted 20 steps or more that took six seconds together, and at the latest after 160.
+Rows run one after the other, in three rounds of fresh processes, there and back. A row stops in each round when it has
+counted 12 steps or more that took six seconds together, and at the latest after 160.
 """
 
 import itertools
@@ -35,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
 from harness import ROOT, ladder, machine, ranks
 from harness.bench.results import Results
+from harness.bench.rounds import ENOUGH_SECONDS, MOST_COUNTED_STEPS, ROUNDS, measure, probe, show
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
-from harness.bench.turns import MOST_COUNTED_STEPS, ROUNDS, measure, predict, show
 from harness.common import refuse, tell
-from harness.figures import COUNTED_STEPS, WARMUP
+from harness.figures import WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
 from data import TextError, TokenLoader, load_tokens
@@ -56,9 +55,8 @@ def main(argv):
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:
         refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-            signal.signal(signal_number, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         args = parse_command(argv)
         if args.render is not None:
@@ -70,7 +68,7 @@ def main(argv):
             if name in args.shared.fallbacks:
                 tell(f"{name}: {args.shared.fallbacks[name]}")
         if args.predict:
-            predict(Results(new_bench(args, argv, in_turn=False)))
+            probe(Results(new_bench(args, argv)))
             return 0
         return exit_status(run(args, argv))
     except KeyboardInterrupt as interrupted:
@@ -126,7 +124,7 @@ def new_parser_of_bench():
     """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS}; 1 in turn)")
+    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS})")
     add("--steps", type=positive, metavar="N", help=f"most steps of a row in a round, {WARMUP} of them warm-up")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
@@ -200,12 +198,10 @@ def run(args, argv):
     with open_new(path) as file:
         if not all(row.takes_flags for row in args.rows):
             tell("where a script writes files, put {row} into a flag: each row has another number")
-        tell(f"each step goes to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
-        results = Results(new_bench(args, argv, in_turn=args.shared.device.type == "cpu"), file)
+        tell(f"all steps go to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
+        results = Results(new_bench(args, argv), file)
         try:
-            if not measure(results, path):
-                results.add(new_bench(args, argv, in_turn=False))
-                measure(results, path)
+            measure(results, path)
         except KeyboardInterrupt:
             tell("interrupted; what was measured:")
             show(results, path)
@@ -213,19 +209,17 @@ def run(args, argv):
     return results
 
 
-def new_bench(args, argv, in_turn):
+def new_bench(args, argv):
     """Return the line of a record that begins a bench, a dict: see log.py."""
     device = args.shared.device
-    most_counted_steps = COUNTED_STEPS if in_turn else MOST_COUNTED_STEPS
-    steps = args.steps or WARMUP + most_counted_steps
-    rounds = args.rounds or (1 if in_turn else ROUNDS)
+    steps = args.steps or WARMUP + MOST_COUNTED_STEPS
     return {
         "kind": "bench",
-        "in_turn": in_turn,
         "reference": args.reference,
         "warmup": WARMUP,
         "steps": steps,
-        "rounds": rounds,
+        "seconds": ENOUGH_SECONDS,
+        "rounds": args.rounds or ROUNDS,
         "rows": [asdict(row) for row in args.rows],
         "seed": args.shared.seed,
         "flags": ["--steps", str(steps), *args.flags],

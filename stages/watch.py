@@ -13,7 +13,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse
-from harness.figures import COUNTED_STEPS, WARMUP
+from harness.figures import COUNTED_STEPS, ENOUGH_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
 from harness.log import Log
 from harness.scripts import folder_of
@@ -46,7 +46,7 @@ def main(argv):
     hooks.watch_pytorch(watcher)
     leave_home_to(args)
     status, reason = run(args, watcher)
-    if reason and not is_elsewhere():
+    if not is_elsewhere():
         status = tell_end(args, watcher, status, reason)
     watcher.probe.stop()  # which must not be at work when Python ends
     sys.exit(status)
@@ -63,6 +63,12 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop it after so many steps, the first {WARMUP} of them warm-up (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help=f"stop it when {ENOUGH_STEPS} steps or more took so long, as the bench does",
+    )
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
@@ -100,7 +106,7 @@ def leave_home_to(args):
 
 
 def run(args, watcher):
-    """Run the script to its end. Return (exit status, how it ended in words, None where the bench was told of it)."""
+    """Run the script to its end. Return (exit status, how it ended in words)."""
     try:
         execute(args, watcher)
     except SystemExit as end:
@@ -111,12 +117,7 @@ def run(args, watcher):
         return 130, "was interrupted"
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next.tb_next  # without run() and execute()
-        text = "".join(traceback.format_exception(error))
-        print(text, end="", file=sys.stderr)
-        if not is_elsewhere():
-            args.log.write_error(f"{type(error).__name__}: {error}", text)
-        if args.log.is_led:
-            return 1, None
+        traceback.print_exception(error)
         return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
 
@@ -160,11 +161,8 @@ def tell_end(args, watcher, status, reason):
             line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
         elif status == 0:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
-    if args.log.is_led:
-        args.log.write_error(line)
-    else:
-        watcher.finish()
-        print(f"{args.title} {line}", file=sys.stderr)
+    watcher.finish()
+    print(f"{args.title} {line}", file=sys.stderr)
     if status == 0 and steps == 0:
         return 2
     return status

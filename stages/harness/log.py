@@ -6,44 +6,34 @@ The end of this file describes the format of a record.
 import datetime
 import json
 import math
-import re
+import os
 import time
 
 from . import machine, ranks
 from .arithmetic import flops_per_token, shape_name
 from .card import card_state, words_on_card
 from .common import ROOT, refuse, say, tell
-from .figures import UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
-from .leader import find_leader
+from .figures import ENOUGH_STEPS, UNEVEN, WARMUP, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 
 # Of the steps behind these, the meters are read at most a hundred times a second. They are not on the clock of a step,
 # but make a run of steps of 1 ms take a twentieth longer.
 FIRST_READINGS = 100
 SECONDS_BETWEEN = 0.01
-# How Python, PyTorch, cuBLAS and NCCL say that memory is short, where they raise a plain error. The last one is
-# oneDNN's. With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
-OUT_OF_MEMORY = (
-    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
-    r"|could not create a primitive(?! descriptor)"
-)
 
 
 class Log:
-    """The log of a run. Rank 0 prints, and writes the record: to the file of --record, or to the bench that leads it.
+    """The log of a run. Rank 0 prints, and each rank writes a record where --record asks for one.
 
-    steps: the step lines of the record so far. header: its first line, or None before begin(). is_led: whether the
-    bench leads this process, which then takes a step for each request, and prints nothing.
+    steps: the step lines of the record so far. header: its first line, or None before begin().
     """
 
     def __init__(self, record_path, out=None):
-        """Find the bench that leads this process, or open the file of --record, a new one.
+        """Open the file of --record, a new one: rank 1 writes FILE.1, since its losses are those of other text.
 
         out: where to print, instead of sys.stdout. Exits with one line where the file is there already or can't be
         written.
         """
         self.out = out
-        self.leader = find_leader()
-        self.is_led = self.leader is not None
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.header = None
@@ -51,15 +41,12 @@ class Log:
         self.meters = {}  # memory, and the state of a card, as they were last read
         self.steps = []
         self.next_reading = 0.0  # when the meters may be read again
-        if record_path and self.is_rank_0 and not self.is_led:
+        if record_path:
+            path = record_path if self.is_rank_0 else f"{record_path}.{os.environ['RANK']}"
             try:
-                self.file = open(record_path, "x", encoding="utf-8")  # noqa: SIM115
+                self.file = open(path, "x", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
-                refuse(f"--record {record_path}: {error.strerror}; pass the path of a new file")
-
-    def wait_for_request(self):
-        """Where the bench leads, wait until it asks for a step or for the end. Return whether to take another step."""
-        return self.leader.wait_for_request() if self.is_led else True
+                refuse(f"--record {path}: {error.strerror}; pass the path of a new file")
 
     # a run, from its first line to its last
 
@@ -108,8 +95,6 @@ class Log:
         }
         self.steps.append(entry)
         self.write("step", **entry)
-        if self.is_led and not self.is_rank_0:
-            self.leader.send({"kind": "loss", "step": entry["step"], "loss": entry["loss"]})
         if len(self.steps) == WARMUP:
             machine.reset_peak_memory(self.device)
 
@@ -121,6 +106,11 @@ class Log:
     def counted_steps(self):
         """Return the steps after the warm-up."""
         return self.steps[WARMUP:]
+
+    def has_enough(self, seconds):
+        """Tell whether ENOUGH_STEPS were counted, which took so many seconds together."""
+        counted = self.counted_steps()
+        return len(counted) >= ENOUGH_STEPS and sum(step["dt"] for step in counted) >= seconds
 
     # in words
 
@@ -158,32 +148,20 @@ class Log:
     # where it goes
 
     def say(self, *lines):
-        """Print lines, on rank 0 of a run that no bench leads."""
-        if self.is_rank_0 and not self.is_led:
+        """Print lines, on rank 0."""
+        if self.is_rank_0:
             for line in lines:
                 say(line, self.out)
 
     def notice(self, message):
-        """Tell a remark that belongs in no record, on rank 0: to the bench where that leads, or else on stderr."""
-        if self.is_led:
-            self.write("notice", message=message)
-        elif self.is_rank_0:
+        """Tell a remark that belongs in no record on stderr, on rank 0."""
+        if self.is_rank_0:
             tell(message)
 
     def write(self, kind, /, **entry):
-        """Write a line of the record, on rank 0 only. An error of any rank reaches the bench, where that leads."""
-        if kind != "error" and not self.is_rank_0:
-            return
-        line = {"kind": kind, **entry}
-        if self.is_led:
-            self.leader.send(line)
+        """Write a line of the record."""
         if self.file:  # a training is worth more than its record
-            say(json.dumps(line), self.file, f"--record {self.file.name} ends here")
-
-    def write_error(self, message, text=""):
-        """Write the line of a failure, from any rank. text: the traceback."""
-        out_of_memory = re.search(OUT_OF_MEMORY, message) is not None
-        self.write("error", message=message, traceback=text, out_of_memory=out_of_memory)
+            say(json.dumps({"kind": kind, **entry}), self.file, f"--record {self.file.name} ends here")
 
 
 def finite_or_none(value):
@@ -224,29 +202,24 @@ def finite_or_none(value):
 # where these are the most. On a card they are those of steps 2 and 3, in which each kind waits for the card. What a
 # loss takes longer than its backward counts as "rest".
 #
-# results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own. Where memory did not hold all
-# processes at once, a second one begins anew:
+# results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 #
-#     {"kind": "bench", "in_turn": true, "reference": "s01", "warmup": 4, "steps": 24, "rounds": 1, "seed": 5,
-#      "rows": [{"name": "probe", "title": "probe", "script": "probe", "launcher": [], "flags": [], "added": [],
-#                "keeps_memory": true, "above": null, "control_of": null},
-#               {"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
+#     {"kind": "bench", "reference": "s01", "warmup": 4, "steps": 164, "seconds": 6.0, "rounds": 3, "seed": 5,
+#      "rows": [{"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
 #                "keeps_memory": true, "above": null, "control_of": null}],
-#      "flags": ["--steps", "24", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
+#      "flags": ["--steps", "164", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
 #      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 #
-# "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. With
-# "in_turn" all processes were alive at once, and a ratio compares two steps of one turn; but a script that may load
-# its data ahead took its steps at once, in three rounds or more. Without it a ratio compares two medians of one round.
-# "warmup" steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all
-# rows. "text" is what the stages train on.
+# "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. "warmup"
+# steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all rows. "text"
+# is what the stages train on. The second line is the probe's: FLOP/s by dtype, bytes per second, and the kernel of
+# attention.
+#
+#     {"kind": "rates", "peak": {"float32": 1.8e11}, "copy": 3.5e10, "sdpa": "flash"}
 #
 # Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the
-# line "start". The steps of the probe have FLOP/s by dtype, bytes per second, and the kernel of attention. A failure
-# leaves an "error".
+# line "start", and ends with the summary of its record. Where it failed there is an "error" with its last lines.
 #
-#     {"kind": "start", "round": 0, "name": "probe"}
-#     {"kind": "step", "round": 0, "name": "probe", "step": 0, "dt": 1.6, "sdpa": "flash", "peak": {"float32": 1.8e11},
-#      "copy": 3.5e10}
-#     {"kind": "error", "round": 0, "name": "probe", "message": "RuntimeError: no kernel", "traceback": "...",
-#      "out_of_memory": false}
+#     {"kind": "start", "round": 0, "name": "s01"}
+#     {"kind": "error", "round": 0, "name": "s01", "message": "exit status 1; last printed: RuntimeError: no kernel",
+#      "traceback": "...", "out_of_memory": false}

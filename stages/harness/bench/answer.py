@@ -63,21 +63,13 @@ def cost_of_more(table):
     unclear = [outcome for outcome in table.shown if outcome.comparison.verdict is Verdict.UNCLEAR]
     if all(reason_of_verdict(outcome) for outcome in unclear):
         return None
-    bench = table.bench
     runs = [run for outcome in table.outcomes.values() for run in outcome.runs]
-    seconds = sum(step["dt"] for run in runs for step in run.steps)
-    needs_rounds = any(outcome.is_out_of_turn for outcome in unclear)
-    if bench["in_turn"] and bench["rounds"] == 1 and not needs_rounds:
-        seconds += 3 * sum(step["dt"] for run in runs for step in run.counted)
-        steps = bench["warmup"] + 4 * (bench["steps"] - bench["warmup"])
-        words, flag = "four times the steps halve each ±", f"--steps {steps}"
-    else:
-        rounds_so_far = max(run.round for run in runs) + 1
-        rounds = max(3, 2 * rounds_so_far)
-        seconds *= rounds / rounds_so_far
-        words, flag = "more rounds make each ± smaller", f"--rounds {rounds}"
+    rounds_so_far = max(run.round for run in runs) + 1
+    rounds = max(3, 2 * rounds_so_far)
+    seconds = sum(step["dt"] for run in runs for step in run.steps) * rounds / rounds_so_far
     minutes = max(1, round(seconds / 60))
-    return f'{words}: {flag} (with make ARGS="{flag}"), about {minutes} min of steps'
+    flag = f"--rounds {rounds}"
+    return f'more rounds make each ± smaller: {flag} (with make ARGS="{flag}"), about {minutes} min of steps'
 
 
 def all_together(table):
@@ -86,10 +78,10 @@ def all_together(table):
     None where that says no more than the last row does, and where nothing is known of the noise.
     """
     first, *others = table.shown
-    compared = [outcome for outcome in others if outcome.ranks == 1 and compare(outcome, first)]
+    compared = [outcome for outcome in others if outcome.ranks == 1 and compare(outcome, first, table)]
     if table.noise is None or not compared or compared[-1] is others[0]:
         return None
     last = compared[-1]
-    ratio = compare(last, first)
+    ratio = compare(last, first, table)
     cell = ratio_cell(ratio, judge(ratio, table.noise))
     return f"{quoted(last.row.title)} is {cell} times as fast as {quoted(first.row.title)}"

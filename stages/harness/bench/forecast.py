@@ -1,32 +1,29 @@
 """What each stage should bring on this machine, by arithmetic, before it is measured."""
 
-from dataclasses import replace
-
 from .. import ladder, machine
 from ..arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work, shape_of_size
 from ..flags import parse
 from .change import change_of
 from .page import aligned
-from .rows import PROBE, starts_python
-from .table import Outcome, predicted_ratio, rates_of
+from .rows import starts_python
+from .table import Outcome, predicted_ratio
 from .words import number_cell
 
 
 def words_on_forecast(results):
     """Return what each stage should bring, in words.
 
-    results: of a bench whose probe has taken its warm-up. A row whose launcher starts a Python is not foretold, because
+    results: of a bench whose probe has ended. A row whose launcher starts a Python is not foretold, because
     that may start several processes, as torchrun does.
     """
-    probe = results.runs[PROBE, 0]
-    rates = rates_of([replace(probe, warmup=1)])  # its first step loads libraries
+    rates = results.rates
     outcomes = {}
     lines = [["row", "should be x above", "what you type"]]
     for row in results.table_rows:
         outcome = outcomes[row.name] = Outcome(row, [], [], None, None)
-        if rates and row.stage and not starts_python(row.launcher):
+        if row.stage and not starts_python(row.launcher):
             args = parse(None, [*results.bench["flags"], *row.flags])
-            outcome.work = work_of_stage(row.stage, args, probe.steps[-1]["sdpa"])
+            outcome.work = work_of_stage(row.stage, args, rates["sdpa"])
         base = outcomes.get(row.above)
         change = change_of(outcome, base)
         predicted = predicted_ratio(outcome, base, change, rates)

@@ -17,8 +17,7 @@ from .words import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, rati
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
 WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and --rounds 3 or steps in turn."
-WHICH_TO_TRUST = "Where two speeds say otherwise, trust x above: it compares within each turn."
+NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and --rounds 3."
 
 
 # The tables
@@ -33,7 +32,7 @@ def short_table(table, path_to_stages=None):
         title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
-        ratio_to_reference = compare(outcome, reference)
+        ratio_to_reference = compare(outcome, reference, table)
         yield [
             title,
             speed_cell(outcome),
@@ -94,10 +93,8 @@ def how_to_read(table):
         if table.noise is None:
             lines.append(NO_NOISE)
         elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-            apart = f"By chance alone, runs of the same code may come out {100 * table.noise.size:.1f} % apart here."
+            apart = f"By chance alone, runs of the same code may come out {100 * table.noise:.1f} % apart here."
             lines.append(f"A number in brackets is not shown to differ from 1. {apart}")
-        if table.bench["in_turn"]:
-            lines.append(WHICH_TO_TRUST)
     for outcome in table.shown:
         if len(outcome.row.name) > MOST_OF_A_COMMAND:  # its cell has no room for it
             lines.append(f"{quoted(outcome.row.title)} is {code(outcome.row.name)}")
@@ -108,18 +105,15 @@ def how_to_read(table):
 
 
 def terminal(table):
-    """Return what the terminal shows while rows take turns: the short table, what scripts have, and what failed."""
+    """Return what the terminal shows after each round.
+
+    It is the short table, what scripts have and why rows failed, how to read it, and the answer.
+    """
     lines = [aligned(short_table(table))]
     for outcome in table.shown:
         parts = remarks(outcome)
         if parts:
             lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
-    return "\n".join(lines)
-
-
-def terminal_at_the_end(table):
-    """Return the last words of a bench: what terminal() shows, how to read it, and the answer."""
-    lines = [terminal(table)]
     lines += [wrapped(line.replace("`", ""), 0) for line in how_to_read(table)]
     lines.append("")
     for heading, text in answer(table):
@@ -148,7 +142,7 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
-    how = "In turn, all processes alive at once" if bench["in_turn"] else "One after the other, each in a fresh process"
+    how = "One after the other, each in a fresh process"
     steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
     return [
         machine_line(bench["environment"]),
@@ -200,7 +194,7 @@ def noise_line(table):
         pair = f"{quoted(outcome.row.title)} / {quoted(comparison.base.row.title)}"
         parts.append(f"{pair} {comparison.ratio.value:.3f}{left_out}")
     line = f"Runs of one computation: {', '.join(parts) or 'none'}."
-    return f"{line} The noise is {100 * table.noise.size:.1f} %." if table.noise else line
+    return f"{line} The noise is {100 * table.noise:.1f} %." if table.noise else line
 
 
 def rates_line(rates):

@@ -13,6 +13,12 @@ def first_known(values):
     return known[0] if known else None
 
 
+def lines_of(path):
+    """Return the lines of a record, dicts. A last one that a kill cut off is left out."""
+    complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in complete_lines if line]
+
+
 @dataclass
 class Run:
     """The lines of its record that one process wrote so far. warmup: how many steps are not counted."""
@@ -30,22 +36,21 @@ class Run:
         """The steps after the warm-up."""
         return self.steps[self.warmup :]
 
-    @property
-    def loads_ahead(self):
-        """Whether its script has processes or threads of its own, which may load its data."""
-        return self.techniques is not None and self.techniques["loaders"] > 0
-
 
 class Results:
     """All that was measured in one bench.
 
-    bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
-    where each line goes at once, or None.
+    bench: the first line of its record. rows: {name: Row} of all that it starts. rates: the line of the probe, or None.
+    runs: {(name, round): Run}. file: where each line goes at once, or None.
     """
 
     def __init__(self, bench, file=None):
         self.file = file
-        self.add(bench)
+        self.bench = bench
+        self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
+        self.rates = None
+        self.runs = {}
+        self.write(bench)
 
     @classmethod
     def load(cls, path):
@@ -53,23 +58,19 @@ class Results:
 
         Raises OSError where it can't be read, and many other exceptions where it is no record of a bench.
         """
-        complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        bench, *lines = [json.loads(line) for line in complete_lines if line]
+        bench, *lines = lines_of(path)
         results = cls(bench)
         for line in lines:
             results.add(line)
         return results
 
     def add(self, line):
-        """Keep a line, and write it. That of a bench begins anew, without what was measured before."""
-        if self.file:  # where the disk is full, what is measured goes on in memory
-            say(json.dumps(line), self.file, "the record ends here")
+        """Keep a line, and write it."""
+        self.write(line)
         key = line.get("name"), line.get("round")
         match line["kind"]:
-            case "bench":
-                self.bench = line
-                self.rows = {fields["name"]: Row(**fields) for fields in line["rows"]}
-                self.runs = {}
+            case "rates":
+                self.rates = line
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "step":
@@ -77,10 +78,15 @@ class Results:
             case "header" | "techniques" | "summary" | "error" as field_name:  # a later one replaces the first
                 setattr(self.runs[key], field_name, line)
 
+    def write(self, line):
+        """Write a line. Where the disk is full, what is measured goes on in memory."""
+        if self.file:
+            say(json.dumps(line), self.file, "the record ends here")
+
     @property
     def table_rows(self):
         """The Rows of the table, in its order."""
-        return [row for row in self.rows.values() if not row.is_probe and not row.control_of]
+        return [row for row in self.rows.values() if not row.control_of]
 
     def runs_of(self, name):
         """Return the Runs of the row of this name, the first round first."""

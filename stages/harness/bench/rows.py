@@ -12,7 +12,6 @@ from .. import ladder, machine
 from ..common import ROOT, refuse, tell
 from ..scripts import is_of_the_ladder
 
-PROBE = "probe"
 LONGEST_TITLE = 32  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
@@ -26,10 +25,10 @@ LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|dee
 
 @dataclass(frozen=True)
 class Row:
-    """A process of the bench: a row of the table, the second run of one, or the probe.
+    """A process of the bench: a row of the table, or the second run of one.
 
     name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere. No two rows
-    share a name or a title. script: the name of a stage, "probe", the path of another script, or the name of a module.
+    share a name or a title. script: the name of a stage, the path of another script, or the name of a module.
     launcher, flags: the words before and behind it in the command. added: the techniques that are added to a script
     from outside, as "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them. above:
     the name of the row above. control_of: in a second run, the name of the row that it repeats.
@@ -46,11 +45,6 @@ class Row:
     control_of: str | None = None
 
     @property
-    def is_probe(self):
-        """Whether it measures the machine."""
-        return self.script == PROBE
-
-    @property
     def stage(self):
         """The ladder.Stage that it runs, or None for another script."""
         return ladder.stage_of(self.script)
@@ -58,10 +52,12 @@ class Row:
     @property
     def takes_flags(self):
         """Whether it takes the flags that stand behind all rows, as stages and scripts beside them do."""
-        return self.is_probe or self.stage is not None or is_of_the_ladder(self.script)
+        return self.stage is not None or is_of_the_ladder(self.script)
 
-    def command(self, bench):
+    def command(self, bench, record):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record, with the flags.
+
+        record: the path of the record of this process.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
@@ -72,9 +68,8 @@ class Row:
             words += THIS_PYTHON.get(word, [word])
         if not starts_python(self.launcher):
             words.append(sys.executable)
-        if self.is_probe:
-            return [*words, str(ROOT / "stages" / "harness" / "bench" / "probe.py"), *bench["flags"]]
-        words += [str(ROOT / "stages" / "watch.py"), "--steps", str(bench["steps"]), "--seed", str(bench["seed"])]
+        words += [str(ROOT / "stages" / "watch.py"), "--record", record, "--seed", str(bench["seed"])]
+        words += ["--steps", str(bench["steps"]), "--seconds", str(bench["seconds"])]
         words += [f"+{name}" for name in self.added]
         script = str(self.stage.path) if self.stage else self.script
         words += [script] if script.endswith(".py") else ["-m", script]
@@ -186,7 +181,7 @@ def with_plain(rows, device):
 
 
 def all_rows(rows):
-    """Return all that the bench starts for the rows of a table: the probe first, and the control.
+    """Return all that the bench starts for the rows of a table: these, and the control.
 
     Titles become unique. Exits with one line where a row can't run, or two have one name.
     """
@@ -204,7 +199,7 @@ def all_rows(rows):
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
-    return [Row(PROBE, PROBE, PROBE), *in_order]
+    return in_order
 
 
 def check(row):

@@ -4,17 +4,16 @@ An Outcome is what the Runs of one row measured. Its Comparison sets it beside t
 much faster it is. How far rows of one computation come out apart is known when all are compared, and gives verdicts.
 """
 
-import statistics
 from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
-from ..figures import figures_of, seconds_of_warmup, speed_of_all, waits_for_data
+from ..figures import figures_of, seconds_of_warmup, speed_of_all, tokens_per_second, waits_for_data
 from ..scripts import words_on_stage, work_of
 from . import ratios
 from .change import Change, change_of
-from .ratios import Noise, Ratio, Verdict
+from .ratios import Ratio, Scatter, Verdict
 from .results import first_known
-from .rows import PROBE, Row
+from .rows import Row
 
 LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
 
@@ -25,8 +24,8 @@ class Comparison:
 
     base: "Outcome | None"
     change: Change
-    ratio: Ratio | None  # of their speeds
     predicted: float | None  # what the ratio should be
+    ratio: Ratio | None = None  # of their speeds
     is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
 
@@ -47,9 +46,7 @@ class Outcome:
     is_on_other_device: bool = False  # than the bench, as on the CPU in a bench of a card
     work: Work | None = None  # of a GPT's micro-batch
     words: str = ""  # what the technique of its stage does here
-    is_out_of_turn: bool = False  # whether it took its steps at once, in a bench that takes turns
-    has_turns: bool = False  # whether its steps can be compared with those of another row in the same turns
-    times: dict = field(default_factory=dict)  # {round: seconds of a token in each step, or in all steps together}
+    times: dict = field(default_factory=dict)  # {round: seconds of a token}
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
@@ -76,24 +73,26 @@ class Table:
     unit: str | None = None  # what this row counts
     loss_step: int | None = None  # the last step that all rows took of which losses are known
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
-    noise: Noise | None = None  # of these
+    scatter: Scatter | None = None  # of the ratios of all rows to their bases
+    noise: float | None = None  # how far the pairs came out apart
 
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
-    probe_runs = results.runs_of(PROBE)
-    probe_times = times_of(probe_runs, results.bench, lambda step: 1 / max(step["peak"].values()))
-    table = Table(results.bench, rates_of(probe_runs))
+    table = Table(results.bench, results.rates)
     for row in results.rows.values():
-        if not row.is_probe:
-            outcome = outcome_of(row, results)
-            outcome.peak_share = peak_share(outcome, probe_times)
-            base = table.outcomes.get(row.control_of or row.above)
-            change, ratio = change_of(outcome, base), compare(outcome, base)
-            outcome.comparison = Comparison(base, change, ratio, predicted_ratio(outcome, base, change, table.rates))
-            table.outcomes[row.name] = outcome
-            if ratio and change.is_same_computation:
-                table.pairs.append(outcome)
+        outcome = outcome_of(row, results)
+        outcome.peak_share = peak_share(outcome, table.rates)
+        base = table.outcomes.get(row.control_of or row.above)
+        change = change_of(outcome, base)
+        outcome.comparison = Comparison(base, change, predicted_ratio(outcome, base, change, table.rates))
+        table.outcomes[row.name] = outcome
+    outcomes = table.outcomes.values()
+    table.scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
+    for outcome in outcomes:
+        outcome.comparison.ratio = compare(outcome, outcome.comparison.base, table)
+        if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
+            table.pairs.append(outcome)
     table.shown = [outcome for outcome in table.outcomes.values() if not outcome.row.control_of]
     table.facts = first_known([outcome.facts for outcome in table.shown])
     table.unit = table.facts["unit"] if table.facts else "tok"
@@ -105,26 +104,6 @@ def table_of(results):
     for outcome in table.shown:
         outcome.comparison.verdict = verdict_on(outcome.comparison, table.noise)
     return table
-
-
-def rates_of(probe_runs):
-    """Return the rates that the probe measured, medians over its counted steps; None where it has none."""
-    steps = [step for run in probe_runs for step in run.counted]
-    if not steps:
-        return None
-    peak = {dtype: statistics.median(step["peak"][dtype] for step in steps) for dtype in steps[0]["peak"]}
-    return {"peak": peak, "copy": statistics.median(step["copy"] for step in steps)}
-
-
-def times_of(runs, bench, time_of):
-    """Return {round: the times of its counted steps}. time_of: returns the seconds of a token or a FLOP, or None."""
-    return {run.round: [time_of(step) for step in run.counted] for run in usable_runs(runs, bench)}
-
-
-def usable_runs(runs, bench):
-    """Return the Runs of a row that can be compared: of one that takes no turns those that came to their end."""
-    takes_turns = bench["in_turn"] and not any(run.loads_ahead for run in runs)
-    return [run for run in runs if takes_turns or run.summary]
 
 
 # A row by itself
@@ -163,52 +142,49 @@ def add_facts(outcome, facts, bench):
 def add_figures(outcome, bench):
     """Fill in what the counted steps of a row tell."""
     figures = figures_of(outcome.counted)
-    loads_ahead = any(run.loads_ahead for run in outcome.runs)
+    loads_ahead = outcome.techniques is not None and outcome.techniques["loaders"] > 0
     has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
     waits_for_batches = loads_ahead and waits_for_data(outcome.counted)  # some come at once, and some late
     no_step_is_typical = outcome.row.stage is None and (has_long_steps or waits_for_batches)
-    outcome.is_out_of_turn = bench["in_turn"] and loads_ahead
-    outcome.has_turns = bench["in_turn"] and not (loads_ahead or no_step_is_typical)
-    if no_step_is_typical:
-        speed = speed_of_all(outcome.counted)
-        usable = [run for run in usable_runs(outcome.runs, bench) if run.counted]
-        outcome.times = {run.round: [ratios.seconds_of_a_token(run.counted)] for run in usable}
-    else:
-        speed = figures["tok_per_sec"]
-        outcome.times = times_of(outcome.runs, bench, lambda step: ratios.seconds_of_a_token([step]))
+    speed_of = speed_of_all if no_step_is_typical else tokens_per_second
+    outcome.tok_per_sec = speed_of(outcome.counted) or None  # 0: no step has tokens
+    ended = [run for run in outcome.runs if run.summary and run.counted]
+    speeds = {run.round: speed_of(run.counted) for run in ended}
+    outcome.times = {number: 1 / speed for number, speed in speeds.items() if speed}
     outcome.dt_ms = figures["dt_ms"]
-    outcome.tok_per_sec = speed or None  # 0: no step has tokens
     outcome.memory = figures["memory"] or None  # 0: without a meter
     outcome.warmup_s = seconds_of_warmup(outcome.runs[0].steps, bench["warmup"])
 
 
-def peak_share(outcome, probe_times):
+def peak_share(outcome, rates):
     """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
     None for a model that is no GPT or does not count tokens, for a script on another device, and for several ranks,
-    because the probe measures what one process can do. probe_times: seconds of a FLOP, by times_of().
+    because the probe measures what one process can do. rates: of the probe, or None.
     """
     shape = outcome.facts["shape"] if outcome.unit == "tok" else None
-    if not shape or outcome.is_on_other_device or outcome.ranks > 1:
+    if not (rates and shape and outcome.tok_per_sec) or outcome.is_on_other_device or outcome.ranks > 1:
         return None
-    # seconds per FLOP over seconds per token
-    tokens_per_flop = ratios.ratio_of_rounds(outcome.times, probe_times, outcome.has_turns)
-    return tokens_per_flop.value * flops_per_token(shape) if tokens_per_flop else None
+    return outcome.tok_per_sec * flops_per_token(shape) / max(rates["peak"].values())
 
 
 # Beside another row
 
 
-def compare(outcome, base):
-    """Return the Ratio of the speeds of two rows, or None where no samples pair up, and where one of them failed.
+def compare(outcome, base, table):
+    """Return the Ratio of the speeds of two rows, or None where they have none. base: an Outcome, or None."""
+    return ratios.ratio_of(logs_of(outcome, base), table.scatter)
 
-    Two models are not compared, nor are tokens with samples of another kind, or with steps. base: an Outcome, or None.
+
+def logs_of(outcome, base):
+    """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
+
+    It is empty where one of them failed. Two models are not compared, nor are tokens with samples of another kind, or
+    with steps.
     """
-    if base is None or base is outcome:
-        return None
-    if base.model != outcome.model or base.error or outcome.error:
-        return None
-    return ratios.ratio_of_rounds(outcome.times, base.times, outcome.has_turns and base.has_turns)
+    if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
+        return []
+    return ratios.logs_of_rounds(outcome.times, base.times)
 
 
 def predicted_ratio(outcome, base, change, rates):
@@ -235,8 +211,8 @@ def mark_contradicted(pairs):
 
     They are judged by the noise of second runs alone, or by 5 % where these differ by less.
     """
-    distances = [ratios.distance(outcome.comparison.ratio.value) for outcome in pairs if outcome.row.control_of]
-    noise_of_second_runs = Noise(max([ratios.ALIKE, *distances]), len(distances))
+    second_runs = [outcome.comparison.ratio for outcome in pairs if outcome.row.control_of]
+    noise_of_second_runs = max(ratios.ALIKE, ratios.noise_of_pairs(second_runs) or 0)
     for outcome in pairs:  # no second run is contradicted, since each is a part of this noise
         verdict = ratios.judge(outcome.comparison.ratio, noise_of_second_runs)
         outcome.comparison.is_contradicted = verdict not in ratios.NOT_SHOWN_TO_DIFFER

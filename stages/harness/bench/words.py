@@ -89,17 +89,14 @@ def note_cell(outcome, bench):
 def remarks(outcome):
     """Return what the terminal says of a row, too, a list of words.
 
-    It is why it failed or is not compared, that its gain drifts, and what a script has and lacks.
+    It is why it failed or is not compared, and what a script has and lacks.
     """
     words = []
-    base, ratio = outcome.comparison.base, outcome.comparison.ratio
+    base = outcome.comparison.base
     if outcome.error:
         words.append(failure(outcome.error))
     elif base and base.facts and outcome.facts and base.model != outcome.model:
         words.append("not compared with the row above, which trains another model, or counts something else")
-    elif ratio and ratio.halves:
-        first, second = ratio.halves
-        words.append(f"its gain went from {first:.2f} in the first half of its turns to {second:.2f} in the second")
     if outcome.techniques:
         words += remarks_on_script(outcome)
     return words
@@ -122,8 +119,6 @@ def remarks_on_script(outcome):
     if outcome.is_on_other_device:
         device = outcome.facts["environment"]["device"]
         words.append(f"ran on the {device} in a bench of another device: pass --device {device}")
-    if outcome.is_out_of_turn:
-        words.append("took its steps without turns, since what loads its data would get ahead")
     if outcome.counted and waits_for_data(outcome.counted):
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words

@@ -176,10 +176,7 @@ class Watcher:
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def end_step(self):
-        """End a step: stop the clock, report, and start the clock again. The first step began with the script.
-
-        Where the bench leads, wait for its request before the clock starts.
-        """
+        """End a step: stop the clock, report, and start the clock again. The first step began with the script."""
         self.is_update_due = False
         self.added.autocast.close()  # where a script calls no backward()
         dt, queued = self.clock.end_step(self.devices)
@@ -224,8 +221,8 @@ class Watcher:
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
         profiles_last_step = on_card or self.args.profile
-        is_asked_for_more = self.log.wait_for_request()
-        self.is_last_step = steps >= self.args.steps - profiles_last_step or not is_asked_for_more
+        has_enough = self.args.seconds is not None and self.log.has_enough(self.args.seconds)
+        self.is_last_step = steps >= self.args.steps - profiles_last_step or has_enough
         profiled_step_comes = steps == 0 and not on_card
         if self.is_last_step:
             profiled_step_comes = profiles_last_step
@@ -303,7 +300,6 @@ class Watcher:
     def refuse(self, line):
         """End the process with one line and exit status 2."""
         print(f"error: {line}", file=sys.stderr)
-        self.log.write_error(line)
         self.leave(2)
 
     def refuse_spawn(self, function, *args, **kwargs):
