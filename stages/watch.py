@@ -63,12 +63,7 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = f"stop it after so many steps, the first {WARMUP} of them warm-up (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
-    add(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help=f"stop it when {ENOUGH_STEPS} steps or more took so long, as the bench does",
-    )
+    add("--seconds", type=float, metavar="S", help=f"stop it sooner, when {ENOUGH_STEPS} steps or more took so long")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
@@ -117,9 +112,19 @@ def run(args, watcher):
         return 130, "was interrupted"
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next.tb_next  # without run() and execute()
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+        print(text, end="", file=sys.stderr)
+        if not is_elsewhere():
+            args.log.write("error", message=in_a_line(error), traceback=text)
         return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
+
+
+def in_a_line(error):
+    """Return an exception in one line. Of one in a worker of a DataLoader the last line has the reason."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def execute(args, watcher):

@@ -218,8 +218,8 @@ def finite_or_none(value):
 #     {"kind": "rates", "peak": {"float32": 1.8e11}, "copy": 3.5e10, "sdpa": "flash"}
 #
 # Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with the
-# line "start", and ends with the summary of its record. Where it failed there is an "error" with its last lines.
+# line "start", and ends with the summary of its record, or an "error": its exception, or how it ended.
 #
 #     {"kind": "start", "round": 0, "name": "s01"}
-#     {"kind": "error", "round": 0, "name": "s01", "message": "exit status 1; last printed: RuntimeError: no kernel",
-#      "traceback": "...", "out_of_memory": false}
+#     {"kind": "error", "round": 0, "name": "s01", "message": "RuntimeError: no kernel", "traceback": "...",
+#      "out_of_memory": false}

@@ -59,6 +59,8 @@ class Results:
         Raises OSError where it can't be read, and many other exceptions where it is no record of a bench.
         """
         bench, *lines = lines_of(path)
+        if bench.get("in_turn"):
+            raise ValueError("its rows took their steps in turn")
         results = cls(bench)
         for line in lines:
             results.add(line)

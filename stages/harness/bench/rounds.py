@@ -85,7 +85,7 @@ def run_row(row, results, round_number):
     if error:
         keep(error)
         tell(f"{row.title} failed: {error['message']}")
-        if not error["out_of_memory"]:
+        if error["traceback"] and not error["out_of_memory"]:
             tell(error["traceback"])
 
 
@@ -113,16 +113,13 @@ def run(command_of, environment, keep):
             hangs = not wait(process, record)
         finally:
             end(process)
-            for line in lines_of_ranks(record):
+            lines, errors = lines_of_ranks(record)
+            for line in lines:
                 keep(line)
         printed = end_of_text(output)
-    own_output = TORCHRUNS_REPORT.split(printed, maxsplit=1)[0]
-    last_lines = "\n".join(own_output.strip().splitlines()[-LAST_LINES:])
     if hangs:
-        return error_line(f"no step in {PATIENCE} s: stopped", last_lines)
-    failed_ranks = FAILED_RANK.findall(printed)
-    rank, status = failed_ranks[-1] if failed_ranks else (None, process.returncode)
-    return error_of(rank, int(status), last_lines)
+        return error_line(f"no step in {PATIENCE} s: stopped", last_lines(printed))
+    return error_of(process.returncode, printed, errors)
 
 
 def wait(process, record):
@@ -150,16 +147,22 @@ def end(process):
 
 
 def lines_of_ranks(record):
-    """Return the lines of a record, each step with the mean of the losses of all ranks. See Log for their records."""
-    lines, *others = [lines_of(path) for path in sorted(record.parent.glob(f"{record.name}*"))] or [[]]
+    """Return (the lines of a record, each step with the mean of the losses of all ranks, {rank: its error line}).
+
+    Each rank has written a record of its own: see Log.
+    """
+    paths = {int(path.suffix[1:] or "0"): path for path in record.parent.glob(f"{record.name}*")}
+    records = {rank: lines_of(path) for rank, path in paths.items()}
+    errors = {rank: line for rank, lines in records.items() for line in lines if line["kind"] == "error"}
     losses = {}  # {step: those of all ranks}
-    for line in itertools.chain(lines, *others):
+    for line in itertools.chain(*records.values()):
         if line["kind"] == "step":
             losses.setdefault(line["step"], []).append(line["loss"])
+    lines = [line for line in records.get(0, []) if line["kind"] != "error"]
     for line in lines:
         if line["kind"] == "step" and None not in losses[line["step"]]:
             line["loss"] = statistics.mean(losses[line["step"]])
-    return lines
+    return lines, errors
 
 
 def end_of_text(path):
@@ -169,24 +172,42 @@ def end_of_text(path):
         return file.read().decode("utf-8", "replace")
 
 
-def error_of(rank, status, printed):
-    """Return the error line of a process, or None for status 0. rank: the one that failed, by torchrun, or None."""
+def error_of(status, printed, errors):
+    """Return why a process failed, an error line: by the exception of a rank, a signal, or what it printed at last.
+
+    It is None for status 0. errors: {rank: the error line of its record}. Of several ranks the one counts that failed
+    first, by torchrun's report, since the others may only have lost it.
+    """
     if status == 0:
         return None
-    message = f"exit status {status}"
-    if status < 0:
-        message = f"killed by {name_of_signal(-status)}"
-    elif printed:
-        message += f"; last printed: {printed.splitlines()[-1]}"
-    if rank is not None:
+    failed_ranks = [(int(rank), int(status)) for rank, status in FAILED_RANK.findall(printed)]
+    rank, status = failed_ranks[-1] if failed_ranks else (0, status)
+    if rank in errors:
+        message, details = errors[rank]["message"], errors[rank]["traceback"]
+    else:
+        message, details = f"exit status {status}", last_lines(printed)
+        if status < 0:
+            message = f"killed by {name_of_signal(-status)}"
+        elif details:
+            message += f"; last printed: {details.splitlines()[-1]}"
+    if failed_ranks:
         message = f"rank {rank}: {message}"
-    return error_line(message, printed, is_killed=status == -9)  # hardly anything but Linux, where memory is short
+    return error_line(message, details, is_killed=status == -9)
 
 
-def error_line(message, printed="", is_killed=False):
-    """Return the line of a record that says why a row failed. printed: its last lines."""
-    out_of_memory = is_killed or OUT_OF_MEMORY.search(printed) is not None
-    return {"kind": "error", "message": message, "traceback": printed, "out_of_memory": out_of_memory}
+def error_line(message, details="", is_killed=False):
+    """Return the line of a record that says why a row failed. details: the traceback, or the last lines it printed.
+
+    is_killed: by SIGKILL, which hardly anything sends but Linux, where memory is short.
+    """
+    out_of_memory = is_killed or OUT_OF_MEMORY.search(message) is not None
+    return {"kind": "error", "message": message, "traceback": details, "out_of_memory": out_of_memory}
+
+
+def last_lines(printed):
+    """Return the last lines that a row printed, without torchrun's report of its ranks below them."""
+    own_output = TORCHRUNS_REPORT.split(printed, maxsplit=1)[0]
+    return "\n".join(own_output.strip().splitlines()[-LAST_LINES:])
 
 
 def name_of_signal(number):
@@ -220,8 +241,10 @@ def words_on_time(seconds):
 
 def words_on_end(row, results):
     """Return how fast a row was, in words."""
-    words = f"{row.title} has ended"
     outcome = table_of(results).outcomes[row.name]
+    if outcome.error:
+        return f"{row.title} has failed"
+    words = f"{row.title} has ended"
     if outcome.tok_per_sec:
         words += f": {outcome.tok_per_sec:,.0f} {outcome.unit}/sec"
     if outcome.comparison.ratio:
