@@ -32,15 +32,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
 
 import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
 from harness import machine
-from harness.bench import turns, workers
+from harness.bench import rounds
 from harness.bench.results import Results
 from harness.figures import WARMUP
-from harness.leader import END
 
 import tiktoken
 import torch
 import torch.distributed as dist
-from fixtures.fake_stage import all_have_ended
+from fixtures.fake_watch import all_have_ended
 
 WATCH = ROOT / "stages" / "watch.py"
 STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
@@ -167,17 +166,14 @@ def python(*words, folder=ROOT, **env):
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def led_by_the_bench(row, flags, steps):
-    """The Ended of the process of a Row that the bench leads for so many steps. out: all that it printed."""
-    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seed": 1337, "variables": {}}
-    bench["flags"] = ["--steps", "24", *flags]
+def run_by_the_bench(row, flags, steps):
+    """The Ended of the process of a Row, by the lines that the bench keeps."""
+    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seconds": 99, "seed": 1337}
+    bench |= {"flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
-    with contextlib.closing(workers.Worker(row, Results(bench, record), 0)) as worker:
-        worker.take_steps_until(steps)
-        worker.ask(END)
-        worker.end_of_process()
-        _, *lines = [json.loads(line) for line in record.getvalue().splitlines()]
-        return Ended(worker.process.returncode, worker.printed(), "", lines)
+    rounds.run_row(row, Results(bench, record), 0)
+    lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
+    return Ended(0, "", "", lines)
 
 
 @pytest.fixture(scope="session")
@@ -220,13 +216,12 @@ def a_card(monkeypatch):
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """Fakes in place of stages: without pauses, with little patience, and memory for all. None outlives its test."""
+    """Fakes in place of stages, with little patience. None outlives its test."""
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setenv("FAKE_LOCK", str(lock))
-    monkeypatch.setattr(turns, "PAUSE", 0)
-    monkeypatch.setattr(workers, "PATIENCE", 60)
-    monkeypatch.setattr(machine, "free_memory", lambda: 10**15)
+    monkeypatch.setattr(rounds, "PATIENCE", 60)
+    monkeypatch.setattr(rounds, "PATIENCE_AT_THE_END", 0.5)
     yield
     assert all_have_ended(lock)
 

@@ -1,11 +1,10 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
 from harness import ladder, machine
-from harness.bench import rows, turns, workers
+from harness.bench import rounds, rows
 from harness.bench.results import Results
 from harness.figures import WARMUP
 
-import itertools
 import json
 import re
 import signal
@@ -15,12 +14,11 @@ import tempfile
 import pytest
 import torch
 from conftest import ROOT, Ended, lines_of, python
-from fixtures.records import TECHNIQUES
 
 import bench
 
-FAKE_STAGE = ROOT / "tests" / "fixtures" / "fake_stage.py"
-EVERYONE = ["probe", "s01", "s02", "s02 again", "s03"]
+FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
+EVERYONE = ["s01", "s02", "s02 again", "s03"]
 STEPS = WARMUP + 2
 # a bench of the fakes in a process of its own
 BENCH = """
@@ -28,8 +26,8 @@ import sys
 from pathlib import Path
 import bench
 from harness import ladder
-from harness.bench import rows
-bench.ROOT = ladder.ROOT = rows.ROOT = Path({folder!r})
+from harness.bench import rounds, rows
+bench.ROOT = ladder.ROOT = rows.ROOT = rounds.ROOT = Path({folder!r})
 sys.exit(bench.main(sys.argv[1:]))
 """
 
@@ -82,21 +80,20 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     (folder / "stages" / "harness" / "bench").mkdir(parents=True)
     (folder / "results").mkdir()
     for stage in ladder.STAGES:
-        (folder / "stages" / f"{stage.name}.py").symlink_to(FAKE_STAGE)
-    (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_STAGE)
+        (folder / "stages" / f"{stage.name}.py").touch()
+    (folder / "stages" / "watch.py").symlink_to(FAKE_WATCH)
+    (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_WATCH)
     (folder / "ids.bin").write_bytes(bytes(20_000))
 
-    class NamedWorker(workers.Worker):
-        """A worker whose fake knows of which row and round it is."""
+    def run_named_row(row, results, round_number, run_row=rounds.run_row):
+        """Run a row whose fake knows of which row and round it is."""
+        monkeypatch.setenv("FAKE_ROW", row.name)
+        monkeypatch.setenv("FAKE_ROUND", str(round_number))
+        run_row(row, results, round_number)
 
-        def start(self):
-            monkeypatch.setenv("FAKE_ROW", self.row.name)
-            monkeypatch.setenv("FAKE_ROUND", str(self.round_number))
-            super().start()
-
-    for room in (bench, ladder, rows):
+    for room in (bench, ladder, rows, rounds):
         monkeypatch.setattr(room, "ROOT", folder)
-    monkeypatch.setattr(turns, "Worker", NamedWorker)
+    monkeypatch.setattr(rounds, "run_row", run_named_row)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
     return Repository(folder, monkeypatch, capsys)
 
@@ -108,13 +105,13 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     "words, message",
     [
         (["s01", "--steps", "4"], "--steps 4: the first 4 steps are warm-up"),
-        (["s01", "s05 --save w.pt"], "--save, --eval and --profile are for a stage that you start by hand"),
+        (["s01", "s05 --save w.pt"], "--save is for a stage that you start by hand"),
         (["--seq-len", "64", "s01"], "s01 is no flag of a stage: pass rows first"),
         (["s01", "s05 --hidden 128"], "--hidden is no flag of a stage"),
         (["mine.py", "--batch-size", "4"], "--batch-size is for stages, and no row is one"),
         (["s01", "--data", "short.bin"], "90 tokens"),
         (["s01", "--data=ids.bin", "--out=old"], "results/old.jsonl: File exists; pass another --out"),
-        (["--render", "old.md"], "results/old.jsonl is no record of this version of the bench"),
+        (["--render", "old.md"], "results/old.jsonl is no record of this .* rows took their steps in turn"),
         (["s01", "--data=ids.bin", "--out=page"], "results/page.md is there already"),
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
         (["--render", "old", "--out", "x"], "--render runs nothing: pass no rows and no other flags"),
@@ -126,7 +123,7 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     monkeypatch.chdir(repo.folder)
     (repo.folder / "mine.py").touch()
     (repo.folder / "short.bin").write_bytes(bytes(200))
-    (repo.folder / "results" / "old.jsonl").write_text('{"kind": "bench", "rows": []}\n')
+    (repo.folder / "results" / "old.jsonl").write_text('{"kind": "bench", "in_turn": true}\n')
     (repo.folder / "results" / "page.md").touch()
     ended = repo.command(*words, status=2)
     assert ended.out == ""
@@ -136,91 +133,68 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
 
 def test_a_value_of_a_flag_may_be_called_as_a_row_is(repo):
     args = bench.parse_command(["s01", "--data", "s01"])
-    assert ([row.name for row in args.rows], args.flags) == (["probe", "s01", "s01 again"], ["--data", "s01"])
+    assert ([row.name for row in args.rows], args.flags) == (["s01", "s01 again"], ["--data", "s01"])
 
 
-# On a CPU
+# Rounds
 
 
-def test_on_a_cpu_rows_run_on_the_flags_of_all_and_a_table_is_drawn(repo):
+def test_all_rows_run_in_three_rounds_there_and_back_on_the_flags_of_all(repo):
     repo.plan(s03={"dt": 0.0625})
-    ended = repo.run(flags=("--seed=7", "--no-compile", "--rounds=2"))
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS, STEPS])
-    assert re.search(r"^s03 +16,000 +2\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
+    ended = repo.run(flags=("--seed=7", "--no-compile"))
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
+    started = [line["name"] for line in repo.lines("start")]
+    assert started == EVERYONE + EVERYONE[::-1] + EVERYONE
+    assert ended.out.count("tok/sec") == 3  # the short table after each round
+    assert ended.err.count("s03 has ended: 16,000 tok/sec, 2.00 x s02; round ") == 3
+    assert "; round 3 of 3, about 0 s left in all" in ended.err
+    assert re.search(r"^s03 +16,000 +2\.00 ± 0\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith(f"# x: a bench on {machine.device_name(torch.device('cpu'))}\n")
     for header in repo.lines("header"):
         assert {*repo.flags, "--seed=7", "--no-compile"} <= set(header["argv"])
 
 
-def test_without_flags_a_cpu_counts_20_steps_in_one_round_and_tells_how_far_it_is(repo):
-    ended = repo.command("s01", *repo.flags)
+def test_without_flags_a_row_counts_six_seconds_in_each_of_three_rounds(repo):
+    repo.command("s01", *repo.flags)
     [repo.records] = repo.records.parent.glob("*.jsonl")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}\.jsonl", repo.records.name)
-    assert repo.steps_taken() == dict.fromkeys(["probe", "s01", "s01 again"], [24])
+    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [WARMUP + 48] * 3)
     [line] = repo.lines("bench")
-    assert (line["warmup"], line["steps"], line["rounds"], line["in_turn"]) == (4, 24, 1, True)
-    assert re.search(r"turn 5 of 20, about \d+ s left in this round\nrow .*\ns01 .* 8,000 ", ended.err)
-
-
-def test_a_row_that_loads_ahead_takes_its_steps_at_once_in_three_rounds_there_and_back(repo):
-    ahead = {"techniques": TECHNIQUES | {"loaders": 1}}
-    repo.plan(s01=ahead, s02=ahead)
-    repo.run()
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {"s01": 3 * [STEPS], "s02": 3 * [STEPS]}
-    started = [(line["name"], line["round"]) for line in repo.lines("start")]
-    assert started[len(EVERYONE) :] == [("s02", 1), ("s01", 1), ("s01", 2), ("s02", 2)]
+    assert (line["warmup"], line["steps"], line["seconds"], line["rounds"]) == (WARMUP, WARMUP + 160, 6, 3)
 
 
 def test_rows_try_no_download_that_the_bench_could_not_do(repo):
     repo.flags = ["--device", "cpu"]  # and no test has a network
     ended = repo.run("s01")
     assert "taking Python's documentation instead" in ended.err
-    assert {line["settings"]["corpus"] for line in repo.lines("header")} == {"docs"}
+    for header in repo.lines("header"):
+        assert " --data docs" in " ".join(header["argv"])
 
 
 @pytest.mark.parametrize(
     "row, do, at, status",
-    [("s01", "crash", 0, 1), ("s03", "crash", 5, 1), ("s03", "be killed", 5, 0), ("probe", "crash", 0, 0)],
+    [("s01", "crash", 0, 1), ("s03", "crash", 5, 1), ("s03", "be killed", 5, 0), ("probe", "crash", "start", 0)],
 )
 def test_a_failure_costs_its_own_row_and_exit_status_1_where_memory_was_not_short(repo, row, do, at, status):
     repo.plan(**{row: {"do": do, "at": at}})
-    ended = repo.run(status=status)
+    ended = repo.run(status=status, flags=("--rounds=1",))
     assert f"{row} failed: " in ended.err
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {row: [at]}
+    steps = dict.fromkeys(EVERYONE, [STEPS])
+    assert repo.steps_taken() == (steps if row == "probe" else steps | {row: [at]})
 
 
-def test_rows_that_memory_does_not_hold_at_once_run_one_after_the_other_in_three_rounds(repo):
-    free = 3 * [10**15]  # there is room for three
-    repo.monkeypatch.setattr(machine, "free_memory", lambda: free.pop() if free else 0)
-    ended = repo.run()
-    assert "memory does not hold all 5 processes at once, so they run one after the other" in ended.err
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
-    assert [line["in_turn"] for line in repo.lines("bench")] == [True, False]
-
-
-# On a card
-
-
-def test_on_a_card_one_runs_after_the_other_in_three_rounds_there_and_back(repo, a_card):
-    ended = repo.run()
-    names = [line["name"] for line in lines_of(repo.records)[1:]]
-    back = ["probe", "s03", "s02 again", "s02", "s01"]
-    assert [name for name, _ in itertools.groupby(names)] == EVERYONE + back + EVERYONE
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
-    assert ended.out.count("tok/sec") == 3  # the short table after each round
-    assert ended.err.count("s03 has ended: 8,000 tok/sec, 1.00 x s02; 5 of 5 runs, about 0 s left in this round") == 2
-
-
-def test_a_card_has_its_own_limit_of_steps_and_no_plain_row(a_card):
-    line = bench.new_bench(bench.parse_command([]), ["--seed", "5"], in_turn=False)
-    assert (line["steps"], line["rounds"], line["command"]) == (WARMUP + 160, 3, "python bench.py --seed 5")
+def test_a_card_has_no_plain_row(a_card):
+    args = bench.parse_command([])
+    args.text = None
+    line = bench.new_bench(args, ["--seed", "5"])
+    assert line["command"] == "python bench.py --seed 5"
     assert "plain" not in [row["name"] for row in line["rows"]]
 
 
-def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, a_card):
+def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo):
     repo.plan(**{"s02 again": {"do": "interrupt the bench", "at": 5, "round": 1}})
     ended = repo.run(status=130)
-    assert repo.steps_taken() == {"probe": [6, 6], "s01": [6], "s02": [6], "s02 again": [6, 5], "s03": [6, 6]}
+    assert repo.steps_taken() == {"s01": [6], "s02": [6], "s02 again": [6, 5], "s03": [6, 6]}
     assert ended.out.count("tok/sec") == 2
     assert "| 1 of 3 rounds" in repo.page.read_text() and "| 2 of 3 rounds" in repo.page.read_text()
 
@@ -229,16 +203,16 @@ def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, a_card):
 
 
 def test_ctrl_c_before_the_first_step_leaves_a_page_all_the_same(repo):
-    repo.plan(probe={"do": "interrupt the bench", "at": 0})
+    repo.plan(probe={"do": "interrupt the bench", "at": "start"})
     repo.run(status=130)
     assert "No row got as far as its first step." in repo.page.read_text()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can_be_drawn(repo, how):
+def test_a_bench_that_is_ended_leaves_no_process_and_a_record_that_can_be_drawn(repo, how):
     repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": how})
     script = BENCH.format(folder=str(repo.folder))
-    with tempfile.TemporaryDirectory() as folder:  # where a kill leaves the sockets
+    with tempfile.TemporaryDirectory() as folder:  # where a kill leaves records of rows
         done = python("-c", script, "s01", "s02", "s03", *repo.flags, f"--steps={STEPS}", "--out=x", TMPDIR=folder)
     assert repo.page.exists() == (how == signal.SIGTERM)
     if how == signal.SIGKILL:
@@ -247,17 +221,6 @@ def test_a_bench_that_is_ended_in_a_turn_leaves_no_process_and_a_record_that_can
     else:
         assert done.status == 128 + how
     assert re.search(r"^s01 .* 8,000 ", repo.command("--render", "x").out, re.MULTILINE)
-
-
-def test_a_bench_under_nohup_goes_on_after_its_terminal_has_gone(repo, monkeypatch):
-    repo.plan(s03={"do": "interrupt the bench", "at": WARMUP, "signal": signal.SIGHUP, "round": 0})
-    monkeypatch.setattr(workers, "PATIENCE", 1)  # the fake that sends it takes no more steps
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        repo.run(status=1)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert repo.steps_taken()["s02"] == [STEPS]
 
 
 # Scripts of the reader's own, in real processes
@@ -277,7 +240,7 @@ for step in range(50):
 @pytest.fixture
 def own_folder(repo, tmp_path, monkeypatch):
     """The folder that the bench runs in, for scripts."""
-    (repo.folder / "stages" / "watch.py").symlink_to(ROOT / "stages" / "watch.py")
+    monkeypatch.setattr(rows, "ROOT", ROOT)
     monkeypatch.chdir(tmp_path)
     repo.flags = ["--device", "cpu"]
     return tmp_path
@@ -286,8 +249,8 @@ def own_folder(repo, tmp_path, monkeypatch):
 def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outside(repo, own_folder):
     (own_folder / "train.py").write_text(OWN_SCRIPT)
     (own_folder / "model.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
-    repo.run("train.py", "+fused train.py", flags=("--seed=4",))
-    assert repo.steps_taken() == dict.fromkeys(["probe", "train.py", "train.py again", "+fused train.py"], [STEPS])
+    repo.run("train.py", "+fused train.py", flags=("--seed=4", "--rounds=1"))
+    assert repo.steps_taken() == dict.fromkeys(["train.py", "train.py again", "+fused train.py"], [STEPS])
     assert [line["fused"] for line in repo.lines("techniques")] == [False, False, True]
     settings = repo.lines("header")[0]["settings"]
     assert (settings["batch_size"], settings["seed"]) == (4, 4)
@@ -299,4 +262,4 @@ def test_a_climb_in_a_python_without_the_scripts_modules_ends_with_its_first_row
     last_line = ended.err.splitlines()[-1]
     assert "failed before its first step: ModuleNotFoundError: No module named 'lightning_or_so'" in last_line
     assert f"in {sys.executable}; pass " in last_line and "PY=python" in last_line
-    assert [line["name"] for line in repo.lines("start")] == ["probe", "plain"]
+    assert [line["name"] for line in repo.lines("start")] == ["plain"]

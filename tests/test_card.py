@@ -1,13 +1,11 @@
 """A card without one: what is told of its state, and how the bench treats it."""
 
 from harness import card, machine
-from harness.bench import turns
-from harness.bench.results import Run
-from harness.figures import WARMUP
+from harness.bench import rounds
 
 import pytest
 from conftest import error_of
-from fixtures.records import failure, row
+from fixtures.records import failure, results_of, row
 
 import bench
 
@@ -42,7 +40,8 @@ def test_the_bench_lets_a_child_ask_for_free_memory_and_leads_scripts_to_its_car
     monkeypatch.setattr(machine, "free_memory_of_card", lambda device: pytest.fail("this opens a context"))
     args = bench.parse_command(["s01", "s05", "--device", "cuda:1"])
     assert args.flags == ["--device", "cuda:1", "--batch-size", "16"]
-    assert bench.new_bench(args, [], in_turn=False)["variables_of_scripts"] == {"CUDA_VISIBLE_DEVICES": "1"}
+    args.text = None
+    assert bench.new_bench(args, [])["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 NO_KERNEL = failure("AcceleratorError: CUDA error: no kernel image is available for execution on the device")
@@ -51,11 +50,13 @@ FULL = failure("AcceleratorError: CUDA error: out of memory", out_of_memory=True
 
 
 @pytest.mark.parametrize("error, remedy", [(NO_KERNEL, "install a PyTorch"), (BUSY, "another process")])
-def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, error, remedy):
-    line = error_of(capsys, turns.end_where_all_would_fail, Run(0, WARMUP, error=error), row("probe"), [row("s01")])
+def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, monkeypatch, error, remedy):
+    monkeypatch.setattr(rounds, "run", lambda *call: error)
+    line = error_of(capsys, rounds.probe, results_of(rows=[row("s01")]))
     assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
 
 
-@pytest.mark.parametrize("error", [None, failure("ValueError: a mistake"), FULL])
-def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(error):
-    turns.end_where_all_would_fail(Run(0, WARMUP, error=error), row("probe"), [row("s01")])
+@pytest.mark.parametrize("error", [failure("ValueError: a mistake"), FULL])
+def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(monkeypatch, error):
+    monkeypatch.setattr(rounds, "run", lambda *call: error)
+    rounds.probe(results_of(rows=[row("s01")]))

@@ -1,13 +1,12 @@
 """The rates: each part against a clock that is known, and the probe as the bench starts it."""
 
 from harness import machine, rates
-from harness.bench.rows import PROBE, Row
 
 from functools import partial
 
 import pytest
 import torch
-from conftest import led_by_the_bench
+from conftest import ROOT, lines_of, python
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
@@ -68,9 +67,10 @@ def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
     assert queued == ["wait", "work", "work", "wait"]
 
 
-def test_the_probe_measures_once_for_each_request():
-    run = led_by_the_bench(Row(PROBE, PROBE, PROBE), ("--device", "cpu", "--amp-dtype", "float32"), steps=2)
-    _, first, second, summary = run.lines
-    assert [first["step"], second["step"], summary["kind"]] == [0, 1, "summary"]
-    assert second["peak"].keys() <= {"float32", "tf32"}
-    assert min(second["peak"]["float32"], second["copy"], second["dt"]) > 0
+def test_the_probe_writes_one_line(tmp_path):
+    probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
+    ended = python(probe, tmp_path / "record", "--device", "cpu", "--amp-dtype", "float32")
+    [line] = lines_of(tmp_path / "record")
+    assert (ended.status, line["kind"]) == (0, "rates")
+    assert line["peak"].keys() <= {"float32", "tf32"}
+    assert min(line["peak"]["float32"], line["copy"]) > 0

@@ -62,7 +62,7 @@ def probe(results):
     error = run(lambda record: [*program, record, *results.bench["flags"]], os.environ, results.add)
     if not error:
         say(words_on_forecast(results))
-    elif re.search("(CUDA|HIP) error", error["traceback"]):
+    elif re.search("(CUDA|HIP) error", error["traceback"]) and not error["out_of_memory"]:
         remedy = "another process may hold it, or its driver may be broken"
         if "no kernel image" in error["traceback"]:
             remedy = "install a PyTorch that is built for it, most likely with an older CUDA"

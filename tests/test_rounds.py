@@ -1,0 +1,87 @@
+"""Rows run to their end, in rounds there and back, and one that fails says why and costs its own row alone."""
+
+from harness import ladder
+from harness.bench import rounds, rows
+from harness.figures import WARMUP
+
+import json
+
+import pytest
+from conftest import ROOT
+from fixtures.fake_watch import all_have_ended
+from fixtures.records import results_of, row
+
+FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
+TWO_RANKS = ("torchrun", "--standalone", "--nproc_per_node=2")
+
+
+@pytest.fixture(autouse=True)
+def fake_of_watch(fakes, tmp_path, monkeypatch):
+    """A fake in place of watch.py."""
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "watch.py").symlink_to(FAKE_WATCH)
+    for room in (ladder, rows):
+        monkeypatch.setattr(room, "ROOT", tmp_path)
+
+
+def run_of(launcher=(), steps=WARMUP + 2, **plan):
+    """The Run of a row that does as planned."""
+    env = ["env", "FAKE_ROW=a", f"FAKE_PLANS={json.dumps({'a': plan})}"]
+    a = row("a", script="s01_baseline", launcher=[*env, *launcher])
+    results = results_of(rows=[a], steps=steps)
+    rounds.run_row(a, results, 0)
+    return results.runs["a", 0]
+
+
+@pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 12), (0.01, 60)])
+def test_a_row_counts_12_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
+    run = run_of(steps=WARMUP + 60, dt=dt)
+    assert len(run.counted) == counted
+    assert run.summary
+
+
+@pytest.mark.parametrize(
+    "do, message, out_of_memory",
+    [
+        ("crash", "RuntimeError: boom", False),
+        ("end", "ended after 1 steps, and the first 4 are warm-up", False),
+        ("leave a child", "exit status 3", False),
+        ("refuse", "exit status 1; last printed: error: no, thanks", False),
+        ("be killed", "killed by SIGKILL", True),
+        ("segfault", "killed by SIGSEGV", False),
+    ],
+)
+def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of_memory):
+    run = run_of(do=do, at=1)
+    assert (run.error["message"], run.error["out_of_memory"]) == (message, out_of_memory)
+    assert [step["step"] for step in run.steps] == [0]
+    assert all_have_ended(tmp_path / "lock")
+
+
+def test_a_row_that_cannot_be_started_says_so(tmp_path):
+    gone = row("b", launcher=[str(tmp_path / "gone")])
+    results = results_of(rows=[gone])
+    rounds.run_row(gone, results, 0)
+    assert results.error(gone)["message"].startswith("it can't be started: [Errno 2] No such file or directory")
+
+
+def test_of_what_a_row_prints_only_the_end_is_kept():
+    error = run_of(do="print megabytes and fail", at=1, words="last words").error
+    assert error["message"] == "exit status 3; last printed: last words"
+    assert len(error["traceback"]) < 30_000
+
+
+def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
+    """It and its child are deaf to SIGTERM."""
+    monkeypatch.setattr(rounds, "PATIENCE", 2)
+    assert run_of(do="hang", at=1).error["message"] == "no step in 2 s: stopped"
+    assert all_have_ended(tmp_path / "lock")
+
+
+def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_ranks():
+    assert run_of(TWO_RANKS, do="crash", at=1, rank=1).error["message"] == "rank 1: RuntimeError: boom"
+    killed = run_of(TWO_RANKS, do="be killed", at=1, rank=1).error
+    assert (killed["message"], killed["out_of_memory"]) == ("rank 1: killed by SIGKILL", True)
+    run = run_of(TWO_RANKS)
+    assert run.header["settings"]["world_size"] == 2
+    assert [step["loss"] for step in run.steps[:2]] == [5.5, 5.4]
