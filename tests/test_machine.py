@@ -77,8 +77,8 @@ def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_
 @pytest.mark.parametrize("device, visible, led_to", [(CPU, "6,7", ""), (CUDA_1, "", "1"), (CUDA_1, "6,7", "7")])
 def test_a_script_is_led_to_the_device_of_the_bench(monkeypatch, device, visible, led_to):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.variables_of_scripts(device) == {"CUDA_VISIBLE_DEVICES": led_to}
-    assert machine.variables_of_scripts(CUDA_0) == {}  # the first one is what a script takes by itself
+    assert machine.variables_of(device) == {"CUDA_VISIBLE_DEVICES": led_to}
+    assert machine.variables_of(CUDA_0) == {}  # the first one is what a script takes by itself
 
 
 TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -53,26 +53,26 @@ def test_a_word_is_a_launcher_a_script_and_flags(word, launcher, script, flags):
     assert (row.launcher, row.script, row.flags) == (launcher.split(), script, flags.split())
 
 
-BENCH = {"flags": ["--steps", "9", "--lr", "1"], "flags_of_scripts": ["--steps", "9"]}
+BENCH = {"steps": 9, "seconds": 6, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
 
 
 def command_of(row, *others):
     """The command of a Row in a bench of it and others."""
-    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]})
+    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]}, "record")
 
 
-WATCH = [str(ROOT / "stages" / "watch.py"), "--steps", "9"]
+WATCH = [str(ROOT / "stages" / "watch.py"), "--record", "record", "--seed", "5", "--steps", "9", "--seconds", "6"]
 
 
-def test_a_stage_runs_on_the_shared_flags_and_then_its_own(tmp_path):
+def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_so_does_a_script_beside_it():
     command = command_of(row_of("env A=b s11 --accum 8"))
-    assert command == ["env", "A=b", sys.executable, str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]
-    (tmp_path / "copy.py").write_text("from harness import StepLog\n")
-    assert command_of(row_of("copy.py --accum 8"))[1:] == [f"{tmp_path}/copy.py", *BENCH["flags"], "--accum", "8"]
+    assert command == ["env", "A=b", sys.executable, *WATCH, str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]
+    beside = f"{ROOT}/stages/mine.py"
+    assert command_of(row_of(f"{beside} --accum 8"))[1:] == [*WATCH, beside, *BENCH["flags"], "--accum", "8"]
+    assert command_of(row_of("+fused s09"))[1:] == [*WATCH, "+fused", str(STAGE_FILES["s09"]), *BENCH["flags"]]
 
 
 def test_a_script_is_watched_with_its_own_flags_alone(tmp_path):
-    (tmp_path / "own.py").write_text("from harness import Trainer\n")  # a package of the reader's own
     assert command_of(row_of("own.py"))[1:] == [*WATCH, "own.py"]
     assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
     assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
@@ -82,7 +82,7 @@ def test_this_python_runs_a_command_that_names_no_other(tmp_path):
     command = command_of(row_of("env A=b torchrun --nproc_per_node=2 mine.py"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     assert command == ["env", "A=b", *torchrun, *WATCH, "mine.py"]
-    assert command_of(row_of("python3 -u s01"))[:3] == [sys.executable, "-u", str(STAGE_FILES["s01"])]
+    assert command_of(row_of("python3 -u s01"))[:3] == [sys.executable, "-u", WATCH[0]]
     assert command_of(row_of("env A=/python B=y.py s01"))[:4] == ["env", "A=/python", "B=y.py", sys.executable]
     (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
     named = command_of(row_of(f"{tmp_path}/python3.99 mine.py"))
@@ -90,12 +90,10 @@ def test_this_python_runs_a_command_that_names_no_other(tmp_path):
 
 
 def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
-    bench = {"variables": CPU_MEMORY, "variables_of_scripts": {"CUDA_VISIBLE_DEVICES": ""}}
-    own = os.environ | CPU_MEMORY
-    assert row_of("mine.py").environment(bench) == own | {"CUDA_VISIBLE_DEVICES": ""}
-    assert row_of("s05").environment(bench) == own | {"PYTHONPATH": str(ROOT / "stages")}
+    bench = {"variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
+    for name in ("mine.py", "s05"):
+        assert row_of(name).environment(bench) == os.environ | bench["variables"]
     plain, *_ = rows_of_ladder(CPU)
     assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
 
@@ -107,7 +105,6 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
         ("+flash mine.py", "there is no +flash"),
-        ("+bf16 s05", "+bf16 is for scripts that know nothing of the ladder"),
         ("s05 --steps 9", "put --steps behind all rows"),
         ("s05", "two rows are 's05'"),
         ("s11 again", "two rows are 's11 again'"),
@@ -119,9 +116,8 @@ def test_rows_that_can_not_run_are_one_line(capsys, word, reason):
 
 def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_above():
     together = rows_of("s11", "mine.py", "s05", "s06")
-    assert names(together) == ["probe", "s11", "mine.py", "s05", "s05 again", "s06"]
-    assert [row.above for row in together] == [None, None, "s11", "mine.py", None, "s05"]
-    assert together[0].path == ROOT / "stages" / "harness" / "bench" / "probe.py"
+    assert names(together) == ["s11", "mine.py", "s05", "s05 again", "s06"]
+    assert [row.above for row in together] == [None, "s11", "mine.py", None, "s05"]
 
 
 def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none_and_of_two_the_first():
@@ -132,10 +128,14 @@ def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_no
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
     """The control's, too; as they were typed the two rows have the same flags."""
-    _, first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
+    first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
-    assert [row.command(bench)[-1] for row in (first, again, second)] == ["--out=o/1/x", "--out=o/2/x", "--out=o/3/x"]
-    assert second.command(bench)[:2] == ["env", "A=r3"]
+    assert [row.command(bench, "record")[-1] for row in (first, again, second)] == [
+        "--out=o/0/x",
+        "--out=o/1/x",
+        "--out=o/2/x",
+    ]
+    assert second.command(bench, "record")[:2] == ["env", "A=r2"]
     assert second.flags == first.flags
 
 
@@ -152,7 +152,7 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
     ],
 )
 def test_a_title_is_the_script_and_what_tells_its_rows_apart(words, titles):
-    assert [row.title for row in rows_of(*words)[1:] if not row.control_of] == titles
+    assert [row.title for row in rows_of(*words) if not row.control_of] == titles
 
 
 def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():

@@ -28,21 +28,14 @@ def test_a_rows_figures_are_those_of_all_its_runs():
 # ratios
 
 
-def test_a_ratio_is_the_median_of_the_ratios_within_the_turns_that_both_rows_took():
-    """The ratios are 2, 4 and 8, of medians 2.5 and 0.5 seconds."""
-    table = table_from(run("s01", [1.0, 1.0, 4.0, 9.0]), run("s03", [0.5, 0.25, 0.5]))
-    assert table.outcomes["s03"].comparison.ratio.value == 4
-
-
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_a_round_of_fresh_processes_gives_one_ratio(in_turn):
-    """In turn the medians of the rounds' ratios are 2, 2 and 5, and alone the ratios of their medians 4, 2 and 5."""
-    s01 = [run("s01", dts, i) for i, dts in enumerate([[1.0, 2.0, 3.0], [9.0, 2.0, 1.0], [1.0] * 3])]
-    s03 = [run("s03", dts, i) for i, dts in enumerate([[0.5, 4.0, 0.5], [1.0] * 3, [9.0, 0.2, 0.2]])]
-    ratio = table_from(*s01, *s03, in_turn=in_turn, rounds=3).outcomes["s03"].comparison.ratio
-    assert (ratio.value, ratio.rounds) == (2 if in_turn else 4, 3)
-    once = table_from(s01[0], s03[0], in_turn=False).outcomes["s03"].comparison.ratio
-    assert (once.value, once.spread) == (4, None)
+def test_a_round_of_fresh_processes_gives_one_ratio():
+    """The ratios of their medians are 4, 2 and 1, and the last run of s03 was cut off."""
+    s01 = [run("s01", dts, i) for i, dts in enumerate([[1.0, 2.0, 3.0], [9.0, 2.0, 1.0], [1.0] * 3, [9.0]])]
+    s03 = [run("s03", dts, i) for i, dts in enumerate([[0.5, 4.0, 0.5], [1.0] * 3, [9.0, 1.0, 1.0]])]
+    ratio = table_from(*s01, *s03, run("s03", [1.0], 3, end=None)).outcomes["s03"].comparison.ratio
+    assert ratio.value == pytest.approx(2)
+    once = table_from(s01[0], s03[0], once=True).outcomes["s03"].comparison.ratio
+    assert (once.value, once.spread) == (pytest.approx(4), None)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +49,11 @@ def test_a_round_of_fresh_processes_gives_one_ratio(in_turn):
 )
 def test_two_models_are_not_compared_nor_are_tokens_with_samples(other, ratio):
     table = table_from(run("a", [1.0]), run("b", [0.5], **other), run("c", [0.25], **other))
-    assert [outcome.comparison.ratio and outcome.comparison.ratio.value for outcome in table.shown] == [None, ratio, 2]
+    assert [outcome.comparison.ratio and round(outcome.comparison.ratio.value, 9) for outcome in table.shown] == [
+        None,
+        ratio,
+        2,
+    ]
 
 
 def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together_in_each_round():
@@ -66,14 +63,7 @@ def test_a_script_that_waits_for_its_data_is_as_fast_as_all_its_steps_together_i
     b = [run("b", dts, number, wait=0.4, techniques={"loaders": 1}) for number, dts in enumerate(bursts)]
     outcome = table_from(*a, *b).outcomes["b"]
     assert outcome.tok_per_sec == pytest.approx(12000 / 5)
-    assert (outcome.comparison.ratio.value, outcome.comparison.ratio.rounds) == (pytest.approx(0.5), 3)
-
-
-def test_a_script_that_loads_its_data_by_itself_is_compared_in_each_turn():
-    turns = [1.0, 1.1, 0.9, 1.0]
-    table = table_from(run("a", turns), run("b", [dt / 2 for dt in turns], wait=0.4, techniques={}), in_turn=True)
-    assert table.outcomes["b"].comparison.ratio.value == 2
-    assert table.outcomes["b"].comparison.ratio.spread == pytest.approx(0)
+    assert outcome.comparison.ratio.value == pytest.approx(1 / 2 ** (2 / 3))
 
 
 def test_so_is_a_script_in_which_long_steps_take_most_of_the_time():
@@ -110,7 +100,7 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
 
 def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
     """In bfloat16 the matmuls, which are nearly all of a step here, should take half the time."""
-    rows = [row("t.py"), row("+ bf16", above="t.py", script="t.py"), row("other.py", above="+ bf16"), row("probe")]
+    rows = [row("t.py"), row("+ bf16", above="t.py", script="t.py"), row("other.py", above="+ bf16")]
     runs = [run(name, [1.0], techniques={}) for name in ("t.py", "other.py")]
     runs.append(run("+ bf16", [1.0], techniques={"autocast": "bfloat16"}))
     table = table_from(*runs, probed(float32=1e9, bfloat16=2e9, copy=1e15), rows=rows)
@@ -119,7 +109,7 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
 
 
 def test_between_one_process_and_several_nothing_is_predicted():
-    rows = [*rows_of_names(["s12", "probe"]), row("two s12", script="s12_ddp", above="s12")]
+    rows = [*rows_of_names(["s12"]), row("two s12", script="s12_ddp", above="s12")]
     runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2), probed(**RATES)]
     assert table_from(*runs, rows=rows).outcomes["two s12"].comparison.predicted is None
 
@@ -166,15 +156,15 @@ def test_a_single_round_of_a_row_tells_nothing_whatever_the_noise():
     """Only rounds that both rows ended give a ratio, and one ratio has no interval."""
     both = [run(name, [1.0], number) for name in ("a", "a again") for number in range(3)]
     once = [run("b", [0.1]), run("b", [0.1], 1, end=None), run("b", [0.1], 2, end=None)]
-    table = table_from(*both, *once, in_turn=False, rounds=3)
-    assert table.noise.size == 0
+    table = table_from(*both, *once)
+    assert table.noise == 0
     assert table.outcomes["b"].comparison.verdict is Verdict.UNCLEAR
 
 
 def test_a_second_run_of_a_row_is_noise_however_bad_and_excuses_a_claim():
     runs = [run("s01", [1.0] * 3), run("s02", [0.5] * 3), run("s02 again", [1.25] * 3), run("s03", [0.1] * 3)]
     table = table_from(*runs)
-    assert table.noise == (pytest.approx(1.5), 2)
+    assert table.noise == pytest.approx(1.5)
     assert table.outcomes["s02"].comparison.verdict is Verdict.SAME
     assert table.outcomes["s03"].comparison.verdict is Verdict.FASTER
 
@@ -223,24 +213,9 @@ def test_all_together_is_the_last_row_of_one_process_that_trains_the_first_rows_
 
 
 def test_a_script_that_trains_on_another_device_has_no_prediction_and_no_share_of_the_peak():
-    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), above="t.py"), row("probe")]
+    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), above="t.py")]
     runs = [run("t.py", [1.0], techniques={}), run("+bf16", [1.0], techniques={"autocast": "bfloat16"})]
     runs.append(probed(float32=1e9, bfloat16=2e9, copy=1e15))
     assert table_from(*runs, rows=rows).outcomes["+bf16"].comparison.predicted is not None
     outcome = table_from(*runs, rows=rows, environment=CPU | {"device": "cuda"}).outcomes["+bf16"]
     assert (outcome.is_on_other_device, outcome.comparison.predicted, outcome.peak_share) == (True, None, None)
-
-
-def test_rows_that_take_no_turns_are_compared_round_by_round():
-    """Their steps are those of other minutes, so a single round tells nothing, however many steps it has."""
-    ahead = {"loaders": 1}
-    runs = [run("s01", 9 * [2.0])]
-    for number, seconds in enumerate((2.8, 2.0, 2.0)):  # another program is busy in the first round
-        runs.append(run("a.py", 9 * [seconds], number, techniques=ahead))
-        runs.append(run("b.py", 9 * [2.0], number, techniques=ahead))
-    table = table_from(*runs, rows=[row("s01"), row("a.py", above="s01"), row("b.py", above="a.py")])
-    _, first, second = table.shown
-    assert first.comparison.ratio.spread is None
-    assert (second.comparison.ratio.value, second.comparison.ratio.rounds) == (1.0, 3)
-    assert second.comparison.ratio.spread > 0.4
-    assert second.comparison.verdict != Verdict.FASTER
