@@ -220,14 +220,6 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
     assert after < during - 90e6
 
 
-@pytest.mark.parametrize("limit, free", [("max", 8_192_000), ("900000000", 8_192_000), ("1000000", 600_000)])
-def test_free_memory_heeds_a_containers_limit(system, limit, free):
-    system["/proc/meminfo"] = "MemTotal:       16000 kB\nMemFree:  100 kB\nMemAvailable:    8000 kB\n"
-    system["/sys/fs/cgroup/memory.max"] = f"{limit}\n"
-    system["/sys/fs/cgroup/memory.stat"] = "anon 400000\nfile 70000000\ninactive_anon 9\n"  # files can be forgotten
-    assert machine.free_memory() == free
-
-
 def test_a_process_that_ends_asks_a_card_for_its_free_memory(monkeypatch, tmp_path):
     """Who asks opens a context: half a GB, and in exclusive mode nobody else can use the card."""
     (tmp_path / "sitecustomize.py").write_text(
