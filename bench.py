@@ -19,7 +19,7 @@ results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --pre
 each stage should bring here.
 
 Rows run one after the other, in three rounds of fresh processes, there and back. A row stops in each round when it has
-counted 12 steps or more that took six seconds together, and at the latest after 160.
+counted 7 steps or more that took six seconds together, and at the latest after 160.
 """
 
 import itertools

@@ -66,7 +66,7 @@ PAIRS[4] = [*PAIRS[1], ("s02", "s01"), ("s08", "s07"), ("s09", "s08")]
 ROWS = [("s07", "s06"), ("s10", "s09"), ("s11", "s10")]
 
 
-def simulated_times(generator, offset, steps=12):
+def simulated_times(generator, offset, steps=7):
     """Return {round: seconds} of a row whose processes differ by an offset (sd) for their whole lives.
 
     Steps differ by 1.55 %, as in the records, with a tail in 5 % of them.

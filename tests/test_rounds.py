@@ -33,8 +33,8 @@ def run_of(launcher=(), steps=WARMUP + 2, **plan):
     return results.runs["a", 0]
 
 
-@pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 12), (0.01, 60)])
-def test_a_row_counts_12_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
+@pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 7), (0.01, 60)])
+def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     run = run_of(steps=WARMUP + 60, dt=dt)
     assert len(run.counted) == counted
     assert run.summary

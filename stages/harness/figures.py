@@ -7,7 +7,7 @@ WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory tou
 UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
 LONG_WAIT = 0.1  # a script that waits for a DataLoader in a larger share of its time is told so
 COUNTED_STEPS = 20  # that a stage takes on a CPU
-ENOUGH_STEPS = 12  # counted steps that a row of the bench needs in a round
+ENOUGH_STEPS = 7  # counted steps that a row of the bench needs in a round
 
 
 def figures_of(counted):

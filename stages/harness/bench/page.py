@@ -17,7 +17,7 @@ from .words import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, rati
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
 WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-NO_NOISE = "Nothing is called faster or slower: that takes a row that ran twice, and --rounds 3."
+NO_NOISE = "Nothing is called faster or slower: that takes three rounds, and a row that ran twice."
 
 
 # The tables

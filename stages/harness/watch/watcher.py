@@ -221,8 +221,7 @@ class Watcher:
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
         profiles_last_step = on_card or self.args.profile
-        has_enough = self.args.seconds is not None and self.log.has_enough(self.args.seconds)
-        self.is_last_step = steps >= self.args.steps - profiles_last_step or has_enough
+        self.is_last_step = steps >= self.args.steps - profiles_last_step or self.has_enough()
         profiled_step_comes = steps == 0 and not on_card
         if self.is_last_step:
             profiled_step_comes = profiles_last_step
@@ -236,6 +235,13 @@ class Watcher:
         self.seen = MicroBatches(self.seen.in_turn)
         # some steps of the warm-up tell what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
+
+    def has_enough(self):
+        """Tell whether --seconds is over. Several ranks can't agree on that, so they stop by their number of steps."""
+        seconds = self.args.seconds
+        if seconds is not None and self.world_size > 1:
+            seconds = 0
+        return seconds is not None and self.log.has_enough(seconds)
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
