@@ -67,6 +67,8 @@ def parse_command(argv):
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
+    gate_help = "begin no step before FILE has more bytes than steps were taken, and end with the process PID"
+    add("--gate", nargs=2, metavar=("FILE", "PID"), help=gate_help)
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
@@ -75,6 +77,8 @@ def parse_command(argv):
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
         refuse(f"there is no script {args.script}")
+    if args.gate:
+        args.gate = os.path.abspath(args.gate[0]), int(args.gate[1])
     args.title = f"-m {args.script}" if args.is_module else args.script
     args.folder = folder_of(args.script)
     if args.folder != Path.cwd():

@@ -204,8 +204,8 @@ def finite_or_none(value):
 #
 # results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 #
-#     {"kind": "bench", "reference": "s01", "warmup": 4, "steps": 164, "seconds": 6.0, "rounds": 3, "seed": 5,
-#      "rows": [{"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
+#     {"kind": "bench", "reference": "s01", "warmup": 4, "steps": 164, "seconds": 6.0, "rounds": 3, "turns": 20,
+#      "seed": 5, "rows": [{"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
 #                "keeps_memory": true, "above": null, "control_of": null}],
 #      "flags": ["--steps", "164", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
 #      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}

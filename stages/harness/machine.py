@@ -212,6 +212,19 @@ def memory_of_smallest_card():
     return min(torch.cuda.get_device_properties(card).total_memory for card in range(torch.cuda.device_count()))
 
 
+def free_memory():
+    """Return the bytes of memory that can be taken without swapping; 0 where the system has no such meter.
+
+    Inside a container its limit counts, too (of cgroup v2).
+    """
+    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
+    limit = read_text("/sys/fs/cgroup/memory.max").strip()
+    taken = re.match(r"anon (\d+)", read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without cached files
+    if taken and limit.isdecimal():  # "max" where there is no limit
+        free = min(free, int(limit) - int(taken[1]))
+    return free
+
+
 def peak_memory(device):
     """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 

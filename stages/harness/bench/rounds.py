@@ -1,7 +1,12 @@
-"""Runs the rows of a bench, one after the other in rounds of fresh processes, and tells how far it is."""
+"""Visits the rows of a bench, there and back, so that a drift of speed affects all alike, and tells how far it is.
+
+In turn the processes of all rows stay alive, and take one counted step in each visit. In rounds each visit is a fresh
+process, which runs to its end.
+"""
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -12,14 +17,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from .. import machine
 from ..common import ROOT, refuse, say, tell, whole_file
 from ..figures import WARMUP
 from . import page, picture
 from .forecast import words_on_forecast
-from .results import lines_of
 from .table import table_of
 
 ROUNDS = 3  # fewer would give no ±
+TURNS = 20
+TELL_EVERY = 5  # turns
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160
 # Seconds without a step after which a row is stopped. The first one includes the start and the compilation, and NCCL
@@ -40,26 +47,68 @@ OUT_OF_MEMORY = re.compile(
 
 
 def measure(results, path):
-    """Measure all rounds, there and back, and show the table after each. path: of the record."""
+    """Visit all rows as often as the bench has it, and show the table now and then. path: of the record."""
     probe(results)
-    rows, rounds = [*results.rows.values()], results.bench["rounds"]
-    began, done = time.monotonic(), 0
-    for round_number in range(rounds):
-        for row in rows[::-1] if round_number % 2 else rows:  # so that a drift of speed affects all alike
-            run_row(row, results, round_number)
+    if results.bench["turns"]:
+        with contextlib.ExitStack() as stack:
+            processes = {}
+            reason = warm_up_all(processes, stack, results)
+            if reason is None:
+                visit_all(processes, results, path)
+                return
+        tell(f"{reason}, so each row runs to its end, in rounds of fresh processes")
+        results.add({"kind": "in rounds", "reason": reason})
+    visit_all(None, results, path)
+
+
+def warm_up_all(processes, stack, results):
+    """Start a process of each row, and take its warm-up. Return why they can't take turns, or None.
+
+    processes: {name of a row: RowProcess}, to be filled. stack: ends them.
+    """
+    for row in results.rows.values():
+        process = processes[row.name] = stack.enter_context(contextlib.closing(RowProcess(row, results)))
+        process.visit(0, WARMUP)
+        end_where_all_would_fail(row, results)
+        run = results.runs[row.name, 0]
+        if run.techniques and run.techniques["loaders"]:
+            return f"{row.title} loads its data ahead, in the turns of others"
+        largest = max(each.memory for each in processes.values())
+        if machine.free_memory() < 1.5 * largest and len(processes) < len(results.rows):
+            return f"memory does not hold all {len(results.rows)} processes at once"
+    return None
+
+
+def visit_all(processes, results, path):
+    """Visit all rows. processes: those of all rows, which take turns; None for fresh ones."""
+    visits, what = results.visits, "turn" if processes else "round"
+    began, done, rows = time.monotonic(), 0, [*results.rows.values()]
+    for number in range(visits):
+        for row in rows[::-1] if number % 2 else rows:
             done += 1
-            left = (time.monotonic() - began) / done * (rounds * len(rows) - done)
-            tell(
-                f"{words_on_end(row, results)}; round {round_number + 1} of {rounds}, {words_on_time(left)} left in all"
-            )
+            if processes:
+                processes[row.name].visit(number, 1, is_last=number == visits - 1)
+                continue
+            run_row(row, results, number)
+            left = words_on_time((time.monotonic() - began) / done * (visits * len(rows) - done))
+            tell(f"{words_on_end(row, results)}; round {number + 1} of {visits}, {left} left in all")
             end_where_all_would_fail(row, results)
-        show(results, path)
+        if not processes or (number + 1) % TELL_EVERY == 0 or number == visits - 1:
+            left = words_on_time((time.monotonic() - began) / done * (visits * len(rows) - done))
+            tell(f"{what} {number + 1} of {visits}, {left} left")
+            show(results, path)
 
 
 def probe(results):
     """Measure how fast the machine is, and say what each row should bring. Exit where nothing runs on its card."""
     program = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
-    error = run(lambda record: [*program, record, *results.bench["flags"]], os.environ, results.add)
+    with contextlib.closing(Process(lambda record: [*program, record, *results.bench["flags"]], os.environ)) as process:
+        try:
+            process.wait()
+        finally:
+            for line in process.record.new_lines():
+                results.add(line)
+    error = process.error
     if not error:
         say(words_on_forecast(results))
     elif re.search("(CUDA|HIP) error", error["traceback"]) and not error["out_of_memory"]:
@@ -71,36 +120,29 @@ def probe(results):
         tell(f"nothing can be predicted, since the probe failed: {error['message']}")
 
 
-def run_row(row, results, round_number):
-    """Run a row to its end. The Results keep the lines of its record, and why it failed."""
-
-    def keep(line):
-        results.add(line | {"name": row.name, "round": round_number})
-
-    keep({"kind": "start"})
-    error = run(lambda record: row.command(results.bench, record), row.environment(results.bench), keep)
-    steps = results.runs[row.name, round_number].steps
-    if not error and len(steps) <= WARMUP:
-        error = error_line(f"ended after {len(steps)} steps, and the first {WARMUP} are warm-up")
-    if error:
-        keep(error)
-        tell(f"{row.title} failed: {error['message']}")
-        if error["traceback"] and not error["out_of_memory"]:
-            tell(error["traceback"])
+def run_row(row, results, number):
+    """Run a fresh process of a row to its end."""
+    with contextlib.closing(RowProcess(row, results)) as process:
+        process.visit(number)
 
 
-def run(command_of, environment, keep):
-    """Run a process to its end, and keep the lines of its record. Return why it failed, an error line, or None.
+# A process
 
-    command_of: returns its command, by the path of the record. keep: takes each line, also where the bench is
-    interrupted.
-    """
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        record, output = Path(folder, "record"), Path(folder, "output")
+
+class Process:
+    """A process that writes a record. has_ended: whether it has, or never began. error: why it failed, or None."""
+
+    def __init__(self, command_of, environment):
+        """command_of: returns its command, by the path of the record."""
+        self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        folder = Path(self.folder.name)
+        self.record, self.gate, self.output = Record(folder / "record"), folder / "gate", folder / "output"
+        self.gate.touch()
+        self.process = self.error = None
         try:
-            with output.open("wb") as out:
-                process = subprocess.Popen(
-                    command_of(str(record)),
+            with self.output.open("wb") as out:
+                self.process = subprocess.Popen(
+                    command_of(str(self.record.path)),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -108,30 +150,127 @@ def run(command_of, environment, keep):
                     start_new_session=True,  # Ctrl-C reaches the bench alone
                 )
         except OSError as error:  # too many files or processes are open, or the launcher is gone
-            return error_line(f"it can't be started: {error}")
+            self.error = error_line(f"it can't be started: {error}")
+        self.has_ended = self.process is None
+
+    def wait(self, steps=None):
+        """Wait until so many steps of each rank stand in the record, or it has ended, or hangs: then it is ended."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.has_ended and (steps is None or self.record.steps < steps):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1 if steps is None else 0.01)
+                self.has_ended = True
+            if self.record.read():
+                deadline = time.monotonic() + PATIENCE
+            elif not self.has_ended and time.monotonic() > deadline:
+                self.has_ended = True
+                end(self.process)
+                self.error = error_line(f"no step in {PATIENCE} s: stopped", last_lines(end_of_text(self.output)))
+        if self.has_ended and not self.error:
+            self.error = error_of(self.process.returncode, end_of_text(self.output), self.record.errors)
+
+    def close(self):
+        """End it and what it has started."""
+        if self.process:
+            end(self.process)
+        self.folder.cleanup()
+
+
+class RowProcess(Process):
+    """A process of a row. The Results keep the lines of its record, and why it failed."""
+
+    def __init__(self, row, results):
+        self.row, self.results, self.allowed = row, results, 0
+        gate = "gate" if results.bench["turns"] else None
+        super().__init__(lambda record: row.command(results.bench, record, gate), row.environment(results.bench))
+
+    @property
+    def memory(self):
+        """The bytes that its ranks have in memory; 0 without a meter, and before its first step."""
+        steps = [line for line in self.record.lines.get(0, []) if line["kind"] == "step"]
+        return len(self.record.lines) * (steps[-1]["memory"] or 0) if steps else 0
+
+    def visit(self, number, steps=None, is_last=False):
+        """Let it take so many steps more, or run to its end. number: of the visit. is_last: whether it ends then."""
+        if number and steps and self.has_ended:
+            return
+        self.keep({"kind": "start"}, number)
         try:
-            hangs = not wait(process, record)
+            if steps:
+                self.allowed += steps
+                with self.gate.open("ab") as gate:
+                    gate.write(b"." * steps)
+            self.wait(None if is_last or not steps else self.allowed)
         finally:
-            end(process)
-            lines, errors = lines_of_ranks(record)
-            for line in lines:
-                keep(line)
-        printed = end_of_text(output)
-    if hangs:
-        return error_line(f"no step in {PATIENCE} s: stopped", last_lines(printed))
-    return error_of(process.returncode, printed, errors)
+            self.record.read()
+            for line in self.record.new_lines():
+                self.keep(line, number)
+        if self.has_ended and not self.error and self.record.steps <= WARMUP:
+            self.error = error_line(f"ended after {self.record.steps} steps, and the first {WARMUP} are warm-up")
+        if self.error:
+            self.keep(self.error, number)
+            tell(f"{self.row.title} failed: {self.error['message']}")
+            if self.error["traceback"] and not self.error["out_of_memory"]:
+                tell(self.error["traceback"])
+            self.close()  # since what is left of it would disturb the others
+
+    def keep(self, line, number):
+        """Keep a line of a visit."""
+        self.results.add(line | {"name": self.row.name, "round": number})
 
 
-def wait(process, record):
-    """Wait until a process has ended. Return False where it hangs: its record has no new line for too long."""
-    size, deadline = 0, time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
-            return True
-        if record.exists() and record.stat().st_size > size:
-            size, deadline = record.stat().st_size, time.monotonic() + PATIENCE
-    return False
+class Record:
+    """The record of a process, read on as it grows. Each rank writes one of its own, FILE, FILE.1 and so on: see Log.
+
+    lines: {rank: its lines so far}.
+    """
+
+    def __init__(self, path):
+        self.path = path
+        self.lines = {}
+        self.bytes_read = {}
+        self.taken = 0  # lines of rank 0 that new_lines() has returned
+
+    def read(self):
+        """Read on. Return whether there was a new line. One without its end is read later."""
+        has_new = False
+        for path in self.path.parent.glob(f"{self.path.name}*"):
+            rank = int(path.suffix[1:] or "0")
+            lines, begin = self.lines.setdefault(rank, []), self.bytes_read.get(rank, 0)
+            with path.open("rb") as file:
+                file.seek(begin)
+                complete = file.read().rpartition(b"\n")[0]
+            if complete:
+                self.bytes_read[rank] = begin + len(complete) + 1
+                lines += map(json.loads, complete.splitlines())
+                has_new = True
+        return has_new
+
+    @property
+    def steps(self):
+        """How many steps each rank has taken."""
+        header = next((line for line in self.lines.get(0, []) if line["kind"] == "header"), None)
+        if header is None or len(self.lines) < header["settings"]["world_size"]:
+            return 0
+        return min(sum(line["kind"] == "step" for line in lines) for lines in self.lines.values())
+
+    @property
+    def errors(self):
+        """{rank: its error line}."""
+        return {rank: line for rank, lines in self.lines.items() for line in lines if line["kind"] == "error"}
+
+    def new_lines(self):
+        """Return the lines of rank 0 that were not returned yet, each step with the mean of the losses of all ranks."""
+        losses = {}  # {step: those of all ranks}
+        for line in itertools.chain(*self.lines.values()):
+            if line["kind"] == "step":
+                losses.setdefault(line["step"], []).append(line["loss"])
+        new = [line.copy() for line in self.lines.get(0, [])[self.taken :]]
+        self.taken += len(new)
+        for line in new:
+            if line["kind"] == "step" and None not in losses[line["step"]]:
+                line["loss"] = statistics.mean(losses[line["step"]])
+        return [line for line in new if line["kind"] != "error"]
 
 
 def end(process):
@@ -144,25 +283,6 @@ def end(process):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(PATIENCE_AT_THE_END)
-
-
-def lines_of_ranks(record):
-    """Return (the lines of a record, each step with the mean of the losses of all ranks, {rank: its error line}).
-
-    Each rank has written a record of its own: see Log.
-    """
-    paths = {int(path.suffix[1:] or "0"): path for path in record.parent.glob(f"{record.name}*")}
-    records = {rank: lines_of(path) for rank, path in paths.items()}
-    errors = {rank: line for rank, lines in records.items() for line in lines if line["kind"] == "error"}
-    losses = {}  # {step: those of all ranks}
-    for line in itertools.chain(*records.values()):
-        if line["kind"] == "step":
-            losses.setdefault(line["step"], []).append(line["loss"])
-    lines = [line for line in records.get(0, []) if line["kind"] != "error"]
-    for line in lines:
-        if line["kind"] == "step" and None not in losses[line["step"]]:
-            line["loss"] = statistics.mean(losses[line["step"]])
-    return lines, errors
 
 
 def end_of_text(path):

@@ -54,10 +54,11 @@ class Row:
         """Whether it takes the flags that stand behind all rows, as stages and scripts beside them do."""
         return self.stage is not None or is_of_the_ladder(self.script)
 
-    def command(self, bench, record):
+    def command(self, bench, record, gate=None):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record, with the flags.
 
-        record: the path of the record of this process.
+        record: the path of the record of this process. gate: the name of the file beside it that allows its steps, where
+        rows take turns.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
@@ -69,7 +70,11 @@ class Row:
         if not starts_python(self.launcher):
             words.append(sys.executable)
         words += [str(ROOT / "stages" / "watch.py"), "--record", record, "--seed", str(bench["seed"])]
-        words += ["--steps", str(bench["steps"]), "--seconds", str(bench["seconds"])]
+        if gate:
+            words += ["--gate", str(Path(record).with_name(gate)), str(os.getpid())]
+            words += ["--steps", str(bench["warmup"] + bench["turns"])]
+        else:
+            words += ["--steps", str(bench["steps"]), "--seconds", str(bench["seconds"])]
         words += [f"+{name}" for name in self.added]
         script = str(self.stage.path) if self.stage else self.script
         words += [script] if script.endswith(".py") else ["-m", script]

@@ -15,6 +15,7 @@ import torch
 
 from .. import machine, ranks
 from ..figures import UNITS, WARMUP
+from . import gate
 from .added import Added
 from .counting import MicroBatches, call_of
 from .probe import UNSEEN, Probe
@@ -229,6 +230,8 @@ class Watcher:
             self.probe.start(self.device)
         if self.is_last_step and not self.probe.profiler:
             self.leave(0)
+        if self.args.gate and not gate.wait(*self.args.gate, steps):
+            self.leave(1)
         if steps == WARMUP:
             self.clock.forget_own_code()  # what it did once is not told
         self.graphs = machine.compiled_graphs()
