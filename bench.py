@@ -18,10 +18,9 @@ Each row is compared with the one above and with the first. Table and verdict go
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
 each stage should bring here.
 
-On a CPU the processes of all rows are alive at once and take 20 counted steps, one each in turn, there and back. On a
-card, where memory does not hold all or one loads its data ahead, and with --rounds, rows run one after the other, in
-three rounds of fresh processes, there and back. A row stops in each round when it has counted 7 steps or more that took
-six seconds together, and at the latest after 160.
+Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round, and take 7 counted steps, one
+each in turn, there and back. On a card, and where memory does not hold all or one loads its data ahead, each runs to
+its end: it stops when it has counted 7 steps or more that took six seconds together, and at the latest after 160.
 """
 
 import itertools
@@ -36,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
 from harness import ROOT, ladder, machine, ranks
 from harness.bench.results import Results
-from harness.bench.rounds import ENOUGH_SECONDS, MOST_COUNTED_STEPS, ROUNDS, TURNS, measure, probe, show
+from harness.bench.rounds import ENOUGH_SECONDS, MOST_COUNTED_STEPS, ROUNDS, measure, probe, show
 from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
 from harness.common import refuse, tell
-from harness.figures import WARMUP
+from harness.figures import ENOUGH_STEPS, WARMUP
 from harness.flags import Parser, new_parser, parse, positive
 
 from data import TextError, TokenLoader, load_tokens
@@ -126,7 +125,7 @@ def new_parser_of_bench():
     """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    add("--rounds", type=positive, metavar="N", help=f"rounds of fresh processes (on a card {ROUNDS})")
+    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS})")
     add("--steps", type=positive, metavar="N", help=f"most steps of a row in a round, {WARMUP} of them warm-up")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
@@ -222,7 +221,7 @@ def new_bench(args, argv):
         "steps": steps,
         "seconds": ENOUGH_SECONDS,
         "rounds": args.rounds or ROUNDS,
-        "turns": min(TURNS, steps - WARMUP) if device.type == "cpu" and not args.rounds else 0,
+        "turns": min(ENOUGH_STEPS, steps - WARMUP) if device.type == "cpu" else 0,
         "rows": [asdict(row) for row in args.rows],
         "seed": args.shared.seed,
         "flags": ["--steps", str(steps), *args.flags],

@@ -85,3 +85,22 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
     run = run_of(TWO_RANKS)
     assert run.header["settings"]["world_size"] == 2
     assert [step["loss"] for step in run.steps[:2]] == [5.5, 5.4]
+
+
+@pytest.mark.parametrize("launcher", [(), TWO_RANKS])
+def test_rows_take_one_step_each_in_turn_there_and_back(launcher, tmp_path):
+    rows = [row(name, script="s01_baseline", launcher=["env", f"FAKE_ROW={name}", *launcher]) for name in "ab"]
+    results = results_of(rows=rows, turns=3)
+    assert rounds.take_turns(0, results) is None
+    assert [len(results.runs[name, 0].counted) for name in "ab"] == [3, 3]
+    assert all(results.runs[name, 0].summary for name in "ab")
+    assert all_have_ended(tmp_path / "lock")
+
+
+def test_a_row_that_dies_in_a_turn_costs_only_itself(tmp_path):
+    plans = json.dumps({"a": {"do": "crash", "at": WARMUP + 1}})
+    rows = [row(n, script="s01_baseline", launcher=["env", f"FAKE_ROW={n}", f"FAKE_PLANS={plans}"]) for n in "ab"]
+    results = results_of(rows=rows, turns=3)
+    assert rounds.take_turns(0, results) is None
+    assert results.runs["a", 0].error["message"] == "RuntimeError: boom"
+    assert len(results.runs["b", 0].counted) == 3

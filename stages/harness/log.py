@@ -204,16 +204,18 @@ def finite_or_none(value):
 #
 # results/NAME.jsonl holds all runs of one bench. Its first line is the bench's own:
 #
-#     {"kind": "bench", "reference": "s01", "warmup": 4, "steps": 164, "seconds": 6.0, "rounds": 3, "turns": 20,
-#      "seed": 5, "rows": [{"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
+#     {"kind": "bench", "reference": "s01", "warmup": 4, "steps": 164, "seconds": 6.0, "rounds": 3, "turns": 7,
+#      "seed": 5,
+#      "rows": [{"name": "s01", "title": "s01", "script": "s01_baseline", "launcher": [], "flags": [], "added": [],
 #                "keeps_memory": true, "above": null, "control_of": null}],
 #      "flags": ["--steps", "164", "--seed", "5"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {},
 #      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 #
 # "rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. "warmup"
-# steps are not counted. "flags" are those of all stages, and "variables" of the environment those of all rows. "text"
-# is what the stages train on. The second line is the probe's: FLOP/s by dtype, bytes per second, and the kernel of
-# attention.
+# steps are not counted. In a round each row takes so many "turns"; without, and behind a line "apart", which tells the
+# "reason", each runs to its end. "flags" are those of all stages, and "variables" of the environment those of all rows.
+# "text" is what the stages train on. The second line is the probe's: FLOP/s by dtype, bytes per second, and the kernel
+# of attention.
 #
 #     {"kind": "rates", "peak": {"float32": 1.8e11}, "copy": 3.5e10, "sdpa": "flash"}
 #

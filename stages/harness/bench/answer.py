@@ -64,8 +64,6 @@ def cost_of_more(table):
     if all(reason_of_verdict(outcome) for outcome in unclear):
         return None
     runs = [run for outcome in table.outcomes.values() for run in outcome.runs]
-    if table.bench["turns"]:
-        return 'rounds of fresh processes, on a machine that does nothing else: --rounds 6 (with make ARGS="--rounds 6")'
     rounds_so_far = max(run.round for run in runs) + 1
     rounds = max(3, 2 * rounds_so_far)
     seconds = sum(step["dt"] for run in runs for step in run.steps) * rounds / rounds_so_far

@@ -143,16 +143,16 @@ def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
     bench = table.bench
     how = "One after the other, each in a fresh process"
-    steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up. Rounds: {bench['rounds']}"
+    steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
     if bench["turns"]:
-        how = "All alive at once, one step each in turn"
+        how = "All alive at once in a round, fresh processes, one step each in turn"
         steps = f"{bench['turns']} turns behind {bench['warmup']} steps of warm-up"
     elif "reason" in bench:
-        how += f" ({bench['reason']})"
+        how += f", since {bench['reason']}"
     return [
         machine_line(bench["environment"]),
         what_ran(table.facts, bench["text"]),
-        f"{how}: {steps}.",
+        f"{how}: {steps}. Rounds: {bench['rounds']}.",
         noise_line(table),
         rates_line(table.rates),
         f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}.",

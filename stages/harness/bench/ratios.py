@@ -6,14 +6,13 @@ from enum import Enum
 from typing import NamedTuple
 
 ALIKE = 0.05  # a ratio that is surely nearer to 1 than this makes no difference
-FEWEST_VISITS = 3  # below it nothing is told of how far a ratio may be off
-EFFICIENCY = 1.25  # how much farther a median may be off than a mean, of 20; of three it is 1.16
+FEWEST_ROUNDS = 3  # below it nothing is told of how far a ratio may be off
 
 
 class Ratio(NamedTuple):
     """How many times as fast one row is as another.
 
-    spread: how far the true ratio may be from value, with a probability of 95 %; None below three visits.
+    spread: how far the true ratio may be from value, with a probability of 95 %; None below three rounds.
     """
 
     value: float
@@ -21,7 +20,7 @@ class Ratio(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """How far the ratios of a typical row lie apart from visit to visit, by the median of all rows' variances.
+    """How far the ratios of a typical row lie apart from round to round, by the median of all rows' variances.
 
     sd: the standard deviation of their logarithms. freedom: on how many independent differences it rests.
     """
@@ -42,45 +41,43 @@ class Verdict(Enum):
 NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)
 
 
-def logs_of_visits(times, times_of_base):
-    """Return the logarithm of the ratio of two speeds in each visit that both rows have ended, a list.
+def logs_of_rounds(times, times_of_base):
+    """Return the logarithm of the ratio of two speeds in each round that both rows have ended, a list.
 
-    times, times_of_base: {visit: seconds of a token}.
+    times, times_of_base: {round: seconds of a token}.
     """
     return [math.log(times_of_base[number] / times[number]) for number in times if number in times_of_base]
 
 
 def scatter_of(logs_of_all):
-    """Return the Scatter of the lists of logs_of_visits() of all rows; None where no list has two visits."""
+    """Return the Scatter of the lists of logs_of_rounds() of all rows; None where no list has two rounds."""
     lists = [logs for logs in logs_of_all if len(logs) > 1]
     freedom = sum(len(logs) - 1 for logs in lists)
     if not freedom:
         return None
-    # a median of variances is less than their mean by this factor (Wilson and Hilferty)
-    own = freedom / len(lists)
-    typical = statistics.median(map(statistics.variance, lists)) / (1 - 2 / (9 * own)) ** 3
+    typical = statistics.median(map(statistics.variance, lists))
+    if len(lists) > 2:  # else it is the mean, which is more than a median by this factor (Wilson and Hilferty)
+        typical /= (1 - 2 / (9 * freedom / len(lists))) ** 3
     return Scatter(math.sqrt(typical), freedom)
 
 
 def ratio_of(logs, scatter):
-    """Return the Ratio of two rows by logs_of_visits(), or None without a visit.
+    """Return the Ratio of two rows by logs_of_rounds(), or None without a round.
 
-    Its value is the median of the visits. A row scatters as a typical row, or as it did itself where that is more:
-    three visits alone would need twice the ±.
+    Its value is the geometric mean of the rounds. A row scatters as a typical row, or as it did itself where that
+    is more: three rounds alone would need twice the ±.
     """
     if not logs:
         return None
-    value = math.exp(statistics.median(logs))
-    if len(logs) < FEWEST_VISITS or scatter is None:  # None: only rows between which one failed are compared
+    value = math.exp(statistics.mean(logs))
+    if len(logs) < FEWEST_ROUNDS or scatter is None:  # None: no row is beside one that it is compared with
         return Ratio(value, None)
     sd = max(scatter.sd, statistics.stdev(logs))
-    return Ratio(value, value * math.expm1(students_t(scatter.freedom) * EFFICIENCY * sd / math.sqrt(len(logs))))
+    return Ratio(value, value * math.expm1(students_t(scatter.freedom) * sd / math.sqrt(len(logs))))
 
 
 def students_t(freedom):
-    """Return the 97.5 % quantile of Student's t, to 0.4 %, for a number of degrees of freedom."""
-    if freedom == 1:
-        return 12.71
+    """Return the 97.5 % quantile of Student's t, to 0.4 %, for 2 degrees of freedom or more."""
     return 1.96 + 2.37 / freedom + 2.52 / freedom**2 + 4.22 / freedom**3
 
 
@@ -93,15 +90,11 @@ def distance(ratio):
 
 
 def noise_of_pairs(ratios):
-    """Return how far apart rows of one computation may come out, by a few such pairs, as a distance().
+    """Return how far apart rows of one computation came out, as a distance(): that of the worst pair.
 
-    It is Student's t of their rms: processes may differ for life, which no scatter of their turns shows. None without a
-    pair that has a spread.
+    None without a pair that has a spread.
     """
-    distances = [distance(ratio.value) for ratio in ratios if ratio.spread is not None]
-    if not distances:
-        return None
-    return students_t(len(distances)) * math.sqrt(statistics.mean(each**2 for each in distances))
+    return max((distance(ratio.value) for ratio in ratios if ratio.spread is not None), default=None)
 
 
 def judge(ratio, noise):

@@ -21,7 +21,7 @@ def lines_of(path):
 
 @dataclass
 class Run:
-    """The lines of its record that a process wrote in one visit so far. warmup: how many steps are not counted."""
+    """The lines of its record that one process wrote so far. warmup: how many steps are not counted."""
 
     round: int
     warmup: int
@@ -59,6 +59,8 @@ class Results:
         Raises OSError where it can't be read, and many other exceptions where it is no record of a bench.
         """
         bench, *lines = lines_of(path)
+        if bench.get("in_turn"):
+            raise ValueError("its rows took their steps in turn")
         results = cls(bench)
         for line in lines:
             results.add(line)
@@ -72,10 +74,8 @@ class Results:
             case "rates":
                 self.rates = line
             case "start":
-                is_first_visit = line["round"] == 0 or not self.bench["turns"]
-                if key not in self.runs or not self.bench["turns"]:  # in turn the first visit goes on behind the warm-up
-                    self.runs[key] = Run(line["round"], self.bench["warmup"] if is_first_visit else 0)
-            case "in rounds":  # all begins again
+                self.runs[key] = Run(line["round"], self.bench["warmup"])
+            case "apart":  # all begins again
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}
             case "step":
@@ -87,11 +87,6 @@ class Results:
         """Write a line. Where the disk is full, what is measured goes on in memory."""
         if self.file:
             say(json.dumps(line), self.file, "the record ends here")
-
-    @property
-    def visits(self):
-        """How often each row is visited."""
-        return self.bench["turns"] or self.bench["rounds"]
 
     @property
     def table_rows(self):

@@ -1,7 +1,6 @@
-"""Visits the rows of a bench, there and back, so that a drift of speed affects all alike, and tells how far it is.
+"""Runs the rows of a bench in rounds of fresh processes, and tells how far it is.
 
-In turn the processes of all rows stay alive, and take one counted step in each visit. In rounds each visit is a fresh
-process, which runs to its end.
+In a round all rows are alive at once, and take one step each in turn; or each one runs to its end.
 """
 
 import contextlib
@@ -25,8 +24,6 @@ from .forecast import words_on_forecast
 from .table import table_of
 
 ROUNDS = 3  # fewer would give no ±
-TURNS = 20
-TELL_EVERY = 5  # turns
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160
 # Seconds without a step after which a row is stopped. The first one includes the start and the compilation, and NCCL
@@ -47,56 +44,72 @@ OUT_OF_MEMORY = re.compile(
 
 
 def measure(results, path):
-    """Visit all rows as often as the bench has it, and show the table now and then. path: of the record."""
+    """Measure all rounds, and show the table after each. path: of the record."""
     probe(results)
-    if results.bench["turns"]:
-        with contextlib.ExitStack() as stack:
-            processes = {}
-            reason = warm_up_all(processes, stack, results)
-            if reason is None:
-                visit_all(processes, results, path)
-                return
-        tell(f"{reason}, so each row runs to its end, in rounds of fresh processes")
-        results.add({"kind": "in rounds", "reason": reason})
-    visit_all(None, results, path)
+    rounds = results.bench["rounds"]
+    began = time.monotonic()
+    for number in range(rounds):
+        reason = take_turns(number, results) if results.bench["turns"] else None
+        if reason:
+            tell(f"{reason}, so rows run one after the other")
+            results.add({"kind": "apart", "reason": reason})
+            began = time.monotonic()
+        if not results.bench["turns"]:
+            run_all(number, results, began)
+        left = (time.monotonic() - began) / (number + 1) * (rounds - number - 1)
+        tell(f"round {number + 1} of {rounds}, {words_on_time(left)} left")
+        show(results, path)
 
 
-def warm_up_all(processes, stack, results):
-    """Start a process of each row, and take its warm-up. Return why they can't take turns, or None.
+def take_turns(number, results):
+    """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    processes: {name of a row: RowProcess}, to be filled. stack: ends them.
+    Return why they can't, or None. number: of the round; it is decided in the first.
     """
-    for row in results.rows.values():
-        process = processes[row.name] = stack.enter_context(contextlib.closing(RowProcess(row, results)))
-        process.visit(0, WARMUP)
-        end_where_all_would_fail(row, results)
-        run = results.runs[row.name, 0]
-        if run.techniques and run.techniques["loaders"]:
-            return f"{row.title} loads its data ahead, in the turns of others"
-        largest = max(each.memory for each in processes.values())
-        if machine.free_memory() < 1.5 * largest and len(processes) < len(results.rows):
-            return f"memory does not hold all {len(results.rows)} processes at once"
+    rows, turns = in_order(number, results), results.bench["turns"]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for row in rows:
+            process = stack.enter_context(contextlib.closing(RowProcess(row, results, number)))
+            processes.append(process)
+            process.take(WARMUP)
+            end_where_all_would_fail(row, results)
+            reason = why_not_in_turn(processes, results)
+            if reason and number == 0:
+                return reason
+        tell(f"round {number + 1}: all rows are warm, and take {turns} turns")
+        for turn in range(1, turns + 1):
+            for process in processes:
+                process.take(1, is_last=turn == turns)
+            processes.reverse()  # so that a drift of speed affects all alike
     return None
 
 
-def visit_all(processes, results, path):
-    """Visit all rows. processes: those of all rows, which take turns; None for fresh ones."""
-    visits, what = results.visits, "turn" if processes else "round"
-    began, done, rows = time.monotonic(), 0, [*results.rows.values()]
-    for number in range(visits):
-        for row in rows[::-1] if number % 2 else rows:
-            done += 1
-            if processes:
-                processes[row.name].visit(number, 1, is_last=number == visits - 1)
-                continue
-            run_row(row, results, number)
-            left = words_on_time((time.monotonic() - began) / done * (visits * len(rows) - done))
-            tell(f"{words_on_end(row, results)}; round {number + 1} of {visits}, {left} left in all")
-            end_where_all_would_fail(row, results)
-        if not processes or (number + 1) % TELL_EVERY == 0 or number == visits - 1:
-            left = words_on_time((time.monotonic() - began) / done * (visits * len(rows) - done))
-            tell(f"{what} {number + 1} of {visits}, {left} left")
-            show(results, path)
+def why_not_in_turn(processes, results):
+    """Return why the rows of the RowProcesses that are alive can't take turns, together with one more, or None."""
+    row = processes[-1].row
+    techniques = results.runs[row.name, 0].techniques
+    if techniques and techniques["loaders"]:
+        return f"{row.title} loads its data ahead, in the turns of others"
+    is_short = machine.free_memory() < 1.5 * max(process.memory for process in processes)
+    if is_short and len(processes) < len(results.rows):
+        return f"memory does not hold all {len(results.rows)} processes at once"
+    return None
+
+
+def run_all(number, results, began):
+    """Run a fresh process of each row to its end, one after the other. began: when the first round did."""
+    rows, rounds = in_order(number, results), results.bench["rounds"]
+    for done, row in enumerate(rows, number * len(rows) + 1):
+        run_row(row, results, number)
+        left = words_on_time((time.monotonic() - began) / done * (rounds * len(rows) - done))
+        tell(f"{words_on_end(row, results)}; round {number + 1} of {rounds}, {left} left in all")
+        end_where_all_would_fail(row, results)
+
+
+def in_order(number, results):
+    """Return the Rows in the order of a round: there and back, so that a drift of speed affects all alike."""
+    return [*results.rows.values()][:: -1 if number % 2 else 1]
 
 
 def probe(results):
@@ -122,8 +135,8 @@ def probe(results):
 
 def run_row(row, results, number):
     """Run a fresh process of a row to its end."""
-    with contextlib.closing(RowProcess(row, results)) as process:
-        process.visit(number)
+    with contextlib.closing(RowProcess(row, results, number)) as process:
+        process.take()
 
 
 # A process
@@ -177,46 +190,47 @@ class Process:
 
 
 class RowProcess(Process):
-    """A process of a row. The Results keep the lines of its record, and why it failed."""
+    """A process of a row, in a round. The Results keep the lines of its record, and why it failed."""
 
-    def __init__(self, row, results):
-        self.row, self.results, self.allowed = row, results, 0
+    def __init__(self, row, results, number):
+        self.row, self.results, self.number = row, results, number
+        self.allowed = 0  # steps
+        self.keep({"kind": "start"})
         gate = "gate" if results.bench["turns"] else None
         super().__init__(lambda record: row.command(results.bench, record, gate), row.environment(results.bench))
 
     @property
     def memory(self):
         """The bytes that its ranks have in memory; 0 without a meter, and before its first step."""
-        steps = [line for line in self.record.lines.get(0, []) if line["kind"] == "step"]
+        steps = self.results.runs[self.row.name, self.number].steps
         return len(self.record.lines) * (steps[-1]["memory"] or 0) if steps else 0
 
-    def visit(self, number, steps=None, is_last=False):
-        """Let it take so many steps more, or run to its end. number: of the visit. is_last: whether it ends then."""
-        if number and steps and self.has_ended:
+    def take(self, steps=None, is_last=False):
+        """Let it take so many steps more, or run to its end. is_last: whether it ends behind them."""
+        if steps and self.allowed and self.has_ended:
             return
-        self.keep({"kind": "start"}, number)
         try:
             if steps:
                 self.allowed += steps
                 with self.gate.open("ab") as gate:
                     gate.write(b"." * steps)
-            self.wait(None if is_last or not steps else self.allowed)
+            self.wait(self.allowed if steps and not is_last else None)
         finally:
             self.record.read()
             for line in self.record.new_lines():
-                self.keep(line, number)
+                self.keep(line)
         if self.has_ended and not self.error and self.record.steps <= WARMUP:
             self.error = error_line(f"ended after {self.record.steps} steps, and the first {WARMUP} are warm-up")
         if self.error:
-            self.keep(self.error, number)
+            self.keep(self.error)
             tell(f"{self.row.title} failed: {self.error['message']}")
             if self.error["traceback"] and not self.error["out_of_memory"]:
                 tell(self.error["traceback"])
             self.close()  # since what is left of it would disturb the others
 
-    def keep(self, line, number):
-        """Keep a line of a visit."""
-        self.results.add(line | {"name": self.row.name, "round": number})
+    def keep(self, line):
+        """Keep a line of its record."""
+        self.results.add(line | {"name": self.row.name, "round": self.number})
 
 
 class Record:

@@ -57,8 +57,7 @@ class Row:
     def command(self, bench, record, gate=None):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record, with the flags.
 
-        record: the path of the record of this process. gate: the name of the file beside it that allows its steps, where
-        rows take turns.
+        record: the path of the record of this process. gate: the name of the file beside it that allows steps, or None.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}

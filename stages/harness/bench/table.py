@@ -56,8 +56,8 @@ class Outcome:
 
     @property
     def losses(self):
-        """{step: training loss} of its first process."""
-        steps = [step for run in self.runs[::-1] for step in run.steps]
+        """{step: training loss} of its first run."""
+        steps = self.runs[0].steps if self.runs else []
         return {step["step"]: step["loss"] for step in steps if step["loss"] is not None}
 
 
@@ -148,7 +148,7 @@ def add_figures(outcome, bench):
     no_step_is_typical = outcome.row.stage is None and (has_long_steps or waits_for_batches)
     speed_of = speed_of_all if no_step_is_typical else tokens_per_second
     outcome.tok_per_sec = speed_of(outcome.counted) or None  # 0: no step has tokens
-    ended = [run for run in outcome.runs if run.counted and (run.summary or bench["turns"])]
+    ended = [run for run in outcome.runs if run.summary and run.counted]
     speeds = {run.round: speed_of(run.counted) for run in ended}
     outcome.times = {number: 1 / speed for number, speed in speeds.items() if speed}
     outcome.dt_ms = figures["dt_ms"]
@@ -177,14 +177,14 @@ def compare(outcome, base, table):
 
 
 def logs_of(outcome, base):
-    """Return the logarithm of the ratio of two rows in each visit that both ended, a list. base: an Outcome, or None.
+    """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
 
     It is empty where one of them failed. Two models are not compared, nor are tokens with samples of another kind, or
     with steps.
     """
     if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
         return []
-    return ratios.logs_of_visits(outcome.times, base.times)
+    return ratios.logs_of_rounds(outcome.times, base.times)
 
 
 def predicted_ratio(outcome, base, change, rates):

@@ -73,9 +73,9 @@ def note_cell(outcome, bench):
     Signs of markdown are escaped.
     """
     parts = remarks(outcome)
-    visits, what = (bench["turns"], "turns") if bench["turns"] else (bench["rounds"], "rounds")
-    if len(outcome.times) < visits and not outcome.error:
-        parts.append(f"{len(outcome.times)} of {visits} {what}, {len(outcome.counted)} counted steps")
+    rounds = sum(run.summary is not None for run in outcome.runs)
+    if rounds < bench["rounds"] and not outcome.error:
+        parts.append(f"{rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.words:
         parts.append(outcome.words)
     parts += words_on_card([run.counted for run in outcome.runs])

@@ -25,7 +25,7 @@ def wait(path, bench, steps):
 
 
 def is_gone(process):
-    """Tell whether there is no process of this number. Windows can't tell by a signal, so there only the file counts."""
+    """Tell whether there is no process of this number. On Windows, where a signal would end it, only the file tells."""
     if os.name != "nt":
         try:
             os.kill(process, 0)
