@@ -1,6 +1,6 @@
 """The arithmetic of a step against what torch counts: FLOPs, passes over memory, and sums made by hand."""
 
-from harness import arithmetic, ladder
+from harness import arithmetic, ladder, scripts
 from harness.arithmetic import Work
 
 import math
@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, definitions
 from fixtures.records import A100 as RECORD_OF_A100
-from fixtures.records import GPT2, header
+from fixtures.records import GPT2, header, shown_by
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,14 +27,16 @@ L, N_HEAD, C = 2, 4, 64
 V = 5003
 SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C, "seq_len": T}
 A100 = {"peak": {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, "copy": 2.039e12}  # its datasheet
-RUN_ON_A100 = header("s12", environment=RECORD_OF_A100, shape=GPT2, batch_size=16, accum=4) | {"sdpa": "flash"}
+RUN_ON_A100 = header("s12", environment=RECORD_OF_A100, shape=GPT2, batch_size=16)
 VIEWS = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 ONLY_WRITES = ("aten::fill_", "aten::zero_", "aten::copy_", "aten::nll_loss_backward")
 
 
-def work_of(short, run):
-    """The Work of a micro-batch of a stage, "s05"."""
-    return ladder.effect_of(ladder.stage_of(short), run).work
+def work_of(short, run, **shows):
+    """The Work of a micro-batch of a stage, "s05". shows: what shown_by() takes."""
+    techniques = shown_by(ladder.stage_of(short), run["environment"], **({"accum": 4} | shows))
+    settings = run["settings"] | {"accum": techniques["accum"]}
+    return scripts.work_of(techniques, run | {"settings": settings})
 
 
 # FLOPs and weights
@@ -231,7 +233,6 @@ def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown()
 
 
 def test_float16_has_two_bytes_and_unscales_its_gradients():
-    run = RUN_ON_A100 | {"settings": RUN_ON_A100["settings"] | {"amp_dtype": "float16"}}
-    bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", run)
+    bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", RUN_ON_A100, amp_dtype="float16")
     assert float16 == replace(bfloat16, matmul_dtype="float16", update=20 + 2)
     assert arithmetic.bytes_moved(float16) == arithmetic.bytes_moved(bfloat16)

@@ -2,13 +2,14 @@
 
 from harness import log, machine
 from harness.bench.results import Results
+from harness.bench.rows import row_of
 
 import json
 from pathlib import Path
 
 import torch
-from conftest import FLOAT32
-from fixtures.records import header, results_of, row, summary
+from conftest import FLOAT32, led_by_the_bench
+from fixtures.records import TECHNIQUES, header, results_of, row, summary
 
 import bench
 
@@ -25,20 +26,22 @@ def documented_lines():
     return lines
 
 
-def test_a_stage_writes_the_documented_keys_and_so_do_these_tests(stages):
+def test_a_row_writes_the_documented_keys_and_so_do_these_tests():
     head, step, last, *_ = documented_lines()
-    ran = stages("s10", *FLOAT32)
+    ran = led_by_the_bench(row_of("s10"), FLOAT32, steps=2)
     for written in (ran.header, header("s01")):
-        assert written.keys() == head.keys()
+        assert written.keys() - {"name", "round"} == head.keys()
         for part in ("settings", "shape", "environment"):
             assert written[part].keys() == head[part].keys()
-    assert ran.of_kind("step")[0].keys() == step.keys()
-    assert ran.summary.keys() == summary().keys() == last.keys() - {"eval"}
+    assert ran.of_kind("step")[0].keys() - {"name", "round"} == step.keys()
+    assert ran.summary.keys() - {"name", "round"} == summary().keys() == last.keys()
+    assert ran.of_kind("techniques")[0].keys() - {"name", "round", "kind"} == TECHNIQUES.keys()
 
 
 def test_a_bench_writes_the_documented_keys_and_so_do_these_tests(monkeypatch):
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
     args = bench.parse_command(["s01", "--seed", "5"])
+    args.text = "Tiny Shakespeare"
     own = documented_lines()[3]
     for written in (bench.new_bench(args, [], in_turn=True), results_of(rows=[row("s01")]).bench):
         assert written.keys() == own.keys()

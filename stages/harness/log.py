@@ -172,7 +172,8 @@ def finite_or_none(value):
 # The format of a record
 #
 # A record is a text file with one JSON object in each line. `watch.py --record FILE` writes the lines of one run: a
-# header, the techniques, a line for each step, and a summary. An example of each, wrapped:
+# header, a line for each step, and a summary. An example of each, wrapped. The line "techniques" stands behind the
+# header.
 #
 #     {"kind": "header", "stage": "train.py", "commit": "569c6896ba9f",
 #      "settings": {"batch_size": 1, "seq_len": 1024, "seed": 1337, "accum": 2, "world_size": 1},
@@ -182,10 +183,12 @@ def finite_or_none(value):
 #                      "system": "Linux x86_64", "python": "3.11.7",
 #                      "torch": "2.13.0+cpu", "cuda": null, "driver": null, "slow": []},
 #      "started": "2026-11-21T02:13:12+00:00"}
-#     {"kind": "techniques", "profiled": true, "tf32": false, "autocast": "bfloat16", "sdpa": "flash", ...}
-#     {"kind": "step", "spent": {"data": 0.0, "forward": 0.2, ...}, "graphs": 0, "step": 1, "loss": 10.94, "dt": 0.465,
-#      "tokens": 1024, "memory": 1870000000, "meter": "peak RSS", "card": null}
-#     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.4, ...}}
+#     {"kind": "step", "spent": {"data": 0.0, "forward": 0.2, "loss": 0.0, "backward": 0.24, "update": 0.02,
+#                                "evaluation": 0.0, "rest": 0.005},
+#      "graphs": 0, "step": 1, "loss": 10.94, "dt": 0.465, "tokens": 1024, "memory": 1870000000, "meter": "peak RSS",
+#      "card": null}
+#     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, "loss": 0.0, "backward": 0.52, "update": 0.04,
+#                                    "evaluation": 0.0, "rest": 0.01}}
 #
 # dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. Step
 # 0 began with the script, and every other one where the one before it ended. "spent" is the seconds of each of

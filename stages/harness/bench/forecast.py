@@ -23,7 +23,7 @@ def words_on_forecast(results):
         outcome = outcomes[row.name] = Outcome(row, [], [], None, None)
         if row.stage and not starts_python(row.launcher):
             args = parse(None, [*results.bench["flags"], *row.flags])
-            outcome.work = work_of_stage(row.stage, args, rates["sdpa"])
+            outcome.work = work_of_stage(row.stage, args, results.bench["environment"]["tf32"], rates["sdpa"])
         base = outcomes.get(row.above)
         change = change_of(outcome, base)
         predicted = predicted_ratio(outcome, base, change, rates)
@@ -32,14 +32,14 @@ def words_on_forecast(results):
     return f"{before}\n{aligned(lines)}\nA dash: it has no row above, or can't be predicted."
 
 
-def work_of_stage(stage, args, sdpa):
+def work_of_stage(stage, args, has_tf32, sdpa):
     """Return the Work of a Stage's micro-batch, with the techniques of all stages before it.
 
-    args: its flags. sdpa: the kernel that scaled_dot_product_attention chooses here.
+    args: its flags. has_tf32: whether the device has units for it. sdpa: the kernel of attention that it chooses.
     """
     so_far = {each.short for each in ladder.STAGES[: ladder.STAGES.index(stage) + 1]}
     matmul_dtype = "float32"
-    if "s02" in so_far and "tf32" in machine.units_of(args.device):
+    if "s02" in so_far and has_tf32:
         matmul_dtype = "tf32"
     if "s03" in so_far and machine.dtype_name(args.amp_dtype) != "float32":
         matmul_dtype = machine.dtype_name(args.amp_dtype)
