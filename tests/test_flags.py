@@ -1,18 +1,14 @@
 """The flags: which are refused and how, and what they are by default on each kind of machine."""
 
 from harness import machine, parse_args
-from harness.weights import save
 
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import STAGE_FILES, error_of, python
-
-from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -46,6 +42,7 @@ def parse(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
         monkeypatch.setattr(machine, "why_no_card", lambda: why_no_card)
         monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
+        monkeypatch.setattr(machine, "device_name", lambda device: "a machine")
         monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
         args = parse_args(DOC)
         assert chosen == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
@@ -54,32 +51,12 @@ def parse(monkeypatch, tmp_path):
     return parse
 
 
-@pytest.mark.parametrize(
-    "path, problem",
-    [
-        (".", "--save . is there already, and --save did not write it"),
-        ("mine.py", "--save mine.py is there already, and --save did not write it"),
-        ("link", "--save link is there already, and --save did not write it"),  # to mine.py
-        ("mine.py/w.pt", "name a file in a folder that is there, and that you may write to"),
-        ("same", "--save and --record are both same"),
-    ],
-)
-def test_a_save_that_would_fail_or_replace_another_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
+@pytest.mark.parametrize("path", [".", "mine.py", "link", "mine.py/w.pt", "gone/w.pt"])
+def test_a_save_that_would_fail_or_replace_another_file_is_refused_at_once(parse, capsys, tmp_path, path):
     (tmp_path / "mine.py").write_text("keep")
     (tmp_path / "link").symlink_to("mine.py")
-    assert problem in error_of(capsys, parse, "--save", path, "--record", "./same")
-    assert not (tmp_path / "same").exists()
-
-
-def test_a_second_run_may_save_to_the_same_name(parse, tmp_path):
-    save(GPT(GPTConfig(211, 8, 1, 1, 4), None), tmp_path / "w.pt")
-    assert parse("--save", "w.pt").save == Path("w.pt")
-
-
-def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):
-    (tmp_path / "mine").write_text("keep")
-    assert "--record mine: File exists; pass the path of a new file" in error_of(capsys, parse, "--record", "mine")
-    assert (tmp_path / "mine").read_text() == "keep"
+    problem = f"--save {path}: pass the name of a new file, in a folder that is there"
+    assert problem in error_of(capsys, parse, "--save", path)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +64,6 @@ def test_a_record_that_is_there_is_not_replaced(parse, capsys, tmp_path):
     [
         ("s12", "3", CPU, 2, "pass a multiple of 2"),
         ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: start it by python"),
-        ("s12", "4", MPS, 1, "pass --device cpu"),
     ],
 )
 def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, stage, accum, device, ranks, remedy):
@@ -99,7 +75,7 @@ def test_the_defaults_of_a_cpu(parse):
     args = parse()
     assert (args.device, args.size, args.batch_size, args.seq_len, args.steps) == (CPU, "micro", 1, 1024, 24)
     assert (args.accum, args.seed, args.lr, args.amp_dtype, args.compile) == (2, 1337, 6e-4, torch.bfloat16, True)
-    assert (args.title, args.fallbacks) == ("Stage 5 · flash: a title.", {})
+    assert args.fallbacks == {}
     assert os.environ["MASTER_PORT"] == "0"  # for s12 any free one
 
 
@@ -169,7 +145,8 @@ def test_what_turns_compile_off_is_dropped(parse, monkeypatch, name):
 
 
 def test_tf32_stays_off_where_nvidias_containers_allow_it():
-    script = "import harness, os, torch; print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
+    script = "import harness, os, torch; harness.parse_args('doc')\n"
+    script += "print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
     container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent), **container)
-    assert run.out == "highest None\n", run.err
+    assert run.out.endswith("\nhighest None\n"), run.err

@@ -54,8 +54,7 @@ def hugging_faces(dtype, **settings):
 def test_logits_loss_and_gradients_are_those_of_hugging_faces_gpt_2(tmp_path, stage):
     reference = hugging_faces(torch.bfloat16)
     reference.save_pretrained(tmp_path)
-    model, in_bytes = load(tmp_path, attention_of(stage))
-    assert (model.config, in_bytes) == (GPTConfig(**SMALL), False)
+    model = load(tmp_path, attention_of(stage))
     assert {p.dtype for p in model.parameters()} == {torch.float32}  # whatever was saved
     model.double()
     reference.double()

@@ -1,6 +1,5 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
-from harness import rates
 from harness.arithmetic import Work
 from harness.stepprofile import StepProfile, part_of, predicted_ms
 
@@ -9,22 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FLOAT32, run_stage
+from conftest import FLOAT32, STAGE_FILES, WATCH, python
 from fixtures.records import GPT2
 from torch.autograd import DeviceType
 
 RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
 
 
-def test_profile_shows_the_last_step_in_parts_beside_their_predictions(monkeypatch, tmp_path):
-    monkeypatch.setattr(rates, "measure", lambda device, amp_dtype: RATES)
-    run = run_stage("s01", *FLOAT32, "--profile", folder=tmp_path)
-    parts = run.summary["parts"]
-    assert run.summary["rates"] == RATES
-    assert parts.keys() >= {"matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"}
-    assert sum(parts.values()) == pytest.approx(1e3 * run.figures("dt")[-1])
-    # 2 x 24 tokens x 6 x (12 x 2 x 64^2 + 50257 x 64) = 0.955 GFLOP at 0.1 TFLOP/s
-    assert f"{parts['matmuls']:9.2f}      9.55 matmuls\n" in run.out
+def test_profile_shows_the_last_step_in_parts_beside_their_predictions():
+    run = python(WATCH, "--steps", "5", "--profile", STAGE_FILES["s01"], *FLOAT32)
+    for part in ("matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"):
+        assert re.search(rf"\d +(\d+\.\d\d)? *{part}\n", run.out), part
     # in one step's backward two for each of 8 linear layers, and for the last matrix three in all
     assert re.search(r"\d ms in +19 x aten::mm\n", run.out)
 

@@ -29,14 +29,12 @@ def parse_args(doc):
     """Return the flags of a stage as a namespace, and print what was chosen for those that were not given.
 
     doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
-    a torch.device, amp_dtype a torch.dtype. What the environment would change in a stage is put right here. Exits with
-    one line and status 2 for a wrong flag.
+    a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong
+    flag.
     """
     ranks.check_ranks()
     ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
-    for name in (*CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
-        os.environ.pop(name, None)
-    torch.set_float32_matmul_precision("highest")
+    drop_variables()
     args = parse(doc, sys.argv[1:])
     check_ranks_of_stage(ladder.stage_of(sys.argv[0]), args)
     if args.save and (args.save.exists() or not args.save.parent.is_dir()):
@@ -49,6 +47,13 @@ def parse_args(doc):
         for name, words in args.fallbacks.items():
             say(f"{name}: {words}")
     return args
+
+
+def drop_variables():
+    """Remove from the environment what would change a stage, or the rates of this machine."""
+    for name in (*CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
+        os.environ.pop(name, None)
+    torch.set_float32_matmul_precision("highest")  # which torch has set by one of them
 
 
 def parse(doc, argv, free_memory=None):

@@ -28,6 +28,8 @@ def words_on_forecast(results):
         change = change_of(outcome, base)
         predicted = predicted_ratio(outcome, base, change, rates)
         lines.append([row.title, number_cell(predicted, "{:.2f}"), change.typed])
+    if not any(outcome.work for outcome in outcomes.values()):
+        return "Of these rows nothing can be predicted."
     before = "What each row should bring here, by arithmetic:"
     return f"{before}\n{aligned(lines)}\nA dash: it has no row above, or can't be predicted."
 
