@@ -191,7 +191,7 @@ def finite_or_none(value):
 #                                    "evaluation": 0.0, "rest": 0.01}}
 #
 # dt is in seconds, memory in bytes and of one rank, a loss in nats per token. A figure that is not finite is null. Step
-# 0 began with the script, and every other one where the one before it ended. "spent" is the seconds of each of
+# 0 began with its first forward, and every other one where the one before it ended. "spent" is the seconds of each of
 # timeline.KINDS, and "graphs" how many torch.compile made in the step. On an accelerator a step also has "queued", the
 # seconds until all of it was queued. "card" is what NVIDIA's driver told, see card.py: {"mhz": 1935, "celsius": 62,
 # "reasons": 4}. Of many short steps some have memory and card of the one before.

@@ -70,6 +70,8 @@ class Watcher:
         if device_type == "meta":  # where nothing is computed, as to count FLOPs
             return "forward"
         self.probe.stop_early()
+        if self.first_step is None and not self.models:
+            self.clock.begin_step()  # the first one, without the start of the script
         call, tensors = call_of(module, args, kwargs)
         if call is not None:
             self.seen.add_call(call)
@@ -177,7 +179,7 @@ class Watcher:
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def end_step(self):
-        """End a step: stop the clock, report, and start the clock again. The first step began with the script."""
+        """End a step: stop the clock, report, and start the clock again. The first step began with a forward."""
         self.is_update_due = False
         self.added.autocast.close()  # where a script calls no backward()
         dt, queued = self.clock.end_step(self.devices)
