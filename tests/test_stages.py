@@ -332,6 +332,7 @@ def test_ranks_on_cards_talk_by_nccl_and_others_by_gloo(monkeypatch, stage, devi
     init_process_group = mock.Mock(side_effect=SystemExit)
     monkeypatch.setattr(machine, "find_device", lambda name: torch.device(device))
     monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(machine, "device_name", lambda device: "a machine")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)  # Windows has none
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
