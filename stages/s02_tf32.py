@@ -40,6 +40,7 @@ config = GPTConfig(vocab_size=50257, block_size=T, **SIZES[args.size])
 model = GPT(config, attention).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
+tokens = B * T
 for step in range(args.steps):
     t0 = time.perf_counter()
     x, y = loader.next_batch(device)
@@ -49,6 +50,6 @@ for step in range(args.steps):
     optimizer.step()
     torch.get_device_module(device).synchronize()  # a card has only queued the work so far
     dt = time.perf_counter() - t0
-    print(f"step {step:4d} | loss {loss.item():.4f} | {1e3 * dt:.2f}ms | {B * T / dt:,.0f} tok/sec")
+    print(f"step {step:4d} loss {loss:.4f} {dt:.4f} s {tokens / dt:,.0f} tok/sec")
 if args.save:
     torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)

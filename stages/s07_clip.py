@@ -36,6 +36,7 @@ if args.compile:
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == torch.float16)
 
+tokens = B * T
 for step in range(args.steps):
     t0 = time.perf_counter()
     x, y = loader.next_batch(device)
@@ -49,6 +50,6 @@ for step in range(args.steps):
     scaler.update()
     torch.get_device_module(device).synchronize()  # a card has only queued the work so far
     dt = time.perf_counter() - t0
-    print(f"step {step:4d} | loss {loss.item():.4f} | norm {norm:.4f} | {1e3 * dt:.2f}ms | {B * T / dt:,.0f} tok/sec")
+    print(f"step {step:4d} loss {loss:.4f} norm {norm:.4f} {dt:.4f} s {tokens / dt:,.0f} tok/sec")
 if args.save:
     torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)

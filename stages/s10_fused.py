@@ -52,6 +52,7 @@ def get_lr(step):
     return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
+tokens = B * T
 for step in range(args.steps):
     t0 = time.perf_counter()
     x, y = loader.next_batch(device)
@@ -68,9 +69,6 @@ for step in range(args.steps):
     scaler.update()
     torch.get_device_module(device).synchronize()  # a card has only queued the work so far
     dt = time.perf_counter() - t0
-    print(
-        f"step {step:4d} | loss {loss.item():.4f} | norm {norm:.4f} | lr {lr:.2e}"
-        f" | {1e3 * dt:.2f}ms | {B * T / dt:,.0f} tok/sec"
-    )
+    print(f"step {step:4d} loss {loss:.4f} norm {norm:.4f} lr {lr:.2e} {dt:.4f} s {tokens / dt:,.0f} tok/sec")
 if args.save:
     torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)
