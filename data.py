@@ -1,7 +1,7 @@
 """Text to tokens to batches.
 
-The text is a file of the reader's own, a folder of files, or Tiny Shakespeare, which is downloaded once. Where that
-can't be had, it is Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
+The text is a file of the reader's own or Tiny Shakespeare, which is downloaded once. If that can't be had, it is
+Python's own documentation, and each of its bytes is a token: GPT-2 has one for every byte.
 """
 
 import hashlib
@@ -25,25 +25,11 @@ class TextError(Exception):
     """A text that can't be trained on. The message says why, and what to pass instead."""
 
 
-@dataclass
-class Corpus:
-    """A text as tokens.
-
-    name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no stage trains.
-    source: by which load_tokens() finds the text.
-    """
-
-    name: str
-    ids: np.ndarray
-    held_out: np.ndarray
-    source: str | None = None
-
-
 class TokenLoader:
     """Batches in the order of the corpus, which is a ring: after its last token comes its first.
 
     With every micro-batch each rank takes the batch_size * seq_len tokens after those of the rank before it, so that
-    world_size ranks read at once what a single process reads in world_size micro-batches. Raises TextError where the
+    world_size ranks read at once what a single process reads in world_size micro-batches. Raises TextError if the
     corpus is too short for one sequence on every rank.
     """
 
@@ -77,24 +63,36 @@ class TokenLoader:
 
 
 def check_ids(ids, name):
-    """Raise TextError where an id is not one of GPT-2's. name: that of the text."""
+    """Raise TextError if an id is not one of GPT-2's. name: that of the text."""
     if ids.min() < 0 or ids.max() >= VOCAB:
         raise TextError(f"{name}: it has ids from {ids.min()} to {ids.max()}, and GPT-2's are from 0 to {VOCAB - 1}")
+
+
+@dataclass
+class Corpus:
+    """A text as tokens.
+
+    name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no stage trains.
+    source: by which load_tokens() finds the text.
+    """
+
+    name: str
+    ids: np.ndarray
+    held_out: np.ndarray
+    source: str | None = None
 
 
 def load_tokens(source=None):
     """Return the Corpus of a text.
 
-    source: the path of a file or folder, None for Tiny Shakespeare, or "docs" for Python's documentation. Raises
-    TextError where there is no such text.
+    source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation. Raises TextError if
+    there is no such text.
     """
     if source is None:
         return tiny_shakespeare()
     if source == "docs":
         return pythons_documentation()
-    if os.path.isdir(source):
-        return corpus_of_folder(source)
-    return corpus_of(Path(source).name, ids_of_file(source), source)
+    return corpus_of(Path(source).name, ids_of_file(Path(source)), source)
 
 
 def corpus_of(name, ids, source):
@@ -103,62 +101,28 @@ def corpus_of(name, ids, source):
     return Corpus(name, ids[:cut], ids[cut:], source)
 
 
-# A reader's own files
-
-
-def ids_of_file(path):
-    """Return the ids in a user's file, a 1-D array of integers. Raises TextError where it holds none.
-
-    A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
-    other file is a text in UTF-8.
-    """
-    path = Path(path)
-    try:
-        if path.suffix == ".npy":
-            ids = np.load(path, mmap_mode="r")
-        elif path.suffix == ".bin":
-            ids = np.memmap(path, dtype=np.uint16, mode="r")
-            if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
-                ids = ids[512:]
-            if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
-                raise ValueError("every second id is 0, so they are no uint16")
-        else:
-            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"))
-        if not isinstance(ids, np.ndarray):  # but a .npz
-            raise ValueError("it holds several arrays")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError("it is no row of ids")
-    except (OSError, ValueError, EOFError) as error:
-        remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
-        raise TextError(f"--data {path}: {error}; {remedy}") from None
-    return ids
+# GPT-2's tokens
 
 
 def ids_of_text(text):
-    """Return the ids of a text, a 1-D array of uint16. Raises TextError where GPT-2's vocabulary can't be had."""
+    """Return the ids of a text, a 1-D array of uint16. Raises TextError if GPT-2's vocabulary can't be had."""
     return np.array(gpt2_encoding().encode_ordinary(text), dtype=np.uint16)
 
 
 def gpt2_encoding():
-    """Return tiktoken's Encoding of GPT-2. Raises TextError where its vocabulary can't be had."""
+    """Return tiktoken's Encoding of GPT-2. Raises TextError if its vocabulary can't be had."""
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a vocabulary of another hash
         raise TextError(f"no GPT-2 vocabulary ({str(error)[:200]}): connect to a network once") from None
 
 
-def corpus_of_folder(folder):
-    """Return the Corpus of the first .bin or .npy of a folder. Raises TextError where none is left to train on.
-
-    Held out is the first file with val in its name or, without any, the last one.
-    """
-    paths = sorted(path for path in Path(folder).glob("[!.]*") if path.suffix in (".bin", ".npy"))
-    held_out = [path for path in paths if "val" in path.name] or paths[-1:]
-    training = [path for path in paths if path not in held_out]
-    if not training:
-        raise TextError(f"--data {folder}: it has no file .bin or .npy to train on beside those that are held out")
-    name = f"{training[0].name}, the first file of {Path(folder).resolve().name}"
-    return Corpus(name, ids_of_file(training[0]), ids_of_file(held_out[0]), folder)
+def single_bytes():
+    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
+    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
 # The text of those who bring none
@@ -199,9 +163,37 @@ def pythons_documentation():
     return corpus_of("Python's documentation, a token a byte", ids, "docs")
 
 
-def single_bytes():
-    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
-    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
+# A reader's own files
+
+
+def ids_of_file(path):
+    """Return the ids in a user's file, a 1-D array of integers. Raises TextError if it holds none.
+
+    A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
+    other file is a text in UTF-8.
+    """
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, mmap_mode="r")
+        elif path.suffix == ".bin":
+            ids = ids_of_bin(path)
+        else:
+            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"))
+        if not isinstance(ids, np.ndarray):  # a .npz
+            raise ValueError("it holds several arrays")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError("it is not a row of ids")
+    except (OSError, ValueError, EOFError) as error:
+        remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
+        raise TextError(f"--data {path}: {error}; {remedy}") from None
+    return ids
+
+
+def ids_of_bin(path):
+    """Return the ids in a .bin, without the header that llm.c writes. Raises ValueError if they are 32 bits wide."""
+    ids = np.memmap(path, dtype=np.uint16, mode="r")
+    if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
+        ids = ids[512:]
+    if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
+        raise ValueError("every second id is 0, so they are not uint16")
+    return ids

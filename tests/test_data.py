@@ -143,8 +143,8 @@ def npy(array):
         ("odd.bin", b"\x01\x00\x02", "multiple"),
         ("of 32 bits.bin", IDS.astype(np.uint32).tobytes(), "every second id is 0"),
         ("cut.npy", b"\x93NUMPY\x01", "EOF"),
-        ("table.npy", npy(IDS.reshape(50, 10)), "no row of ids"),
-        ("floats.npy", npy(IDS / 2), "no row of ids"),
+        ("table.npy", npy(IDS.reshape(50, 10)), "not a row of ids"),
+        ("floats.npy", npy(IDS / 2), "not a row of ids"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(tmp_path, merges, name, content, problem):
@@ -167,25 +167,6 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
     np.save(tmp_path / "a.npy", IDS.astype(dtype))
     x, y = TokenLoader(load_tokens(tmp_path / "a.npy"), 2, 5).next_batch(CPU)
     assert (x.flatten().tolist(), y.flatten().tolist()) == (IDS[:10].tolist(), IDS[1:11].tolist())
-
-
-def test_a_folder_is_its_first_file_and_its_val_file_is_held_out(tmp_path):
-    """By the names of build-nanogpt's and modded-nanogpt's files."""
-    np.save(tmp_path / "edufineweb_val_000000.npy", IDS[:100].astype(np.uint16))
-    np.save(tmp_path / "edufineweb_train_000001.npy", IDS[100:300].astype(np.uint16))
-    (tmp_path / "fineweb_train_000002.bin").write_bytes(HEADER + IDS[300:].astype(np.uint16).tobytes())
-    for name in ("README.txt", "._edufineweb_train_000001.npy"):
-        (tmp_path / name).touch()
-    corpus = load_tokens(tmp_path)
-    assert corpus.name == f"edufineweb_train_000001.npy, the first file of {tmp_path.name}"
-    assert (corpus.ids.tolist(), corpus.held_out.tolist()) == (IDS[100:300].tolist(), IDS[:100].tolist())
-
-
-def test_without_val_in_a_name_the_last_file_of_a_folder_is_held_out_and_one_alone_is_refused(tmp_path):
-    np.full(10, 1, np.uint16).tofile(tmp_path / "1.bin")
-    assert "it has no file .bin or .npy to train on" in complaint(load_tokens, tmp_path)
-    np.full(10, 2, np.uint16).tofile(tmp_path / "2.bin")
-    assert load_tokens(tmp_path).held_out.tolist() == [2] * 10
 
 
 # Without the vocabulary
