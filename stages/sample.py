@@ -1,19 +1,19 @@
-"""Text from a GPT-2.
+"""Text from a GPT-2, or its loss on a held-out text.
 
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
-python stages/sample.py --weights mine.pt --eval              their loss on held-out text, the last tenth or a val file
+python stages/sample.py --weights mine.pt --eval              the loss on held-out text, its last tenth
 
-Weights may also be nanoGPT's ckpt.pt, or a folder that transformers wrote.
+Weights may also be a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
-from harness.common import refuse, say
+from harness.common import refuse, set_up_output, tell
 from harness.flags import Parser, positive, rate, seed
 from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
 
-import sys
+import codecs
 
 import torch
 from torch.nn import functional as F
@@ -25,15 +25,16 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+set_up_output()
 parser = Parser(__doc__)
 add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
-add("--prompt", metavar="TEXT", help="the text to continue (a line break)")
+add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=rate, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
-add("--eval", action="store_true", help="tell the loss on held-out text instead")
+add("--eval", action="store_true", help="print the loss on held-out text instead")
 add("--data", metavar="PATH", help="whose held-out part is taken, as a stage takes it (Tiny Shakespeare)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
@@ -45,14 +46,29 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
-    say(f"held-out loss {held_out_loss(model, held_out_ids(load_tokens(args.data))):.4f}")
+    try:
+        ids = held_out_ids(load_tokens(args.data))
+    except TextError as error:
+        refuse(error)
+    print(f"held-out loss {held_out_loss(model, ids):.4f}")
     raise SystemExit
 try:
     encoding = gpt2_encoding()
 except TextError as error:
-    say(f"{error}; taking single bytes", sys.stderr)
+    tell(f"{error}; taking single bytes")
     encoding = single_bytes()
-prompt = torch.tensor([encoding.encode_ordinary(args.prompt or "\n")], device=device)
-ids = model.generate(prompt, args.tokens, args.temperature, args.top_k)[0].tolist()
-# Weights of single bytes may draw another id, for which decode() fails.
-say(encoding.decode([token for token in ids if token < encoding.n_vocab]))
+
+decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
+prompt = encoding.encode_ordinary(args.prompt or "\n")
+print(encoding.decode(prompt), end="", flush=True)
+ids = torch.tensor([prompt], device=device)
+try:
+    for _ in range(args.tokens):
+        ids = model.generate(ids, 1, args.temperature, args.top_k)
+        token = ids[0, -1].item()
+        if token < encoding.n_vocab:  # weights of single bytes may draw another one
+            print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
+except KeyboardInterrupt:
+    print()
+    raise SystemExit(130) from None
+print(decoder.decode(b"", final=True))

@@ -2,23 +2,68 @@
 
 from harness.weights import held_out_loss, load
 
+import json
 import sys
 from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conftest import error_of
 from test_model import SDPA, SMALL, hugging_faces, random_ids, small
 from torch.nn import functional as F
 
 
-@pytest.mark.parametrize("field, value", [("activation_function", "relu"), ("tie_word_embeddings", False)])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("activation_function", "gelu"),
+        ("tie_word_embeddings", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("layer_norm_epsilon", 1e-6),
+    ],
+)
 def test_a_gpt_2_that_computes_otherwise_is_refused(tmp_path, capfd, field, value):
     hugging_faces(torch.float32, **{field: value}).save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         load(tmp_path, SDPA)
-    assert "holds no weights of a GPT-2 (it computes other logits than GPT-2)" in capfd.readouterr().err
+    assert f"holds no weights of a GPT-2 (its {field} is {value!r}, and GPT-2's is " in capfd.readouterr().err
+
+
+def change_config(folder, **changes):
+    """Write a folder's config anew, with these changes."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def lose_a_tensor(folder):
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lose_a_tensor, "missing keys: transformer.h.1.mlp.c_fc.weight"),
+        (lambda folder: change_config(folder, n_layer=4), "missing keys: transformer.h.3"),
+        (lambda folder: change_config(folder, n_layer=2), "unexpected keys: transformer.h.2"),
+        (lambda folder: change_config(folder, model_type="openai-gpt"), "its model_type is 'openai-gpt'"),
+        (lambda folder: change_config(folder, model_type="bert"), "its model_type is 'bert'"),
+        (
+            lambda folder: change_config(folder, quantization_config={"load_in_8bit": True}),
+            "its quantization_config is",
+        ),
+    ],
+)
+def test_a_folder_of_transformers_is_read_whole_or_not_at_all(tmp_path, capfd, change, reason):
+    hugging_faces(torch.float32).save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(SystemExit):
+        load(tmp_path, SDPA)
+    assert f"holds no weights of a GPT-2 ({reason}" in capfd.readouterr().err
 
 
 def test_without_transformers_a_line_says_how_to_get_it(monkeypatch, capsys):
@@ -60,36 +105,18 @@ def test_what_was_saved_is_loaded_on_the_cpu(tmp_path, monkeypatch, prefix):
     assert torch.equal(loaded(x), model(x))
 
 
-def nanogpts_checkpoint(model, biases, prefix):
-    """What nanoGPT's train.py writes of a model: prefixes, a buffer of masks, and no biases where they are off."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if biases or not name.endswith(".bias"):
-            weights[prefix + name] = tensor
-    weights[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    about = dict(n_layer=3, n_head=4, n_embd=48, block_size=24, bias=biases, vocab_size=211, dropout=0.0)
-    command_line = {"dataset": "owt", "n_head": 12}  # of a resumed run, which takes its shape from the checkpoint
-    return {"model": weights, "optimizer": {}, "model_args": about, "iter_num": 5, "config": command_line}
+def test_an_output_head_of_its_own_is_refused(tmp_path, capsys):
+    weights = small().state_dict()
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    torch.save({"config": vars(small().config), "weights": weights}, tmp_path / "w.pt")
+    assert "its output head differs from its embedding" in error_of(capsys, load, tmp_path / "w.pt", SDPA)
 
 
-@pytest.mark.parametrize("biases, prefix", [(True, ""), (True, "_orig_mod."), (False, "_orig_mod.")])
-def test_nanogpts_checkpoint_gives_its_logits(tmp_path, capsys, biases, prefix):
-    model, x = small(), random_ids(2, 24)
-    for name, p in model.named_parameters():
-        if name.endswith(".bias") and not biases:
-            torch.nn.init.zeros_(p)
-    checkpoint = nanogpts_checkpoint(model, biases, prefix)
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert torch.equal(load(tmp_path / "ckpt.pt", SDPA)(x), model(x))
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("setting, value", [("use_rmsnorm", True), ("n_layer", 2)])
-def test_a_checkpoint_of_another_model_than_it_says_or_than_gpt_2_is_refused(tmp_path, capsys, setting, value):
-    checkpoint = nanogpts_checkpoint(small(), True, "")
-    checkpoint["model_args"][setting] = value
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert "holds no weights of a GPT-2 (" in error_of(capsys, load, tmp_path / "ckpt.pt", SDPA)
+@pytest.mark.parametrize("n_head", [0, 5, "4"])
+def test_heads_that_do_not_divide_the_channels_are_refused(tmp_path, capsys, n_head):
+    config = vars(small().config) | {"n_head": n_head}
+    torch.save({"config": config, "weights": small().state_dict()}, tmp_path / "w.pt")
+    assert "holds no weights of a GPT-2 (" in error_of(capsys, load, tmp_path / "w.pt", SDPA)
 
 
 class Trap:

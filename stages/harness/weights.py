@@ -1,4 +1,4 @@
-"""Weights of a GPT: those of --save, of nanoGPT and of transformers, and their loss on held-out text."""
+"""Weights of a GPT: those of --save and those of transformers, whole or not at all, and their held-out loss."""
 
 import os
 import re
@@ -14,45 +14,46 @@ from .common import refuse
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
-CLOSE = 0.01  # how far logits may be from those of transformers, which round otherwise
+# What transformers lets a config change, and model.py computes in one way alone: {setting: its values}.
+COMPUTED_HERE = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "layer_norm_epsilon": (1e-5,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (None,),
+}
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
 def load(path, attention):
     """Return a GPT, in float32 on the CPU.
 
-    path: what --save wrote, nanoGPT's ckpt.pt, a folder that transformers wrote, or one of PUBLISHED. Exits with one
-    line where it is none of these, or a model that computes otherwise.
+    path: what --save wrote, a folder that transformers wrote, or one of PUBLISHED. Exits with one line if it is none of
+    these, if a tensor is missing, or if the model computes otherwise.
     """
     try:
         if path in PUBLISHED or os.path.isdir(path):
             return from_transformers(path, attention)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if "model_args" in checkpoint:
-            return from_nanogpt(checkpoint, attention)
-        model = GPT(GPTConfig(**checkpoint["config"]), attention)
-        weights = checkpoint["weights"]  # the names of a compiled model begin otherwise, as do those inside of DDP
-        model.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)*", "", name): weights[name] for name in weights})
-        return model
-    except ImportError:
+        # the names of a compiled model begin otherwise, as do those inside of DDP
+        weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): p for name, p in checkpoint["weights"].items()}
+        return gpt_of(GPTConfig(**checkpoint["config"]), weights, attention)
+    except ModuleNotFoundError:
         refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or nanoGPT's ckpt.pt")
+        refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save or a folder of transformers")
 
 
-def from_nanogpt(checkpoint, attention):
-    """Return the GPT of a checkpoint of nanoGPT.
-
-    Raises TypeError for a setting that nanoGPT does not have: a fork may compute otherwise with the same weights.
-    """
-    settings = checkpoint["model_args"]  # and not "config": a resumed model has the shape of its first run
-    shape = {name: settings[name] for name in settings if name not in ("bias", "dropout")}
-    model = GPT(GPTConfig(**shape), attention)
-    weights = {name: p for name, p in model.named_parameters() if name.endswith(".bias")}  # 0, where nanoGPT has none
-    for name, tensor in checkpoint["model"].items():
-        if not name.endswith(".attn.bias"):  # masks, and no weights
-            weights[name.removeprefix("_orig_mod.")] = tensor
+def gpt_of(config, weights, attention):
+    """Return the GPT of a GPTConfig and its tensors. Raises an exception if they do not belong together."""
+    if config.n_embd % config.n_head:
+        raise ValueError(f"{config.n_head} heads do not divide {config.n_embd} channels")
+    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
+        raise ValueError("its output head differs from its embedding, and GPT-2 has one matrix for both")
+    model = GPT(config, attention)
     model.load_state_dict(weights)
     return model
 
@@ -60,24 +61,27 @@ def from_nanogpt(checkpoint, attention):
 def from_transformers(name, attention):
     """Return the GPT that the package transformers reads under a name, or in a folder.
 
-    Raises ImportError without that package, and another exception where it reads none or its logits are not ours.
+    Raises ModuleNotFoundError without that package, and another exception if it reads none, or one that has other
+    tensors or computes otherwise.
     """
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoConfig, GPT2LMHeadModel
 
-    reference = GPT2LMHeadModel.from_pretrained(name).float().eval()
-    config = reference.config
-    shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
-    model = GPT(GPTConfig(*shape), attention)
-    weights = reference.state_dict()
+    config = AutoConfig.from_pretrained(name)
+    for setting, values in COMPUTED_HERE.items():
+        value = getattr(config, setting, None)
+        if value not in values:
+            raise ValueError(f"its {setting} is {value!r}, and GPT-2's is {values[0]!r}")
+    reference, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, set(report[problem]) - {"lm_head.weight"}))  # the head is the embedding
+        if names:
+            raise ValueError(f"{problem.replace('_', ' ')}: {', '.join(names)}")
+    weights = reference.float().state_dict()
     for key in weights:
         if key.endswith(CONV1D_SUFFIXES):
             weights[key] = weights[key].t()
-    model.load_state_dict(weights)
-    ids = torch.arange(16)[None]
-    with torch.no_grad():
-        if not torch.allclose(model(ids), reference(ids).logits, rtol=0, atol=CLOSE):
-            raise ValueError("it computes other logits than GPT-2")
-    return model
+    shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
+    return gpt_of(GPTConfig(*shape), weights, attention)
 
 
 def held_out_ids(corpus):
