@@ -1,7 +1,8 @@
 """The arithmetic of a step against what torch counts: FLOPs, passes over memory, and sums made by hand."""
 
-from harness import arithmetic, ladder, scripts
+from harness import arithmetic, batch, ladder
 from harness.arithmetic import Work
+from harness.seen import Seen
 
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, definitions
 from fixtures.records import A100 as RECORD_OF_A100
-from fixtures.records import GPT2, header, shown_by
+from fixtures.records import GPT2, SEEN, shown_by
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,16 +28,15 @@ L, N_HEAD, C = 2, 4, 64
 V = 5003
 SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C, "seq_len": T}
 A100 = {"peak": {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, "copy": 2.039e12}  # its datasheet
-RUN_ON_A100 = header("s12", environment=RECORD_OF_A100, shape=GPT2, batch_size=16)
+ON_A100 = {"environment": RECORD_OF_A100, "accum": 4}
 VIEWS = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 ONLY_WRITES = ("aten::fill_", "aten::zero_", "aten::copy_", "aten::nll_loss_backward")
 
 
-def work_of(short, run, **shows):
-    """The Work of a micro-batch of a stage, "s05". shows: what shown_by() takes."""
-    techniques = shown_by(ladder.stage_of(short), run["environment"], **({"accum": 4} | shows))
-    settings = run["settings"] | {"accum": techniques["accum"]}
-    return scripts.work_of(techniques, run | {"settings": settings})
+def work_of(short, **shows):
+    """The Work of a micro-batch of a stage, "s05", of gpt2 on an A100. shows: what shown_by() takes."""
+    fields = SEEN | shown_by(ladder.stage_of(short), **(ON_A100 | shows))
+    return Seen(**fields | {"shape": GPT2, "batch_size": 16}).work
 
 
 # FLOPs and weights
@@ -75,8 +75,7 @@ HELD += [("gpt2", 1, 4096, 16.30, 20.31), ("gpt2-large", 1, 256, 15.46, 15.46)]
 
 @pytest.mark.parametrize("size, batch_size, seq_len, s01, s03", HELD)
 def test_the_most_memory_is_what_the_larger_of_s01_and_s03_holds(size, batch_size, seq_len, s01, s03):
-    shape = arithmetic.shape_of_size(size, seq_len)
-    assert arithmetic.most_memory(shape, batch_size) / 1e9 == pytest.approx(max(s01, s03), rel=0.011)
+    assert batch.most_memory(size, seq_len, batch_size) / 1e9 == pytest.approx(max(s01, s03), rel=0.011)
 
 
 # Passes over memory of the eager stages
@@ -221,18 +220,18 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
     ],
 )
 def test_a_part_takes_what_the_sum_by_hand_says(stage, part, ms):
-    parts = arithmetic.seconds_of_parts(work_of(stage, RUN_ON_A100), A100)
+    parts = arithmetic.seconds_of_parts(work_of(stage), A100)
     assert 1e3 * parts[part] == pytest.approx(ms, rel=0.005)
 
 
 def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown():
-    work = work_of("s11", RUN_ON_A100)
+    work = work_of("s11")
     seconds = 38.9e-3 + 3.47e-3 + 10.85e-3 + 2.42e-3 + 1.16e-3  # of a micro-batch: the parts above
     assert arithmetic.seconds_per_token(work, A100) == pytest.approx(seconds / 16_384, rel=0.005)
     assert arithmetic.seconds_per_token(replace(work, matmul_dtype="float16"), A100) is None
 
 
 def test_float16_has_two_bytes_and_unscales_its_gradients():
-    bfloat16, float16 = work_of("s03", RUN_ON_A100), work_of("s03", RUN_ON_A100, amp_dtype="float16")
+    bfloat16, float16 = work_of("s03"), work_of("s03", amp_dtype="float16")
     assert float16 == replace(bfloat16, matmul_dtype="float16", update=20 + 2)
     assert arithmetic.bytes_moved(float16) == arithmetic.bytes_moved(bfloat16)

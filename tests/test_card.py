@@ -1,13 +1,12 @@
-"""A card without one: what is told of its state, and how the bench treats it."""
+"""A card without one: what is told of its state, and of one on which nothing runs."""
 
-from harness import card, machine
-from harness.bench import rounds
+from harness import card
+from harness.bench import probe
+
+from types import SimpleNamespace
 
 import pytest
 from conftest import error_of
-from fixtures.records import failure, results_of, row
-
-import bench
 
 
 def steps(*clocks, reasons=4, queued=0.01):
@@ -35,28 +34,17 @@ def test_a_clock_that_differs_heat_and_a_card_that_waits_are_told(rounds, words)
     assert card.words_on_card(rounds) == words
 
 
-def test_the_bench_lets_a_child_ask_for_free_memory_and_leads_scripts_to_its_card(a_card, monkeypatch):
-    """Who asks opens a context: it would take half a GB from each row, and all of a card in exclusive mode."""
-    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: pytest.fail("this opens a context"))
-    args = bench.parse_command(["s01", "s05", "--device", "cuda:1"])
-    assert args.flags == ["--device", "cuda:1", "--batch-size", "16"]
-    args.text = None
-    assert bench.new_bench(args, [])["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
+@pytest.mark.parametrize(
+    "message, remedy",
+    [
+        ("CUDA error: no kernel image is available for execution on the device", "install a PyTorch"),
+        ("HIP error: the operation cannot be performed in the present state", "another process"),
+    ],
+)
+def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, monkeypatch, message, remedy):
+    def fail(*call):
+        raise RuntimeError(message)
 
-
-NO_KERNEL = failure("AcceleratorError: CUDA error: no kernel image is available for execution on the device")
-BUSY = failure("AcceleratorError: HIP error: the operation cannot be performed in the present state")
-FULL = failure("AcceleratorError: CUDA error: out of memory", out_of_memory=True)
-
-
-@pytest.mark.parametrize("error, remedy", [(NO_KERNEL, "install a PyTorch"), (BUSY, "another process")])
-def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, monkeypatch, error, remedy):
-    monkeypatch.setattr(rounds, "run", lambda *call: error)
-    line = error_of(capsys, rounds.probe, results_of(rows=[row("s01")]))
+    monkeypatch.setattr(probe, "measure", fail)
+    line = error_of(capsys, probe.rates_of, SimpleNamespace(device=None, amp_dtype=None))
     assert f"nothing runs on this card, so the bench ends here: {remedy}" in line
-
-
-@pytest.mark.parametrize("error", [failure("ValueError: a mistake"), FULL])
-def test_a_probe_that_fails_otherwise_leaves_the_rows_their_turn(monkeypatch, error):
-    monkeypatch.setattr(rounds, "run", lambda *call: error)
-    rounds.probe(results_of(rows=[row("s01")]))

@@ -1,11 +1,13 @@
 """What a card alone can show: its kernels, its dtypes, its meter of memory and its rates."""
 
-from harness import card, rates
+from harness import ladder, meters, rates
+from harness.bench.rows import row_of
+from harness.seen import Seen, has_and_lacks
 
 import pytest
 import torch
-from conftest import STAGE_FILES, run_stage
-from watch import watching
+from conftest import STAGE_FILES, run_by_the_bench, run_stage
+from observe import watching
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -18,14 +20,24 @@ ON_CUDA = (*SMALL, "--device", "cuda")
 def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
     with watching() as watch:
         run = run_stage(stage, *ON_CUDA, folder=tmp_path)
-    dtype = run.header["settings"]["amp_dtype"]
-    assert (dtype == "bfloat16") == (torch.cuda.get_device_capability() >= (8, 0))
+    dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
     assert f"forward in {dtype if stage >= 's03' else 'float32'}" in watch.steps[0]
-    assert run.summary["sdpa"] in ("flash", "cudnn", "efficient")
-    assert run.figures("meter") == 3 * ["peak allocated"]
-    assert max(run.figures("memory")) > 4 * 4 * 3_320_640  # weights, gradients, two moments
     on_cpu = run_stage(stage, *ON_CPU, folder=tmp_path)
     assert run.figures("loss") == pytest.approx(on_cpu.figures("loss"), abs=0.05)
+
+
+@pytest.mark.parametrize("stage", STAGE_FILES)
+def test_what_is_seen_of_a_stage_on_a_card_is_the_ladder_up_to_it(stage):
+    run = run_by_the_bench(row_of(stage), ON_CUDA, steps=9)
+    seen = Seen(
+        **{name: value for name, value in run.of_kind("seen")[-1].items() if name not in ("kind", "name", "round")}
+    )
+    has, _ = has_and_lacks(seen)
+    assert seen.profiled
+    assert (seen.sdpa in ("flash", "cudnn", "efficient")) == (stage >= "s05")
+    assert {each.short for each in has} <= {each.short for each in ladder.STAGES if each.short <= stage}
+    assert run.figures("meter") == 8 * ["peak allocated"]  # the last step is profiled, and leaves no line
+    assert max(run.figures("memory")) > 4 * 4 * 3_320_640  # weights, gradients, two moments
 
 
 def test_a_compiled_stage_trains_on_a_card_as_an_eager_one(tmp_path):
@@ -43,6 +55,6 @@ def test_a_card_multiplies_faster_in_16_bits_and_in_tf32_where_it_has_it():
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="NVML knows NVIDIA's cards alone")
 def test_the_driver_tells_the_clock_and_the_temperature_of_the_card():
-    state = card.card_state(torch.device("cuda", 0))
+    state = meters.card_state(torch.device("cuda", 0))
     assert 100 < state["mhz"] < 5000
     assert 10 < state["celsius"] < 120

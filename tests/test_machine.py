@@ -1,24 +1,18 @@
 """What the harness finds out about a machine: devices, units, compilers, memory, the commit."""
 
-from harness import machine, ranks
-from harness.watch.techniques import SDPA_KERNEL
+from harness import machine, meters, ranks
 
-import ctypes.util
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from conftest import error_of
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -74,13 +68,6 @@ def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_
     assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda:0 is not here: {reason}"
 
 
-@pytest.mark.parametrize("device, visible, led_to", [(CPU, "6,7", ""), (CUDA_1, "", "1"), (CUDA_1, "6,7", "7")])
-def test_a_script_is_led_to_the_device_of_the_bench(monkeypatch, device, visible, led_to):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.variables_of(device) == {"CUDA_VISIBLE_DEVICES": led_to}
-    assert machine.variables_of(CUDA_0) == {}  # the first one is what a script takes by itself
-
-
 TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -121,29 +108,6 @@ def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(
 
 
 @pytest.mark.parametrize(
-    "architecture, has_tf32, units",
-    [
-        ("gfx942:sramecc+:xnack-", True, {"float16", "bfloat16", "tf32"}),
-        ("gfx1100", False, {"float16", "bfloat16"}),
-        ("gfx1030", False, {"float16"}),
-    ],
-)
-def test_what_a_card_of_amd_multiplies_natively_is_decided_by_its_architecture(
-    monkeypatch, architecture, has_tf32, units
-):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: has_tf32)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture))
-    assert machine.units_of(CUDA_0) == units
-
-
-@pytest.mark.parametrize("name, units", [("Apple M1 Pro", {"float16"}), ("Apple M3", {"float16", "bfloat16"})])
-def test_apples_first_two_generations_would_emulate_bfloat16(system, name, units):
-    system["sysctl"] = name
-    assert machine.units_of(MPS) == units
-
-
-@pytest.mark.parametrize(
     "avx512_bf16, cpuinfo, amx_fp16, units",
     [
         (True, "", False, {"bfloat16"}),
@@ -157,7 +121,7 @@ def test_a_cpu_may_have_units(system, monkeypatch, avx512_bf16, cpuinfo, amx_fp1
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": amx_fp16}, raising=False)
     assert machine.units_of(CPU) == units
-    assert machine.units_of(torch.device("xpu")) == units  # a watched script's device, of which nothing is known
+    assert machine.units_of(torch.device("xpu")) == set()  # a watched script's device, of which nothing is known
 
 
 NATIVE = [({"float16", "bfloat16"}, torch.bfloat16), ({"float16"}, torch.float16), (set(), torch.float32)]
@@ -169,64 +133,34 @@ def test_bfloat16_is_preferred_and_float32_taken_where_no_unit_is_there(monkeypa
     assert machine.native_amp_dtype(CPU) == dtype
 
 
-def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(cuda, monkeypatch, tmp_path):
+def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # a folder of programs
-    monkeypatch.setenv("CC", "gcc")
     monkeypatch.setenv("CXX", "icpx")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # which has no blank
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__spec__="found"))
     assert machine.compile_problem(MPS) is None  # Metal's own is used
     assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
     (tmp_path / "Python.h").touch()
     assert "no C++ compiler icpx found: install g++" in machine.compile_problem(CPU)
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    assert "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH" in machine.compile_problem(CUDA_0)
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
-    assert machine.compile_problem(CUDA_0) == "Triton finds no C compiler: install gcc"
-    for name in ("icpx", "gcc"):
-        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "icpx").touch(mode=0o755)
     assert machine.compile_problem(CPU) is None
-    assert machine.compile_problem(CUDA_0) is None
     monkeypatch.setattr(torch, "__file__", "/home/me/a clone/torch/__init__.py")
     assert "the path of PyTorch has a blank (/home/me/a clone/torch)" in machine.compile_problem(CPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert "capability 7.0 or more" in machine.compile_problem(CUDA_0)
-
-
-@pytest.mark.parametrize("backend, kernel", [("FLASH_ATTENTION", "flash"), ("MATH", "math")])
-def test_the_kernel_of_attention_is_the_one_that_runs(backend, kernel):
-    shape, dtype = (1, 2, 16, 8), torch.float32
-    q = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    with sdpa_kernel(getattr(SDPBackend, backend)), torch.profiler.profile(acc_events=True) as profiler:
-        F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        assert machine.sdpa_kernel(shape, dtype, CPU) == kernel
-    names = " ".join(event.name for event in profiler.events())
-    assert re.search(SDPA_KERNEL, names)[1] == kernel
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
 def test_a_reset_starts_the_peak_of_a_cpu_again():
-    machine.reset_peak_memory(CPU)
-    before, meter = machine.peak_memory(CPU)
+    meters.reset_peak_memory(CPU)
+    before, meter = meters.peak_memory(CPU)
     with mmap.mmap(-1, 100_000_000) as block:  # from the system itself, whatever malloc may keep
         block.write(bytes(100_000_000))
-    during, _ = machine.peak_memory(CPU)
-    machine.reset_peak_memory(CPU)
-    after, _ = machine.peak_memory(CPU)
+    during, _ = meters.peak_memory(CPU)
+    meters.reset_peak_memory(CPU)
+    after, _ = meters.peak_memory(CPU)
     assert meter == "peak RSS"
     assert during > before + 90e6
     assert after < during - 90e6
-
-
-def test_a_process_that_ends_asks_a_card_for_its_free_memory(monkeypatch, tmp_path):
-    """Who asks opens a context: half a GB, and in exclusive mode nobody else can use the card."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch; torch.cuda.mem_get_info = {torch.device('cuda', 1): (5, 6)}.get"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert machine.free_memory_by_a_child(CUDA_1) == 5
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -237,6 +171,6 @@ def test_the_commit_says_whether_tracked_files_differ(tmp_path):
         subprocess.run([*git, *words.split()], check=True, capture_output=True)
     name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:12]
     (tmp_path / "notes.txt").write_text("git does not track it\n")
-    assert machine.commit(tmp_path) == name
+    assert meters.commit(tmp_path) == name
     (tmp_path / "model.py").write_text("two\n")
-    assert machine.commit(tmp_path) == name + "+"
+    assert meters.commit(tmp_path) == name + "+"

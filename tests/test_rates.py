@@ -1,6 +1,7 @@
 """The rates: each part against a clock that is known, and the probe as the bench starts it."""
 
-from harness import machine, rates
+from harness import machine, meters, rates
+from harness.bench import probe
 
 from functools import partial
 
@@ -27,7 +28,7 @@ def test_each_kind_of_device_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
     for name in ("cuda:1", "mps", "cpu"):
-        machine.synchronize(torch.device(name))
+        meters.synchronize(torch.device(name))
     assert waited == [torch.device("cuda:1"), "mps"]  # a script on cuda:1 may not have made that the current card
 
 
@@ -67,10 +68,19 @@ def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
     assert queued == ["wait", "work", "work", "wait"]
 
 
-def test_the_probe_writes_one_line(tmp_path):
+def test_the_probe_says_what_the_bench_needs_and_how_fast_the_machine_is(tmp_path):
     probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
-    ended = python(probe, tmp_path / "record", "--device", "cpu", "--amp-dtype", "float32")
-    [line] = lines_of(tmp_path / "record")
-    assert (ended.status, line["kind"]) == (0, "rates")
+    flags = ("--device", "cpu", "--amp-dtype", "float32", "--data", "docs")
+    ended = python(probe, tmp_path / "record", "stages", *flags)
+    about, line = lines_of(tmp_path / "record")
+    assert ended.status == 0
+    assert (about["environment"]["device"], about["text"]) == ("cpu", "Python's documentation, a token a byte")
+    assert about["flags"] == ["--device", "cpu", "--batch-size", "1"]
     assert line["peak"].keys() <= {"float32", "tf32"}
     assert min(line["peak"]["float32"], line["copy"]) > 0
+
+
+def test_a_download_that_fails_is_tried_once_for_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "rates_of", lambda args: {})
+    probe.main(str(tmp_path / "record"), "stages", "--device", "cpu")  # and no test has a network
+    assert lines_of(tmp_path / "record")[0]["flags"][-2:] == ["--data", "docs"]

@@ -174,23 +174,6 @@ def weight_bytes(shape):
     return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
 
 
-def most_memory(shape, batch_size):
-    """Return the bytes that the stage which needs most holds at most.
-
-    Weights and AdamW's two moments stay. When the backward begins, a layer of s01 keeps the scores after their softmax
-    and 17 numbers for each channel of a token, and the logits are there three times. Gradients of weights come while
-    the rest is freed. s03 keeps the scores in 32 bits, as its softmax computes them, and in 16 bits for the matmul
-    behind it, 36 bytes for each channel of a token, and the weights in 16 bits, too. For a large model and few tokens
-    the update takes most: weights, gradients, two moments, and a temporary of their size.
-    """
-    L, H, C, T = shape["n_layer"], shape["n_head"], shape["n_embd"], shape["seq_len"]
-    tokens, weights = batch_size * T, weight_bytes(shape)
-    s01 = 3 * weights + tokens * (4 * L * H * T + 68 * L * C + 12 * shape["vocab_size"])
-    s03 = 3.5 * weights + tokens * (6 * L * H * T + 36 * L * C + 12 * shape["vocab_size"])
-    update = 5 * weights
-    return max(s01, s03, update)
-
-
 # FLOPs and shapes
 
 
@@ -224,11 +207,6 @@ def shape_of(model, seq_len):
     if shape["vocab_size"] == PADDED_VOCAB:
         shape["vocab_size"] = VOCAB
     return shape | {"seq_len": seq_len}
-
-
-def shape_of_size(size, seq_len):
-    """Return the shape of a model of one of SIZES, as shape_of() returns it."""
-    return {"vocab_size": VOCAB, **SIZES[size], "seq_len": seq_len}
 
 
 def shape_name(shape):

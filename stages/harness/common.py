@@ -1,14 +1,17 @@
-"""What all modules of the harness share: the root, refusals, lines of progress, whole files.
+"""What all modules of the harness share: the root, refusals, lines on the terminal. It imports nothing of ours."""
 
-It imports nothing of ours.
-"""
-
-import contextlib
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py, model.py and stages/ are
+
+
+def set_up_output():
+    """Let each printed line appear at once, also in a file or a pipe, where a kill would lose what is not written."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # None without a console, or an object that a test has put there
+            stream.reconfigure(line_buffering=True, errors="replace")  # "?" for what an ASCII terminal can't show
 
 
 def refuse(message):
@@ -18,9 +21,9 @@ def refuse(message):
 
 
 def say(line, file=None, remark=None):
-    """Print a line at once. Where that fails, as behind `| head` or on a full disk, it and all later lines go nowhere.
+    """Print a line at once. If that fails, as in `| head` or on a full disk, it and all later lines go nowhere.
 
-    file: where to print, instead of sys.stdout. remark: told on stderr where it fails, with the reason behind it.
+    file: where to print, instead of sys.stdout. remark: what to say on stderr if it fails, before the reason.
     """
     file = file or sys.stdout
     try:
@@ -34,18 +37,3 @@ def say(line, file=None, remark=None):
 def tell(line):
     """Print a line of progress on stderr."""
     say(line, sys.stderr)
-
-
-@contextlib.contextmanager
-def whole_file(path):
-    """Give a temporary path to write to. At the end that file replaces `path`, as a whole or not at all.
-
-    Raises OSError, for example where the disk is full.
-    """
-    path = Path(os.path.realpath(path))  # where it is a link, the file behind the link is replaced
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

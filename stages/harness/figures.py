@@ -1,13 +1,13 @@
-"""The figures of some steps, the same for what a run prints and for the tables of the bench."""
+"""The figures of some steps, the same for what watch.py prints and for the tables of the bench."""
 
 import statistics
 
-UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # of what a step trains on
+UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
-UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
-LONG_WAIT = 0.1  # a script that waits for a DataLoader in a larger share of its time is told so
-COUNTED_STEPS = 20  # that a stage takes on a CPU
+COUNTED_STEPS = 20  # that watch.py takes of a script
 ENOUGH_STEPS = 7  # counted steps that a row of the bench needs in a round
+UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
+LONG_WAIT = 0.1  # a script that waits for a DataLoader for a larger share of its time is told so
 
 
 def figures_of(counted):
@@ -34,7 +34,7 @@ def figures_of(counted):
 def tokens_per_second(counted):
     """Return the tokens per second of some steps, by the median time that a token took in them.
 
-    Steps without tokens are left out. It is 0 where no step has any.
+    Steps without tokens are left out. It is 0 if no step has any.
     """
     seconds_of_a_token = [step["dt"] / step["tokens"] for step in counted if step["tokens"]]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
@@ -46,13 +46,12 @@ def speed_of_all(steps):
 
 
 def waiting_share(steps):
-    """Return which share of the time of a watched script's steps it waited for a DataLoader; 0 for a stage."""
-    waiting = sum(step["spent"]["data"] for step in steps if "spent" in step)
-    return waiting / sum(step["dt"] for step in steps)
+    """Return the share of their time for which some steps waited for a DataLoader."""
+    return sum(step["spent"]["data"] for step in steps) / sum(step["dt"] for step in steps)
 
 
 def waits_for_data(steps):
-    """Tell whether a watched script waits much for a DataLoader. A stage never does."""
+    """Return whether some steps wait much for a DataLoader."""
     return waiting_share(steps) > LONG_WAIT
 
 

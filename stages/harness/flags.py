@@ -8,44 +8,41 @@ from pathlib import Path
 
 import torch
 
+from data import TextError
 from model import SIZES
 
 from . import ladder, machine, ranks
-from .arithmetic import most_memory, shape_of_size
-from .common import refuse, say
-from .figures import COUNTED_STEPS, WARMUP
+from .batch import largest_batch
+from .common import refuse, set_up_output
 
-CONTEXT = 0.5e9  # bytes of a card that the driver takes for a process
-RESERVED = 1.1  # bytes that a card reserves for each that its tensors hold; an H100 reserved 1.03 to 1.07
 # TF32 is off until s02 turns it on. NVIDIA's containers set the first one, some users the second, and guides for Arm
 # let float32 matmuls run in bfloat16 by the last one.
 CHANGE_FLOAT32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
-(np.array(ids, np.uint16).tofile(FILE)); a folder of .bin or .npy, of which the first is taken; or "docs", Python's
-documentation (Tiny Shakespeare)"""
+(np.array(ids, np.uint16).tofile(FILE)); or "docs", Python's documentation (Tiny Shakespeare)"""
 
 
 def parse_args(doc):
     """Return the flags of a stage as a namespace, and print what was chosen for those that were not given.
 
     doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
-    a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong
-    flag.
+    a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong flag. From here on a wrong
+    text, a closed pipe and Ctrl-C end the stage without a traceback.
     """
+    set_up_output()
     ranks.check_ranks()
     ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
     drop_variables()
     args = parse(doc, sys.argv[1:])
     check_ranks_of_stage(ladder.stage_of(sys.argv[0]), args)
-    if args.save and (args.save.exists() or not args.save.parent.is_dir()):
-        refuse(f"--save {args.save}: pass the name of a new file, in a folder that is there")
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     if ranks.is_rank_0():
-        say(doc.strip().splitlines()[0])
-        say(f"{args.size} on {machine.device_name(args.device)}: B {args.batch_size}, T {args.seq_len}")
-        for name, words in args.fallbacks.items():
-            say(f"{name}: {words}")
+        print(doc.strip().splitlines()[0])
+        print(f"{args.size} on {machine.device_name(args.device)}: B {args.batch_size}, T {args.seq_len}")
+        for note in args.notes:
+            print(note)
+    sys.excepthook = lambda *failure: end_in_a_line(args.save, *failure)
     return args
 
 
@@ -53,25 +50,41 @@ def drop_variables():
     """Remove from the environment what would change a stage, or the rates of this machine."""
     for name in (*CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
         os.environ.pop(name, None)
-    torch.set_float32_matmul_precision("highest")  # which torch has set by one of them
+    torch.set_float32_matmul_precision("highest")  # torch has read one of them already
 
 
-def parse(doc, argv, free_memory=None):
+def end_in_a_line(save, kind, error, trace):
+    """End the program without a traceback after a wrong text, a closed pipe or Ctrl-C. This is an exception hook.
+
+    save: the path of --save, or None. For any other exception there is a traceback.
+    """
+    if kind is TextError:
+        refuse(error)
+    if kind is BrokenPipeError:  # for example by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141)  # as of a program that SIGPIPE ends
+    if kind is KeyboardInterrupt:
+        print("interrupted" + (f", so {save} was not written" if save else ""), file=sys.stderr)
+        raise SystemExit(130)
+    sys.__excepthook__(kind, error, trace)
+
+
+def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. free_memory: the function that tells the free bytes of a card, instead of
-    machine.free_memory_of_card(). The namespace also has `fallbacks`, a dict of what the user should know, in words:
-    why "device", "amp_dtype" or "compile" is not what it usually is, how "batch_size" was chosen, and what in the
-    "environment" slows all down. Exits with one line and status 2 for a wrong flag.
+    doc: what --help begins with. The namespace also has `notes`, a list of lines that the user should know: why a
+    default is not what it usually is, and what slows all down. Exits with one line and status 2 for a wrong flag.
     """
     args = new_parser(doc).parse_args(argv)
-    args.fallbacks = {}
+    args.notes = []
+    if args.save:
+        check_save(args)
     fill_in_device(args)
-    fill_in_sizes(args, free_memory or machine.free_memory_of_card)
+    fill_in_sizes(args)
     fill_in_techniques(args)
     slow = machine.variables_set(machine.SLOW)
     if slow:
-        args.fallbacks["environment"] = f"slower, by {', '.join(slow)}"
+        args.notes.append(f"all is slower, by {', '.join(slow)} in the environment")
     return args
 
 
@@ -82,7 +95,7 @@ def new_parser(doc):
     """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
     parser = Parser(doc)
     add = parser.add_argument
-    add("--steps", type=positive, metavar="N", help=f"optimizer steps, {WARMUP} of them warm-up (50; 24 on a CPU)")
+    add("--steps", type=positive, metavar="N", help="optimizer steps (50; 24 on a CPU)")
     add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
@@ -91,7 +104,7 @@ def new_parser(doc):
     add("--lr", type=rate, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
     add("--data", metavar="PATH", help=HELP_ON_DATA)
     add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (where it can)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (if it can)")
     add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
     add("--save", type=Path, metavar="FILE", help="write the weights to this new file at the end")
     return parser
@@ -109,92 +122,90 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is not a whole number of 1 or more."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError if it is not a whole number of 1 or more."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
 
 
 def seed(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError where it is none that numpy takes for a seed."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError if numpy does not take it for a seed."""
     if text.isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
 
 
 def rate(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError or ValueError where it is none of 0 or more."""
+    """Return the number in a text. Raises argparse.ArgumentTypeError or ValueError if it is not 0 or more."""
     number = float(text)
     if 0 <= number < math.inf:
         return number
-    raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
+    raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
 
 
 # what was not typed
 
 
 def fill_in_device(args):
-    """Replace the name of the device by the device, the best one where no name was given."""
+    """Replace the name of the device by the device, the best one if no name was given."""
     name = args.device
     args.device = machine.find_device(name)
     if name is None and args.device.type == "cpu":
         reason = machine.why_no_card()
         if reason:
-            args.fallbacks["device"] = f"this trains on the CPU, since the card can't be used: {reason}"
+            args.notes.append(f"this trains on the CPU, since the card can't be used: {reason}")
 
 
-def fill_in_sizes(args, free_memory):
+def fill_in_sizes(args):
     """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
     on_cpu = args.device.type == "cpu"
     world_size = ranks.world_size()
     args.size = args.size or ("micro" if on_cpu else "gpt2")
-    args.steps = args.steps or (WARMUP + COUNTED_STEPS if on_cpu else 50)
+    args.steps = args.steps or (24 if on_cpu else 50)
     micro_batches = 2 if on_cpu else 4
     args.accum = args.accum or world_size * max(1, micro_batches // world_size)  # each rank as many, at least one
+    if args.batch_size is None and on_cpu:
+        args.batch_size = 1
     if args.batch_size is None:
-        args.batch_size = 1 if on_cpu else largest_batch(args, free_memory)
-
-
-def largest_batch(args, free_memory):
-    """Return a power of two, at most 16: the largest batch with which all stages fit into the memory of a card.
-
-    It is 1 where none fits. Of several ranks all take what fits into the smallest card. A fallback says what was
-    counted.
-    """
-    shape = shape_of_size(args.size, args.seq_len)
-    if args.device.type == "cuda" and ranks.world_size() > 1:
-        free = machine.memory_of_smallest_card()
-    else:
-        free = free_memory(args.device)
-    for batch_size in (16, 8, 4, 2, 1):
-        needed = CONTEXT + RESERVED * most_memory(shape, batch_size)
-        if needed <= free:
-            break
-    reason = f"{batch_size}, since the largest stage takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
-    args.fallbacks["batch_size"] = reason
-    return batch_size
+        if args.device.type == "cuda" and world_size > 1:
+            free = machine.memory_of_smallest_card()  # all ranks take what fits into it
+        else:
+            free = machine.free_memory_of_card(args.device)
+        args.batch_size, needed = largest_batch(args.size, args.seq_len, free)
+        why = f"the stage that needs most takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
+        args.notes.append(f"batch size {args.batch_size}, since {why}")
 
 
 def fill_in_techniques(args):
-    """Turn on what the device can do, as far as no flag says otherwise, and note why the others stay off."""
+    """Turn on what the device can do, if no flag says otherwise, and note why the others stay off."""
     native = machine.native_amp_dtype(args.device)
     if args.amp_dtype is None and native == torch.float32:
-        args.fallbacks["amp_dtype"] = f"this {args.device.type} has no 16-bit arithmetic, so float32 stays"
+        args.notes.append(f"this {args.device.type} has no 16-bit arithmetic, so float32 stays")
     args.amp_dtype = getattr(torch, args.amp_dtype) if args.amp_dtype else native
     if args.compile is None:
         problem = machine.compile_problem(args.device)
         args.compile = problem is None
         if problem:
-            args.fallbacks["compile"] = f"left out, {problem}"
+            args.notes.append(f"nothing is compiled: {problem}")
 
 
 # what does not go together
 
 
 def check_ranks_of_stage(stage, args):
-    """Exit with one line where a stage, or its --accum, is not for so many processes as were started."""
+    """Exit with one line if a stage, or its --accum, is not for so many processes as were started."""
     world_size = ranks.world_size()
     if args.accum % world_size:
         refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
     if stage and world_size > 1 and not stage.takes_ranks:
         refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
+
+
+def check_save(args):
+    """Exit with one line if --save would fail at the end, or replace a file."""
+    folder = args.save.parent
+    if args.save.exists():
+        refuse(f"--save {args.save} is there already: pass the name of a new file")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        refuse(f"--save {args.save}: pass the name of a new file in a folder that you may write to")
+    args.notes.append(f"at the end the weights go to {args.save}")

@@ -1,8 +1,6 @@
-"""What this machine is: its device, what that can do natively, and how much memory it has."""
+"""What this machine is: its device, what that can do natively, and what may slow it down."""
 
-import contextlib
 import ctypes.util
-import functools
 import importlib.util
 import os
 import platform
@@ -14,9 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from .common import ROOT, refuse
+from .common import refuse
 
 # Variables of the environment that slow PyTorch down.
 SLOW = (
@@ -45,10 +42,10 @@ APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is
 def find_device(name=None):
     """Return the torch.device of this name, or the best one there is: a card, mps, or the CPU.
 
-    Under torchrun each rank takes a card of its own where the name has no number. Exits with one line where this
-    machine has no such device.
+    Under torchrun each rank takes a card of its own if the name has no number. Exits with one line if this machine has
+    no such device.
     """
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which are counted with an old driver, too
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0  # an old driver counts cards, too
     devices = [f"cuda:{number}" for number in range(cards)]
     if torch.backends.mps.is_available():
         devices.append("mps")
@@ -63,7 +60,7 @@ def find_device(name=None):
 
 
 def why_no_card():
-    """Return why PyTorch can't use the card of this machine, or None where there is none or the user has hidden it."""
+    """Return why PyTorch can't use the card of this machine, or None if there is none or the user has hidden it."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
         return None
@@ -73,12 +70,26 @@ def why_no_card():
         return str(error).split(". ")[0]
 
 
-def synchronize(device):
-    """Wait until a device, the current one or another, has done all that it was asked to do."""
-    if device.type == "mps":  # there is one
-        torch.mps.synchronize()
-    else:
-        torch.get_device_module(device).synchronize(device)
+def device_name(device):
+    """Return the hardware's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
+    if match:
+        return match[1].strip()
+    return command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
+
+
+def free_memory_of_card(device):
+    """Return the free bytes of a card, or of what macOS advises a process to use."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def memory_of_smallest_card():
+    """Return the bytes of the smallest card that the ranks of this node may use, the same number on each of them."""
+    return min(torch.cuda.get_device_properties(card).total_memory for card in range(torch.cuda.device_count()))
 
 
 # What it can do
@@ -86,11 +97,13 @@ def synchronize(device):
 
 def units_of(device):
     """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
+    if device.type == "cpu":
+        return units_of_cpu()
     if device.type == "mps":
         emulates_bfloat16 = device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
-    if device.type != "cuda":  # a CPU, or a device of a watched script that nothing is known of
-        return units_of_cpu()
+    if device.type != "cuda":  # a watched script may have a device of which nothing is known
+        return set()
     if torch.version.hip:
         return units_of_amd(device)
     capability = torch.cuda.get_device_capability(device)
@@ -102,10 +115,10 @@ def units_of(device):
 def units_of_cpu():
     """Return what this CPU multiplies in hardware, as units_of() does."""
     units = set()
-    # torch 2.11 knows Intel's and AMD's units alone. Linux tells of Arm's.
+    # torch 2.11 knows the units of Intel and AMD alone, and Linux lists those of Arm
     if torch.cpu._is_avx512_bf16_supported() or " bf16" in read_text("/proc/cpuinfo"):
         units.add("bfloat16")
-    # PyTorch multiplies in TF32 by the units for float16, of which torch 2.11 does not know.
+    # PyTorch multiplies in TF32 by the units for float16, of which torch 2.11 does not know
     if hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16"):
         units |= {"float16", "tf32"}
     return units
@@ -114,10 +127,10 @@ def units_of_cpu():
 def units_of_amd(device):
     """Return what a card of AMD multiplies in hardware, as units_of() does."""
     units = {"float16"}
-    architecture = torch.cuda.get_device_properties(device).gcnArchName  # as "gfx942:sramecc+:xnack-"
+    architecture = torch.cuda.get_device_properties(device).gcnArchName  # for example "gfx942:sramecc+:xnack-"
     if architecture.startswith(AMD_WITH_BFLOAT16):
         units.add("bfloat16")
-    if torch.cuda.is_tf32_supported():  # by the current card, since PyTorch asks no other one
+    if torch.cuda.is_tf32_supported():  # PyTorch asks the current card, and no other one
         units.add("tf32")
     return units
 
@@ -135,20 +148,8 @@ def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def sdpa_kernel(shape, dtype, device):
-    """Return the kernel that F.scaled_dot_product_attention chooses, such as "flash" or "math".
-
-    shape: of q, k and v, (B, n_head, T, head_dim).
-    """
-    if device.type == "mps":  # it has no such kernels for what is trained, and can't be asked
-        return "math"
-    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    choice = torch._fused_sdp_choice(q, q, q, is_causal=True)
-    return SDPBackend(choice).name.split("_")[0].lower()  # "flash" of FLASH_ATTENTION
-
-
 def compile_problem(device):
-    """Return what torch.compile lacks on a device, with the remedy, or None where nothing is missing."""
+    """Return what torch.compile lacks on a device, with the remedy, or None if nothing is missing."""
     if device.type == "mps":  # Metal has a compiler of its own
         return None
     headers = sysconfig.get_path("include", scheme="posix_prefix")  # Debian's default scheme has no Python.h
@@ -165,12 +166,6 @@ def compile_problem(device):
     return None
 
 
-def compiled_graphs():
-    """Return how many graphs torch.compile has made so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
 def triton_problem(device):
     """Return what Triton, which compiles for a card, lacks, or None."""
     if torch.cuda.get_device_capability(device) < (7, 0):
@@ -185,143 +180,16 @@ def triton_problem(device):
     return None
 
 
-# Its memory
-
-
-def free_memory_of_card(device):
-    """Return the free bytes of a card, or of what macOS advises a process to use."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-@functools.cache
-def free_memory_by_a_child(device):
-    """Return what free_memory_of_card() does, asked by a process that ends.
-
-    Who asks a card opens a context on it. That takes half a GB as long as the process lives, and a card in exclusive
-    mode then refuses all others.
-    """
-    program = f"import torch; from harness import machine; print(machine.free_memory_of_card(torch.device('{device}')))"
-    child = [sys.executable, "-c", program]
-    return int(subprocess.run(child, cwd=ROOT / "stages", check=True, stdout=subprocess.PIPE).stdout)
-
-
-def memory_of_smallest_card():
-    """Return the bytes of the smallest card that the ranks of this node may use, the same number on each of them."""
-    return min(torch.cuda.get_device_properties(card).total_memory for card in range(torch.cuda.device_count()))
-
-
-def free_memory():
-    """Return the bytes of memory that can be taken without swapping; 0 where the system has no such meter.
-
-    Inside a container its limit counts, too (of cgroup v2).
-    """
-    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
-    limit = read_text("/sys/fs/cgroup/memory.max").strip()
-    taken = re.match(r"anon (\d+)", read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without cached files
-    if taken and limit.isdecimal():  # "max" where there is no limit
-        free = min(free, int(limit) - int(taken[1]))
-    return free
-
-
-def peak_memory(device):
-    """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
-
-    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak: there it is what the
-    driver holds now. Without a meter, bytes is None.
-    """
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory(), "driver, sampled"
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "peak allocated"
-    peak = proc_bytes("/proc/self/status", "VmHWM")
-    return peak, "no meter" if peak is None else "peak RSS"
-
-
-def reset_peak_memory(device):
-    """Let peak_memory() start again at what is held now, where the meter allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    if device.type == "cpu":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
-
-
-# What a record says of it
-
-
-def environment(device):
-    """Return the hardware and the versions, a flat dict for JSON."""
-    cuda = device.type == "cuda"
-    driver = command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else ""
-    return {
-        "device": device.type,
-        "device_name": device_name(device),
-        "threads": torch.get_num_threads(),
-        "cores": cores(),
-        "tf32": "tf32" in units_of(device),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
-        "driver": driver.split("\n")[0] or None,
-        "slow": variables_set(SLOW),
-    }
-
-
-def device_name(device):
-    """Return the hardware's own name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
-    if match:
-        return match[1].strip()
-    return command_output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
-
-
-def cores():
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def commit(folder):
-    """Return the commit of a checkout, with "+" behind it where tracked files differ; "" where git tells none."""
-    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
-    return command_output(["git", "-C", str(folder), *describe])
+# Files, variables and commands, which may be missing
 
 
 def variables_set(names):
-    """Return those of some names of variables that are in the environment, and neither empty nor 0."""
+    """Return which of these variables are in the environment, and neither empty nor 0."""
     return [name for name in names if os.environ.get(name, "") not in ("", "0")]
 
 
-def variables_of(device):
-    """Return the variables of the environment that lead a script, which chooses for itself, to a device.
-
-    A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.
-    """
-    if device.type == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if not device.index:  # the first card is what a script takes by itself
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device.index] if visible else str(device.index)}
-
-
-# Files and commands, which may be missing
-
-
-def proc_bytes(path, name):
-    """Return the bytes in the line "NAME: 123 kB" of a file under /proc, or None where it has no such line."""
-    match = re.search(rf"{name}:\s+(\d+)", read_text(path))
-    return 1024 * int(match[1]) if match else None
-
-
 def read_text(path):
-    """Return the text of a file in UTF-8, or "" where it is not there or may not be read."""
+    """Return the text of a file in UTF-8, or "" if it is not there or may not be read."""
     try:
         return Path(path).read_text("utf-8", "replace")
     except OSError:
@@ -329,7 +197,7 @@ def read_text(path):
 
 
 def command_output(command):
-    """Return what a command prints, stripped, or "" where it fails, takes more than 10 s or isn't installed."""
+    """Return what a command prints, stripped, or "" if it fails, takes more than 10 s or isn't installed."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

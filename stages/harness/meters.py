@@ -1,0 +1,143 @@
+"""What can be read of this machine while it trains: its memory, the state of its card, and what a record says of it."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from . import machine
+
+
+def synchronize(device):
+    """Wait until a device, the current one or another, has done all that it was asked to do."""
+    if device.type == "mps":  # there is one
+        torch.mps.synchronize()
+    else:
+        torch.get_device_module(device).synchronize(device)
+
+
+def compiled_graphs():
+    """Return how many graphs torch.compile has made so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+# Memory
+
+
+def free_memory():
+    """Return the bytes of memory that can be taken without swapping; 0 if the system has no such meter.
+
+    Inside a container its limit counts, too (of cgroup v2).
+    """
+    free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
+    limit = machine.read_text("/sys/fs/cgroup/memory.max").strip()
+    taken = re.match(r"anon (\d+)", machine.read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without files
+    if taken and limit.isdecimal():  # "max" if there is no limit
+        free = min(free, int(limit) - int(taken[1]))
+    return free
+
+
+def peak_memory(device):
+    """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
+
+    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak, so there it is what
+    the driver holds now. Without a meter, bytes is None.
+    """
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory(), "driver, sampled"
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "peak allocated"
+    peak = proc_bytes("/proc/self/status", "VmHWM")
+    return peak, "no meter" if peak is None else "peak RSS"
+
+
+def reset_peak_memory(device):
+    """Let peak_memory() start again at what is held now, if the meter allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux sets VmHWM to VmRSS, see proc(5)
+
+
+def proc_bytes(path, name):
+    """Return the bytes in the line "NAME: 123 kB" of a file under /proc, or None if it has no such line."""
+    match = re.search(rf"{name}:\s+(\d+)", machine.read_text(path))
+    return 1024 * int(match[1]) if match else None
+
+
+# A card
+
+
+def card_state(device):
+    """Return what NVIDIA's driver says of a card at this moment, or None if it says nothing.
+
+    It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
+    """
+    nvml, handle = nvml_of(device) if device.type == "cuda" else (None, None)
+    if nvml is None:
+        return None
+    # of 8 bytes that are 0: some functions write the lower 4 alone
+    mhz, celsius, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    errors = [  # 0 if a function succeeds
+        nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)),
+        nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(celsius)),
+        nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)),
+    ]
+    return None if any(errors) else {"mhz": mhz.value, "celsius": celsius.value, "reasons": reasons.value}
+
+
+@functools.cache
+def nvml_of(device):
+    """Return NVML, the library of NVIDIA's driver, and its handle of a card; (None, None) without it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    except (OSError, AttributeError):  # no driver of NVIDIA, or no uuid
+        return None, None
+    handle = ctypes.c_void_p()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        return None, None
+    return nvml, handle
+
+
+# What a record says of the machine
+
+
+def environment(device):
+    """Return the hardware and the versions, a flat dict for JSON."""
+    cuda = device.type == "cuda"
+    driver = machine.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return {
+        "device": device.type,
+        "device_name": machine.device_name(device),
+        "threads": torch.get_num_threads(),
+        "cores": cores(),
+        "tf32": "tf32" in machine.units_of(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "driver": driver.split("\n")[0] if cuda and driver else None,
+        "slow": machine.variables_set(machine.SLOW),
+    }
+
+
+def cores():
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def commit(folder):
+    """Return the commit of a checkout, with a "+" if tracked files differ; "" if git tells none."""
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    return machine.command_output(["git", "-C", str(folder), *describe])
