@@ -12,16 +12,17 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 """
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
-from harness.common import refuse
+from harness.common import refuse, set_up_output
 from harness.figures import COUNTED_STEPS, ENOUGH_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
-from harness.log import Log
-from harness.scripts import folder_of
+from harness.seen import folder_of
 from harness.watch import hooks
+from harness.watch.log import Log
 from harness.watch.timeline import is_elsewhere
 from harness.watch.watcher import Watcher
 
 import builtins
+import math
 import os
 import random
 import runpy
@@ -36,10 +37,11 @@ import torch
 
 
 def main(argv):
+    set_up_output()
     ranks.check_ranks()
     args = parse_command(argv)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # open where the script closes its stdout
-    args.log = Log(args.record_path, out=out)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
+    args.log = Log(args.record_path, out, args.warmup)
     watcher = Watcher(args)
     args.log.say(f"watching {args.title} in {args.folder} for {args.steps} steps")
     args.log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
@@ -48,7 +50,7 @@ def main(argv):
     status, reason = run(args, watcher)
     if not is_elsewhere():
         status = tell_end(args, watcher, status, reason)
-    watcher.probe.stop()  # which must not be at work when Python ends
+    watcher.profiler.stop()  # which must not be at work when Python ends
     sys.exit(status)
 
 
@@ -61,13 +63,15 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = f"stop it after so many steps, the first {WARMUP} of them warm-up (%(default)s)"
+    steps_help = "stop it when it begins another step after so many (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
-    add("--seconds", type=float, metavar="S", help=f"stop it sooner, when {ENOUGH_STEPS} steps or more took so long")
+    add("--warmup", type=positive, default=WARMUP, metavar="N", help="of these, how many are not counted (%(default)s)")
+    seconds_help = f"stop it sooner, when {ENOUGH_STEPS} counted steps or more took so long; needs --record"
+    add("--seconds", type=float, metavar="S", help=seconds_help)
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    gate_help = "begin no step before FILE has more bytes than steps were taken, and end with the process PID"
+    gate_help = "begin a step only if FILE has more bytes than steps were taken, and none when FILE is gone"
     add("--gate", nargs=2, metavar=("FILE", "PID"), help=gate_help)
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
@@ -79,6 +83,9 @@ def parse_command(argv):
         refuse(f"there is no script {args.script}")
     if args.gate:
         args.gate = os.path.abspath(args.gate[0]), int(args.gate[1])
+        args.steps = math.inf  # the gate says how many
+    if args.record_path:
+        args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script
     args.folder = folder_of(args.script)
     if args.folder != Path.cwd():
@@ -163,10 +170,10 @@ def tell_end(args, watcher, status, reason):
     A script that failed keeps its own.
     """
     steps = len(watcher.log.steps)
-    line = f"{reason} after {steps} of {args.steps} steps"
+    line = f"{reason} after {steps} steps"
     if watcher.first_step is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if watcher.seen.losses:
+        if watcher.micro_batches.losses:
             line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
         elif status == 0:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"

@@ -68,7 +68,8 @@ class Watch:
             self.steps.append(self.calls)
             self.calls = []
 
-        self.patch.setattr(torch.cpu, "synchronize", noted)
+        for device in (torch.cpu, torch.cuda):
+            self.note_calls_of(device, "synchronize", noted)
 
     def note_zero_grad(self, of, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")

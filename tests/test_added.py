@@ -1,7 +1,7 @@
 """Techniques that are added to a script from outside: they are in force where they should be."""
 
 from harness import ladder, machine
-from harness.scripts import what_to_type
+from harness.seen import Seen, what_to_type
 from harness.watch.added import Added
 from harness.watch.techniques import framework_of
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures.loops import watch_in_a_fork
+from fixtures.records import SEEN
 
 PLAIN = """
 import torch
@@ -45,7 +46,7 @@ def techniques_after(tmp_path, words, change=""):
     """The line of techniques, what the script printed of itself, and all that watch.py said."""
     ended = watch_in_a_fork(tmp_path, PLAIN.replace("CHANGE", change), *words, "--steps", "99")
     own = re.search(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[0].replace("torch.", "")
-    return ended.of_kind("techniques")[0], own.split(), ended.out
+    return ended.of_kind("seen")[0], own.split(), ended.out
 
 
 def test_without_a_word_nothing_is_added(tmp_path):
@@ -143,8 +144,8 @@ def test_autocast_is_not_added_to_weights_in_64_bits(tmp_path):
 def test_what_to_type_names_the_optimizer_or_the_flag_of_the_framework_that_calls_it():
     frame_of_a_trainer = SimpleNamespace(f_globals={"__name__": "transformers.trainer"}, f_lineno=1, f_back=None)
     assert (framework_of(sys._getframe()), framework_of(frame_of_a_trainer)) == (None, "transformers")
-    by_hand = {"framework": None, "optimizer": "Adam"}
-    in_a_trainer = {"framework": "transformers", "optimizer": "AdamW"}
+    by_hand = Seen(**SEEN | {"optimizer": "Adam"})
+    in_a_trainer = Seen(**SEEN | {"framework": "transformers"})
     fused = ladder.ADDED["fused"]
     assert what_to_type(by_hand, fused) == "`Adam(..., fused=True)`"
     assert what_to_type(in_a_trainer, fused) == "`--optim adamw_torch_fused`"

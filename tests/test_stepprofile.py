@@ -1,7 +1,7 @@
 """What --profile shows: where the time of a step went, in parts, beside what arithmetic predicts for each."""
 
 from harness.arithmetic import Work
-from harness.stepprofile import StepProfile, part_of, predicted_ms
+from harness.watch.stepprofile import StepProfile, part_of, predicted_ms
 
 import re
 from types import SimpleNamespace

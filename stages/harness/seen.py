@@ -1,8 +1,6 @@
-"""A training script, a stage or another: where it runs, what it has of the ladder, and what it has to compute.
+"""What was seen of a training script, a stage or another, and what follows: what it has, lacks, and has to compute."""
 
-What a script has is a dict of techniques, which watch/techniques.py finds and describes.
-"""
-
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import ladder
@@ -24,73 +22,124 @@ IN_FRAMEWORK = {
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
-def is_of_the_ladder(script):
-    """Tell whether a script lies beside the stages, as a stage or a thirteenth one, and takes their flags."""
-    return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
+@dataclass
+class Seen:
+    """What watch.py saw of a script in its first steps: a line of its record, "seen".
 
+    Of flags and calls of PyTorch. unit: what a step is counted in, "tok", "sample" or "step". batch_size, seq_len: of
+    the largest batch, or None. accum: micro-batches of a rank for each update. shape: of a GPT, see
+    arithmetic.shape_of(), or None. weights: the dtype of the largest parameter. autocast: the 16-bit dtype above
+    weights in float32, or None. enters_autocast: whether it has that dtype by autocast, and not by a policy as of FSDP.
+    emulated: whether the device has no units for it. compile: whether compiled code multiplied. fused: None if no
+    optimizer has such a kernel. optimizer: one that could be fused, if there is one. schedules, groups: whether rates
+    change, and whether weights decay by groups. framework: the package that calls the optimizer. loaders: processes and
+    threads that it started, most likely to load its data. failed: {an added technique: why it was left out again}.
 
-def folder_of(script):
-    """Return the folder in which a script runs: the one that the reader is in, or its own where it lies outside of it.
+    Of the operations of one step. profiled: whether they were seen, and else unseen: why not. attention: whether there
+    is any. sdpa: the kernel that scaled_dot_product_attention chose. vocabulary: of how many ids the loss is. busy_ms,
+    reads: on a card, how long it is busy in the step, and how many numbers are read from it.
 
-    nanoGPT's train.py, for one, reads files of its own folder by their names alone. A stage reads none.
+    Of the machine, what the script could use. can_tf32: whether it has such units. amp_dtype: the 16-bit dtype that it
+    multiplies natively, or "float32". compile_problem: what torch.compile lacks.
     """
-    here, home = Path.cwd(), Path(script).resolve().parent
-    return here if home.is_relative_to(here) or is_of_the_ladder(script) else home
+
+    device: str
+    unit: str
+    batch_size: int | None
+    seq_len: int | None
+    accum: int
+    world_size: int
+    parameters: int
+    shape: dict | None
+    tf32: bool
+    weights: str
+    autocast: str | None
+    enters_autocast: bool
+    emulated: bool
+    compile: bool
+    fused: bool | None
+    optimizer: str
+    schedules: bool
+    groups: bool
+    clips: bool
+    ddp: bool
+    framework: str | None
+    loaders: int
+    can_tf32: bool
+    amp_dtype: str
+    compile_problem: str | None
+    failed: dict = field(default_factory=dict)
+    profiled: bool = False
+    unseen: str | None = None
+    attention: bool = False
+    sdpa: str | None = None
+    vocabulary: int | None = None
+    busy_ms: float | None = None
+    reads: int = 0
+
+    @classmethod
+    def of_line(cls, line):
+        """Return the Seen of a line of a record."""
+        return cls(**{name: value for name, value in line.items() if name not in ("kind", "name", "round")})
+
+    @property
+    def has_flash_attention(self):
+        """Whether its attention ran as one kernel."""
+        return self.sdpa not in (None, "math")
+
+    @property
+    def work(self):
+        """The Work of a GPT's micro-batch; None for a model that is not a GPT."""
+        if not self.shape:
+            return None
+        amp_dtype = self.autocast or self.weights
+        in_tf32 = amp_dtype == "float32" and self.tf32 and self.can_tf32
+        update = FUSED_ADAMW if self.fused else ADAMW
+        if self.clips:
+            update += CLIPPING
+        if amp_dtype == "float16":
+            update += UNSCALING
+        if self.ddp:
+            update += BUCKETS
+        return Work(
+            self.shape,
+            self.batch_size,
+            matmul_dtype="tf32" if in_tf32 else amp_dtype,
+            on_cuda=self.device == "cuda",
+            compiled=self.compile,
+            flash=self.has_flash_attention,
+            update=update,
+            accum=self.accum,
+        )
 
 
-def words_on_techniques(techniques):
-    """Return (what a watched script has of the ladder, what it lacks, remarks), two texts and a list of texts.
+# What it has of the ladder, and lacks
 
-    techniques: what find_techniques() returned. A remark says why a technique does nothing, or what is not known.
+
+def has_and_lacks(seen):
+    """Return (has, lacks) of a script, two lists of ladder.Stages. seen: a Seen.
+
+    What would do nothing on this machine, and what was not seen, is in neither list. Clipping, for example, makes no
+    step faster, so a script may have it, and never lacks it.
     """
-    has, lacks = has_and_lacks(techniques)
-    autocast, weights = techniques["autocast"], techniques["weights"]
-    remarks = []
-    if weights != "float32":
-        remarks.append(f"its weights are {weights}, so that autocast has nothing to do")
-    elif autocast and not techniques["enters_autocast"]:
-        remarks.append(f"it computes in {autocast} without autocast, as by a policy of FSDP")
-    if techniques["emulated"]:
-        remarks.append(f"this device has no units for {autocast}, and is slow in it")
-    if techniques["sdpa"] == "math":
-        remarks.append("its scaled_dot_product_attention takes no flash kernel here, as with dropout on a CPU")
-    if not techniques["profiled"]:
-        remarks.append(f"its operations were not looked at, attention among them: {techniques['unseen']}")
-    words_on_has = names_of(has) or "nothing of the ladder"
-    words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
-    return words_on_has, words_on_lacks, remarks
-
-
-def names_of(stages):
-    """Return the techniques of some Stages and where they are in the ladder, in words."""
-    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
-
-
-def has_and_lacks(techniques):
-    """Return (has, lacks) of a watched script, two lists of Stages.
-
-    techniques: what find_techniques() returned. What would do nothing on this machine, and what was not seen, is in
-    neither list. Clipping, for one, makes no step faster, so a script may have it, and never lacks it.
-    """
-    machine = techniques["machine"]
-    has_float32 = techniques["weights"] == "float32"
-    can_use_tf32 = machine["tf32"] and has_float32
-    can_use_autocast = machine["amp_dtype"] != "float32" and has_float32
-    rows = techniques["vocabulary"] or 0
+    has_float32 = seen.weights == "float32"
+    can_use_tf32 = seen.can_tf32 and has_float32
+    can_use_autocast = seen.amp_dtype != "float32" and has_float32
+    rows = seen.vocabulary or 0
     has_large_vocabulary = rows >= SMALL_VOCABULARY
-    has_slow_attention = techniques["attention"] and techniques["sdpa"] is None
+    has_slow_attention = seen.attention and seen.sdpa is None
     table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
-        "s02_tf32": (techniques["tf32"] and can_use_tf32, can_use_tf32),
-        "s03_bf16": (techniques["autocast"] is not None and has_float32, can_use_autocast),
-        "s04_compile": (techniques["compile"], machine["compile_problem"] is None),
-        "s05_flash": (has_flash_attention(techniques), has_slow_attention),
+        "s02_tf32": (seen.tf32 and can_use_tf32, can_use_tf32),
+        "s03_bf16": (seen.autocast is not None and has_float32, can_use_autocast),
+        "s04_compile": (seen.compile, seen.compile_problem is None),
+        "s05_flash": (seen.has_flash_attention, has_slow_attention),
         "s06_vocab": (has_large_vocabulary and rows % 64 == 0, has_large_vocabulary),
-        "s07_clip": (techniques["clips"], False),
-        "s08_cosine": (techniques["schedules"], False),
-        "s09_decay": (techniques["groups"], False),
-        "s10_fused": (techniques["fused"], techniques["fused"] is not None),
-        "s11_accum": (techniques["accum"] > 1, False),
-        "s12_ddp": (techniques["ddp"], False),
+        "s07_clip": (seen.clips, False),
+        "s08_cosine": (seen.schedules, False),
+        "s09_decay": (seen.groups, False),
+        "s10_fused": (seen.fused, seen.fused is not None),
+        "s11_accum": (seen.accum > 1, False),
+        "s12_ddp": (seen.ddp, False),
     }
     has, lacks = [], []
     for stage in ladder.STAGES:
@@ -102,97 +151,108 @@ def has_and_lacks(techniques):
     return has, lacks
 
 
-def has_flash_attention(techniques):
-    """Tell whether a watched script's attention ran as one kernel."""
-    return techniques["sdpa"] not in (None, "math")
-
-
-def what_to_type(techniques, stage):
-    """Return what adds the technique of a Stage to a script, in markdown: a line, or a framework's flag."""
-    if techniques is None:  # it did not run
-        return stage.line
-    call = (techniques["framework"], stage.name)
-    if call in IN_FRAMEWORK:
-        return IN_FRAMEWORK[call]
-    if stage.name == "s10_fused":
-        return f"`{techniques['optimizer']}(..., fused=True)`"
-    return stage.line
-
-
-def uses(techniques, name):
-    """Tell whether a watched script used what "+NAME" adds from outside. techniques: as find_techniques() returns."""
+def uses(seen, name):
+    """Return whether a script used what "+NAME" adds from outside."""
     if name == "tf32":  # the flag alone counts, since ROCm's libraries may choose another kernel by it
-        return techniques["tf32"]
-    has, _ = has_and_lacks(techniques)
+        return seen.tf32
+    has, _ = has_and_lacks(seen)
     return ladder.ADDED[name] in has
 
 
-def words_on_missing(techniques, name):
+def what_to_type(seen, stage):
+    """Return what adds the technique of a Stage to a script, in markdown: a line, or a framework's flag."""
+    if seen is None:  # it did not run
+        return stage.line
+    call = (seen.framework, stage.name)
+    if call in IN_FRAMEWORK:
+        return IN_FRAMEWORK[call]
+    if stage.name == "s10_fused":
+        return f"`{seen.optimizer}(..., fused=True)`"
+    return stage.line
+
+
+# In words
+
+
+def words_on_techniques(seen):
+    """Return (what a script has of the ladder, what it lacks, remarks), two texts and a list of texts.
+
+    A remark says why a technique does nothing, or what is not known.
+    """
+    has, lacks = has_and_lacks(seen)
+    remarks = []
+    if seen.weights != "float32":
+        remarks.append(f"its weights are {seen.weights}, so that autocast has nothing to do")
+    elif seen.autocast and not seen.enters_autocast:
+        remarks.append(f"it computes in {seen.autocast} without autocast, for example by a policy of FSDP")
+    if seen.emulated:
+        remarks.append(f"this device has no units for {seen.autocast}, and is slow in it")
+    if seen.sdpa == "math":
+        remarks.append("its scaled_dot_product_attention takes no flash kernel here, as with dropout on a CPU")
+    if not seen.profiled:
+        remarks.append(f"its operations were not looked at, attention among them: {seen.unseen}")
+    words_on_has = names_of(has) or "nothing of the ladder"
+    words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
+    return words_on_has, words_on_lacks, remarks
+
+
+def names_of(stages):
+    """Return the techniques of some Stages and where they are in the ladder, in words."""
+    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
+
+
+def words_on_missing(seen, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
-    reason = techniques["failed"].get(name, "the script chooses otherwise, or it changes nothing here")
+    reason = seen.failed.get(name, "the script chooses otherwise, or it changes nothing here")
     return f"+{name} took no effect: {reason}"
 
 
-def words_on_stage(stage, techniques, header):
-    """Return what the technique of a Stage does on this machine, in words, or "" where nothing is to be said.
-
-    techniques, header: of the record of its run.
-    """
-    machine, settings = techniques["machine"], header["settings"]
+def words_on_stage(stage, seen):
+    """Return what the technique of a Stage does on this machine, in words, or "" if nothing is to be said."""
     match stage.name:
         case "s02_tf32":
-            return "active" if machine["tf32"] else "this device has no TF32 units"
-        case "s03_bf16" if techniques["autocast"] == "float16":
+            return "active" if seen.can_tf32 else "this device has no TF32 units"
+        case "s03_bf16" if seen.autocast == "float16":
             return "active: float16, loss scaled"
-        case "s03_bf16" if techniques["autocast"]:
-            return f"active: {techniques['autocast']}"
-        case "s03_bf16" if machine["amp_dtype"] == "float32":
-            return f"this {header['environment']['device']} has no 16-bit arithmetic, so float32 stays"
+        case "s03_bf16" if seen.autocast:
+            return f"active: {seen.autocast}"
+        case "s03_bf16" if seen.amp_dtype == "float32":
+            return f"this {seen.device} has no 16-bit arithmetic, so float32 stays"
         case "s03_bf16":
             return "float32 was asked for"
-        case "s04_compile" if techniques["compile"]:
+        case "s04_compile" if seen.compile:
             return "active"
-        case "s04_compile" if machine["compile_problem"]:
-            return f"left out, {machine['compile_problem']}"
+        case "s04_compile" if seen.compile_problem:
+            return f"left out, {seen.compile_problem}"
         case "s04_compile":
             return "nothing was compiled"
-        case "s05_flash" if techniques["sdpa"] == "math":
+        case "s05_flash" if seen.sdpa == "math":
             return "no kernel for it here: PyTorch falls back on matmuls"
-        case "s05_flash" if techniques["sdpa"]:
-            return f"active: the {techniques['sdpa']} kernel"
-        case "s11_accum" if settings["accum"] == 1:
+        case "s05_flash" if seen.sdpa:
+            return f"active: the {seen.sdpa} kernel"
+        case "s11_accum" if seen.accum * seen.world_size == 1:
             return "one micro-batch per step"
         case "s11_accum":
-            return f"{settings['accum']} micro-batches per step"
-        case "s12_ddp" if settings["world_size"] == 1:
+            return f"{seen.accum * seen.world_size} micro-batches per step"
+        case "s12_ddp" if seen.world_size == 1:
             return "one process: what DDP itself costs"
     return "for the loss, not for speed" if stage.for_the_loss else ""
 
 
-def work_of(techniques, header):
-    """Return the Work of a GPT's micro-batch, from what its step used. None for a model that is no GPT.
+# Where it runs
 
-    techniques, header: of the record of a run.
+
+def is_of_the_ladder(script):
+    """Return whether a script lies beside the stages, as a stage or a thirteenth one, and takes their flags."""
+    return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
+
+
+def folder_of(script):
+    """Return the folder in which a script runs: the one that the reader is in, as under python.
+
+    From within this repository it is the script's own, since nobody writes for another project's folder.
     """
-    settings = header["settings"]
-    if not header["shape"]:
-        return None
-    amp_dtype = techniques["autocast"] or techniques["weights"]
-    in_tf32 = amp_dtype == "float32" and techniques["tf32"] and techniques["machine"]["tf32"]
-    update = FUSED_ADAMW if techniques["fused"] else ADAMW
-    if techniques["clips"]:
-        update += CLIPPING
-    if amp_dtype == "float16":
-        update += UNSCALING
-    if techniques["ddp"]:
-        update += BUCKETS
-    return Work(
-        header["shape"],
-        settings["batch_size"],
-        matmul_dtype="tf32" if in_tf32 else amp_dtype,
-        on_cuda=header["environment"]["device"] == "cuda",
-        compiled=techniques["compile"],
-        flash=has_flash_attention(techniques),
-        update=update,
-        accum=settings["accum"] // settings["world_size"],  # of this rank
-    )
+    here, home = Path.cwd(), Path(script).resolve().parent
+    if here.is_relative_to(ROOT) and not home.is_relative_to(here) and not is_of_the_ladder(script):
+        return home
+    return here

@@ -170,15 +170,12 @@ def unwrapped(model):
 
 
 def call_of(module, args, kwargs):
-    """Return (the Call of a module with these arguments, these as named_tensors() returns them).
-
-    The Call is None where there are no tensors.
-    """
+    """Return the Call of a module with these arguments, or None if they have no tensors."""
     reader = reader_of(module)
     by_position = itertools.zip_longest(reader.names[: len(args)], args, fillvalue="")  # "" behind a *args
     tensors = named_tensors([*by_position, *kwargs.items()])
     if not tensors:
-        return None, tensors
+        return None
     _, first = tensors[0]
     rows = first.size(0) if first.dim() else 1
     call = Call(module, module.training, next(module.parameters())._version, first, rows)
@@ -187,7 +184,7 @@ def call_of(module, args, kwargs):
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
         call.tokens, call.seq_len = text.numel(), text.shape[-1]
-    return call, tensors
+    return call
 
 
 def vocabulary_of(modules):

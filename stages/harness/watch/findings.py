@@ -6,18 +6,16 @@ import statistics
 
 import torch
 
-from .. import machine, rates, scripts
-from ..figures import LONG_WAIT, WARMUP
-from ..stepprofile import StepProfile, predicted_ms
-from .timeline import KINDS
+from .. import machine, meters, rates
+from ..figures import LONG_WAIT
+from ..seen import has_and_lacks, uses, what_to_type, words_on_missing, words_on_techniques
+from .stepprofile import StepProfile, predicted_ms
+from .timeline import KINDS, SYNCHRONIZED_STEPS
 
-LONG = 0.2  # of the time, or of the tokens: what takes more is told
+LONG = 0.2  # of the time: what takes more is told
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
 SLOW_LINE = 0.1  # of the time in the script's own code
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to tell
-SLOWER = 1.5  # times as long in the last third of the steps as in the first
-RISING = 0.9  # the correlation of ranks, of how late a step is and how long it takes
-FEWEST_STEPS = 12  # that tell it
 MOST_LOADERS = 2  # with processes: one to train and one to evaluate
 MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
 
@@ -27,34 +25,34 @@ def answer(watcher, shares):
 
     shares: what shares_of() returned.
     """
-    techniques = watcher.techniques
+    seen = watcher.seen
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= 0.005]
     lines = [f"time    {', '.join(parts)}"]
     if watcher.device.type != "cpu":
         lines.append("        of uncounted steps in which each part waited for the card")
     lines += [f"slow    {words}" for words in causes(watcher)]
-    has, lacks, remarks = scripts.words_on_techniques(techniques)
+    has, lacks, remarks = words_on_techniques(seen)
     lines += [f"has     {has}", f"lacks   {lacks}"]
-    _, lacking = scripts.has_and_lacks(techniques)
+    _, lacking = has_and_lacks(seen)
     for stage in lacking:
-        typed = scripts.what_to_type(techniques, stage).replace("`", "")
+        typed = what_to_type(seen, stage).replace("`", "")
         lines.append(f"        {stage.short} {typed}")
     for name in watcher.args.added:
-        if not scripts.uses(techniques, name):
-            remarks.append(scripts.words_on_missing(techniques, name))
+        if not uses(seen, name):
+            remarks.append(words_on_missing(seen, name))
     return lines + [f"        {remark}" for remark in remarks]
 
 
 def words_on_profile(watcher):
     """Return lines on the parts of the profiled last step, beside what they should take; none without --profile."""
-    if not (watcher.args.profile and watcher.last_dt and watcher.probe.events):
+    if not (watcher.args.profile and watcher.last_dt and watcher.profiler.events):
         return []
     predicted = {}
-    work = scripts.work_of(watcher.techniques, watcher.log.header)
+    work = watcher.seen.work
     if work:
-        amp_dtype = getattr(torch, watcher.techniques["machine"]["amp_dtype"])
+        amp_dtype = getattr(torch, watcher.seen.amp_dtype)
         predicted = predicted_ms(work, rates.measure(watcher.device, amp_dtype))
-    return StepProfile(watcher.probe.events, watcher.device, 1e3 * watcher.last_dt).lines(predicted)
+    return StepProfile(watcher.profiler.events, watcher.device, 1e3 * watcher.last_dt).lines(predicted)
 
 
 def percent(share):
@@ -72,7 +70,7 @@ def shares_of(watcher):
     """
     steps = usual_steps(watcher.log)
     if watcher.device.type != "cpu":
-        steps = watcher.log.steps[2:WARMUP] or steps
+        steps = watcher.log.steps[2:SYNCHRONIZED_STEPS] or steps
     return mean_shares(steps)
 
 
@@ -111,8 +109,8 @@ def causes(watcher):
     # idle. Without a profile nothing is known of it.
     if watcher.device.type == "cpu":
         idle = 1.0
-    elif "busy_ms" in watcher.techniques:
-        idle = max(0.0, 1 - watcher.techniques["busy_ms"] / (1e3 * statistics.median(dts)))
+    elif watcher.seen.busy_ms is not None:
+        idle = max(0.0, 1 - watcher.seen.busy_ms / (1e3 * statistics.median(dts)))
     else:
         idle = 0.0
     data, evaluation, own = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest"))
@@ -126,10 +124,10 @@ def causes(watcher):
         loss = min(shares["loss"], idle - own)
         words += words_on_own_code(watcher.clock, own + loss)
     waits = idle - data - evaluation - own
-    if "busy_ms" in watcher.techniques and waits > LONG:
+    if watcher.seen.busy_ms is not None and waits > LONG:
         words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
     computation = (shares["forward"] + shares["backward"] + shares["update"]) * statistics.mean(dts)
-    return words + words_on_growth(dts) + words_on_habits(watcher, computation)
+    return words + words_on_habits(watcher, computation)
 
 
 def words_on_loaders(habits, share, steps):
@@ -165,41 +163,20 @@ def words_on_own_code(clock, share):
     return words
 
 
-def words_on_growth(dts):
-    """Return words on steps that take longer and longer, a list. dts: their seconds.
-
-    Where another program begins in the middle, the steps before and behind that are in no order.
-    """
-    if len(dts) < FEWEST_STEPS:
-        return []
-    # Spearman's correlation of time and place: that of an order with 0, 1, 2, ... is the same as of its inverse
-    from_the_fastest = sorted(range(len(dts)), key=dts.__getitem__)
-    is_in_order = statistics.correlation(from_the_fastest, range(len(dts))) > RISING
-    third = len(dts) // 3
-    first, last = statistics.median(dts[:third]), statistics.median(dts[-third:])
-    if is_in_order and last > SLOWER * first and last - first > SHORT:
-        return [f"its steps get slower, from {1e3 * first:.0f} ms to {1e3 * last:.0f} ms"]
-    return []
-
-
 def words_on_habits(watcher, computation):
     """Return words on what else slows a script down, a list. computation: its seconds in a step on a CPU."""
-    habits, techniques = watcher.habits, watcher.techniques
-    accum, reads = techniques["accum"], techniques.get("reads", 0)
+    habits, accum, reads = watcher.habits, watcher.seen.accum, watcher.seen.reads
     sums_often = habits.sums_of_gradients > 2 and accum > 1
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
-    padding = 1 - statistics.mean(text.item() for text in habits.texts) if habits.texts else 0.0
     variables = machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF)
     is_on_cpu = watcher.device.type == "cpu"
     has_card = torch.accelerator.is_available() or machine.why_no_card() is not None
-    threads, cores = torch.get_num_threads(), machine.cores()
+    threads, cores = torch.get_num_threads(), meters.cores()
     few_threads = is_on_cpu and watcher.world_size == 1 and threads < cores and computation > SHORT
     table = [
         (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
         (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()"),
         (habits.repeats_forward, "forwards run again in the backward: activation checkpointing saves memory for time"),
-        (habits.detects_anomalies, "anomaly detection is on: torch.autograd.set_detect_anomaly(False)"),
-        (padding > LONG, f"{percent(padding)} of its tokens are padding, by its attention_mask"),
         (sums_often, f"ranks add up gradients in each of {accum} micro-batches: no_sync() in all but one"),
         (variables != [], f"{', '.join(variables)} in the environment: unset it"),
         (is_on_cpu and has_card, "it trains on the CPU, and a card is here"),

@@ -25,7 +25,7 @@ def watch_pytorch(watcher):
     """Let PyTorch tell the watcher of what the script does, until the process ends."""
     for work in (tell_of_silence, look_at_own_code):
         threading.Thread(target=work, args=[watcher], daemon=True).start()
-    os.register_at_fork(before=watcher.probe.give_up)
+    os.register_at_fork(before=watcher.profiler.give_up)
     watch_modules(watcher)
     habits, clock = watcher.habits, watcher.clock
     call_first(dataloader.DataLoader, "__iter__", habits.saw_loader, clock, "data")
@@ -38,7 +38,7 @@ def watch_pytorch(watcher):
     call_first(torch.amp.GradScaler, "update", watcher.saw_scaler_update)
     call_first(torch.autocast, "__enter__", watcher.saw_autocast)
     call_first(torch.amp.autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
-    call_first(torch.profiler.profile, "start", watcher.probe.saw_profiler)
+    call_first(torch.profiler.profile, "start", watcher.profiler.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
     call_first(torch.distributed, "init_process_group", watcher.saw_process_group)
     call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
@@ -101,7 +101,7 @@ def watch_modules(watcher):
                 watcher.clock.end(kind)
         finally:
             is_inside = False
-        if kind == "forward" and watcher.techniques is None:
+        if kind == "forward" and watcher.seen is None:
             watcher.habits.saw_output(output)
         return output
 

@@ -3,18 +3,20 @@
 import contextlib
 import ctypes
 import gc
+import os
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 # A step of some 20,000 operations is profiled no further: their list takes memory and time that are not the script's.
 # They are counted by the nodes of its graph, each of which is some ten operations with its backward.
 MOST_NODES = 2_000
 UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
 
 
-class Probe:
+class StepProfiler:
     """The profile of one step. events: of torch.profiler, or None without a profile."""
 
     def __init__(self, clock):
@@ -25,6 +27,11 @@ class Probe:
         self.is_whole = True  # whether it reaches to the end of its step
         self.script_profiles = False
         self.first_node = 0  # of the profiled step
+
+    @property
+    def is_open(self):
+        """Whether a profile is being made."""
+        return self.profiler is not None
 
     def saw_profiler(self, profiler):
         """Leave the profiler to the script, which starts one of its own: two at work empty one another."""

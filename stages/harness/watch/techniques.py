@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
-from ..stepprofile import names_with_callers
+from ..seen import Seen
 from .added import is_compiled
 from .counting import named_tensors, vocabulary_of
-from .probe import busy_ms
+from .profiler import busy_ms
+from .stepprofile import names_with_callers
 from .timeline import count_threads_of_script
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
@@ -41,11 +42,9 @@ class Habits:
     output_dtype: str | None = None
     clips: bool = False
     repeats_forward: bool = False
-    detects_anomalies: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
     batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
     passes: Counter = field(default_factory=Counter)  # {(num_workers, id of a DataLoader): how often it began}
-    texts: list = field(default_factory=list)  # which share of each attention_mask is text, tensors
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
         """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
@@ -58,15 +57,8 @@ class Habits:
         if dtypes:
             self.output_dtype = machine.dtype_name(dtypes[0])
 
-    def saw_arguments(self, tensors):
-        """Note how much of a batch is padding. tensors: pairs of a name and a tensor."""
-        for name, tensor in tensors:
-            if name == "attention_mask" and tensor.dim() == 2:
-                self.texts.append((tensor != 0).float().mean())
-
     def saw_backward(self, models):
-        """Note what a backward() does besides."""
-        self.detects_anomalies = self.detects_anomalies or torch.is_anomaly_enabled()
+        """Note in how many backwards ranks add up their gradients."""
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 self.sums_of_gradients += model.require_backward_grad_sync
@@ -86,79 +78,77 @@ class Habits:
 
 
 def find_techniques(watcher):
-    """Return what PyTorch's flags tell of a step, a dict for JSON. Its operations tell more: see seen_in().
-
-    The watcher adds "unseen": why there are no operations, or None.
-    """
-    habits, device = watcher.habits, watcher.device
+    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step tell more: see seen_in()."""
+    habits, micro_batches, device = watcher.habits, watcher.micro_batches, watcher.device
     models = list(watcher.models.values())
+    modules = [module for model in models for module in model.modules()]
+    parameters = parameters_of(models, *habits.optimizers)
+    largest = max(parameters, key=torch.Tensor.numel)
+    batch_size = seq_len = shape = None
+    if micro_batches.batches:
+        batch = max(micro_batches.batches, key=lambda call: call.priority)
+        batch_size, seq_len = batch.batch_size, batch.seq_len
+    if seq_len:
+        shape = gpt_shape(models, seq_len)
     units = machine.units_of(device)
-    largest = max(parameters_of(models, *habits.optimizers), key=torch.Tensor.numel)
-    return {
-        **model_by_flags(models, watcher.seen.unit == "tok"),
+    return Seen(
+        device=device.type,
+        unit=micro_batches.unit,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        accum=micro_batches.accum,
+        world_size=watcher.world_size,
+        parameters=sum(p.numel() for p in parameters),
+        shape=shape,
         **precision_of(habits, machine.dtype_name(largest.dtype), units),
         **update_of(habits.optimizers),
-        "clips": habits.clips,
-        "accum": watcher.seen.accum,  # micro-batches of a rank
-        "failed": watcher.added.failed,  # {name of an added technique: why it was left out again}
-        "framework": framework_of(sys._getframe()),  # the package that calls the optimizer
-        "loaders": len(multiprocessing.active_children()) + count_threads_of_script(),
-        "machine": {  # what this one could use
-            "tf32": "tf32" in units,
-            "amp_dtype": machine.dtype_name(machine.native_amp_dtype(device)),
-            "compile_problem": machine.compile_problem(device),
-        },
-    }
-
-
-def model_by_flags(models, reads_text):
-    """Return what is known of a model before its operations are seen, which tell more, as a part of the techniques."""
-    modules = [module for model in models for module in model.modules()]
-    return {
-        "profiled": False,  # whether operations were seen
-        "compile": any(is_compiled(module) for module in modules),  # then: whether compiled code multiplied
-        "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
-        "sdpa": None,  # the kernel that scaled_dot_product_attention chose
-        "attention": False,  # whether any was seen
-        "reads_text": reads_text,
-        "vocabulary": vocabulary_of(modules) if reads_text else None,  # then: of how many ids the loss
-    }
+        compile=any(is_compiled(module) for module in modules),
+        ddp=any(isinstance(module, DistributedDataParallel) for module in modules),
+        vocabulary=vocabulary_of(modules) if micro_batches.unit == "tok" else None,
+        clips=habits.clips,
+        framework=framework_of(sys._getframe()),
+        loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
+        failed=watcher.added.failed,
+        can_tf32="tf32" in units,
+        amp_dtype=machine.dtype_name(machine.native_amp_dtype(device)),
+        compile_problem=machine.compile_problem(device),
+    )
 
 
 def precision_of(habits, weights, units):
-    """Return in which dtypes a model computes, a part of the techniques.
+    """Return in which dtypes a model computes, fields of a Seen, a dict.
 
-    weights: the dtype of its largest one. units: what machine.units_of() returned.
+    weights: the dtype of its largest parameter. units: what machine.units_of() returned.
     """
     autocast = habits.autocast
     if autocast is None and weights == "float32" and habits.output_dtype in ("bfloat16", "float16"):
         autocast = habits.output_dtype
-    # torch.get_float32_matmul_precision() raises where a script set these newer flags
+    # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     return {
         "tf32": "tf32" in precisions,
         "weights": weights,
-        "autocast": autocast,  # the dtype above weights in float32, as "bfloat16"
-        "enters_autocast": habits.autocast is not None,  # and has that dtype not by a policy, as FSDP has one
+        "autocast": autocast,
+        "enters_autocast": habits.autocast is not None,
         "emulated": autocast is not None and autocast not in units,
     }
 
 
 def update_of(optimizers):
-    """Return what optimizers do, a part of the techniques. optimizers: {optimizer: its first learning rate}."""
+    """Return what optimizers do, fields of a Seen, a dict. optimizers: {optimizer: its first learning rate}."""
     can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
     shown = unfused[0] if unfused else next(iter(optimizers))
     schedules = decays_by_groups = False
     for optimizer, first_lr in optimizers.items():
         first_group = optimizer.param_groups[0]
-        if first_group.get("lr") != first_lr or "initial_lr" in first_group:  # which PyTorch's own schedules set
+        if first_group.get("lr") != first_lr or "initial_lr" in first_group:  # PyTorch's own schedules set the latter
             schedules = True
         if len({group.get("weight_decay") for group in optimizer.param_groups}) > 1:
             decays_by_groups = True
     return {
-        "fused": not unfused if can_fuse else None,  # None: no optimizer has such a kernel
-        "optimizer": type(shown).__name__,  # one that could be fused, where there is one
+        "fused": not unfused if can_fuse else None,
+        "optimizer": type(shown).__name__,
         "schedules": schedules,
         "groups": decays_by_groups,
     }
@@ -188,32 +178,30 @@ def framework_of(frame):
     return framework
 
 
-def seen_in(probe, flags, device):
-    """Return what the operations of a step tell, as techniques that replace what flags told.
+def seen_in(profiler, seen, device):
+    """Return what the operations of a step tell, as fields that replace those of a Seen, a dict.
 
-    Of a whole step on a card they also have "busy_ms", how long it is busy in the step, and "reads", how many numbers
-    are read from it. What runs in an evaluation, as a teacher does, is not what is trained. probe: a Probe that has
-    events. flags: what find_techniques() returned.
+    What runs in an evaluation, as a teacher does, is not what is trained. profiler: a StepProfiler that has events.
     """
-    all_operations = [(event, names_with_callers(event)) for event in probe.events]
+    all_operations = [(event, names_with_callers(event)) for event in profiler.events]
     operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
-    seen = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
+    fields = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
     matmuls = [names for _, names in operations if is_matmul(names)]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         in_forward = [names for names in matmuls if "python (forward)" in names]
-        seen["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
+        fields["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
     widths = []
     for event, names in operations:
         has_gradients = event.sequence_nr >= 0
         if names[0] == "aten::_log_softmax" and has_gradients and event.input_shapes[0]:
             widths.append(event.input_shapes[0][-1])
-    if flags["reads_text"] and (widths or not flags["compile"]):  # a compiler leaves no log_softmax to be seen
-        seen["vocabulary"] = max(widths, default=None)
-    if device.type != "cpu" and probe.is_whole:
-        seen["busy_ms"] = busy_ms(probe.events)
-        seen["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in probe.events)
-    return seen
+    if seen.unit == "tok" and (widths or not seen.compile):  # a compiler leaves no log_softmax to be seen
+        fields["vocabulary"] = max(widths, default=None)
+    if device.type != "cpu" and profiler.is_whole:
+        fields["busy_ms"] = busy_ms(profiler.events)
+        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiler.events)
+    return fields
 
 
 def is_matmul(names):

@@ -11,11 +11,12 @@ from collections import Counter
 
 import torch
 
-from .. import machine
+from .. import meters
 
 # What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
+SYNCHRONIZED_STEPS = 4  # on a card, before this one some steps wait for it in each of their kinds
 PID = os.getpid()
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
@@ -132,7 +133,7 @@ class StepClock:
 def wait_for(devices):
     """Wait until all devices have done what was queued."""
     for device in devices:
-        machine.synchronize(device)
+        meters.synchronize(device)
 
 
 def is_captured():

@@ -10,18 +10,20 @@ import os
 import sys
 import traceback
 import weakref
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
-from .. import machine, ranks
-from ..figures import UNITS, WARMUP
+from .. import meters, ranks
+from ..figures import UNITS
 from . import gate
 from .added import Added
 from .counting import MicroBatches, call_of
-from .probe import UNSEEN, Probe
-from .techniques import Habits, find_techniques, gpt_shape, parameters_of, seen_in
-from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
-from .words import answer, shares_of, words_on_profile
+from .findings import answer, shares_of, words_on_profile
+from .profiler import UNSEEN, StepProfiler
+from .techniques import Habits, find_techniques, parameters_of, seen_in
+from .timeline import SYNCHRONIZED_STEPS, StepClock, count_threads_of_script, is_captured, is_elsewhere
 
 LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's 5 ms another line may run
 
@@ -29,7 +31,7 @@ LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's
 class Watcher:
     """Times the steps of a script that runs in this process, and reports them. Rank 0 alone prints.
 
-    args: what watch.py was given: steps, seed, script, title and added; and log, a Log.
+    args: what watch.py was given, and log, a Log.
     """
 
     def __init__(self, args):
@@ -37,10 +39,10 @@ class Watcher:
         self.log = args.log
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.clock = StepClock()
-        self.probe = Probe(self.clock)
+        self.profiler = StepProfiler(self.clock)
         self.added = Added(args.added)
         self.habits = Habits()
-        self.seen = MicroBatches()  # since the last step ended
+        self.micro_batches = MicroBatches()  # since the last step ended
         self.models = {}  # {id: module} of all that were called in training, up to the first report
         self.devices = []  # of all parameters that optimizers have
         # References to optimizers are weak, since a script may delete them.
@@ -49,10 +51,11 @@ class Watcher:
         self.others = weakref.WeakSet()  # those that stepped since the last step ended
         self.is_update_due = False  # by a GradScaler, which may skip it
         self.first_step = None  # what log.step() takes, kept until the second one has shown what is trained
-        self.is_last_step = False  # no other one is wanted, and on a card or with --profile this one is profiled
+        self.profiles_last_step = False  # on a card or with --profile, in a step that leaves no line
         self.last_dt = None  # seconds of that step
+        self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs = 0  # that torch.compile made before the step
-        self.techniques = None  # until the first report
+        self.seen = None  # a Seen, from the first report on
 
     # what PyTorch tells
 
@@ -67,18 +70,19 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"
         device_type = next(module.parameters()).device.type
-        if device_type == "meta":  # where nothing is computed, as to count FLOPs
+        if device_type == "meta":  # where nothing is computed, for example to count FLOPs
             return "forward"
-        self.probe.stop_early()
+        self.end_script_if_over()
+        self.profiler.stop_early()
+        self.log.show_line()
         if self.first_step is None and not self.models:
             self.clock.begin_step()  # the first one, without the start of the script
-        call, tensors = call_of(module, args, kwargs)
+        call = call_of(module, args, kwargs)
         if call is not None:
-            self.seen.add_call(call)
+            self.micro_batches.add_call(call)
             self.added.before_forward(module)
-            if self.techniques is None:
+            if self.seen is None:
                 self.models[id(module)] = module
-                self.habits.saw_arguments(tensors)
                 if torch.is_autocast_enabled(device_type):
                     self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
@@ -93,15 +97,16 @@ class Watcher:
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
         if "backward" in self.clock.kinds:
             return
+        self.end_script_if_over()
         self.added.autocast.close()
         if not is_captured():
-            self.seen.add_backward(tensors, in_closure="update" in self.clock.kinds)
+            self.micro_batches.add_backward(tensors, in_closure="update" in self.clock.kinds)
         self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""
         if torch.is_tensor(outputs):
-            self.seen.unscaled_losses.append(outputs)
+            self.micro_batches.unscaled_losses.append(outputs)
 
     def saw_scaler_step(self, scaler, optimizer, *args, **kwargs):
         """Note that a GradScaler is asked to step an optimizer, which it skips where gradients are not finite."""
@@ -119,6 +124,7 @@ class Watcher:
         """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
         if is_elsewhere():
             return
+        self.end_script_if_over()
         if optimizer not in self.habits.optimizers:
             lr = optimizer.param_groups[0].get("lr")
             self.habits.optimizers[optimizer] = lr.detach().clone() if torch.is_tensor(lr) else lr
@@ -128,7 +134,7 @@ class Watcher:
         outer = self.updating_ref()
         if outer is None or not is_in_its_step(outer):
             self.updating_ref = weakref.ref(optimizer)
-        self.seen.backwards_of_closure = 0
+        self.micro_batches.backwards_of_closure = 0
         if "update" not in self.clock.kinds:  # it is inside of another one's step, and where a step has failed
             self.clock.begin("update")
 
@@ -142,7 +148,7 @@ class Watcher:
         if optimizer is not self.updating_ref():
             return
         self.updating_ref = lambda: None
-        self.seen.backwards_of_closure = 0
+        self.micro_batches.backwards_of_closure = 0
         self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
@@ -152,7 +158,7 @@ class Watcher:
             self.end_step()
         else:
             self.others.add(optimizer)
-            self.seen.in_turn = self.seen.in_turn or len(self.seen.batches) > 0
+            self.micro_batches.in_turn = self.micro_batches.in_turn or len(self.micro_batches.batches) > 0
 
     def saw_process_group(self, *args, world_size=-1, **kwargs):
         """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
@@ -181,33 +187,35 @@ class Watcher:
     def end_step(self):
         """End a step: stop the clock, report, and start the clock again. The first step began with a forward."""
         self.is_update_due = False
-        self.added.autocast.close()  # where a script calls no backward()
+        self.added.autocast.close()  # if the script calls no backward()
         dt, queued = self.clock.end_step(self.devices)
-        if not self.seen.batches:
-            self.seen.close()  # where a script calls no backward()
-        flush_stdout()  # so that the script's own lines stand before ours
-        counts = {unit: self.seen.count_of(unit) * self.world_size for unit in UNITS}
-        loss = sum(self.seen.losses).item() if self.seen.losses else None
-        on_card = {} if self.device.type == "cpu" else {"queued": queued}
-        graphs = machine.compiled_graphs() - self.graphs
-        step = loss, dt, counts, {"spent": self.clock.spent, "graphs": graphs, **on_card}
+        self.log.hide_line()
+        if not self.micro_batches.batches:
+            self.micro_batches.close()  # if the script calls no backward()
+        counts = {unit: self.micro_batches.count_of(unit) * self.world_size for unit in UNITS}
+        loss = sum(self.micro_batches.losses).item() if self.micro_batches.losses else None
+        on_clock = {"spent": dict(self.clock.spent), "graphs": meters.compiled_graphs() - self.graphs}
+        if self.device.type != "cpu":
+            on_clock["queued"] = queued
+        step = (loss, dt, counts, on_clock)
         if self.first_step is None:
             self.first_step = step
             self.begin_steps()
-        elif self.log.header is None:
+        elif self.seen is None:
             self.begin_report()
             self.log.step(*self.first_step)
             self.log.step(*step)
-        elif self.is_last_step:
+        elif self.profiles_last_step:
             self.last_dt = dt
             self.keep_profile()
-            self.leave(0)
+            self.is_over = True
         else:
             self.log.step(*step)
-        self.begin_next_step()
+        if not self.is_over:
+            self.begin_next_step()
 
     def begin_steps(self):
-        """Let looks at the script come often enough. Exits where it started ranks by itself."""
+        """Let looks at the script come often enough. Exits if it started ranks by itself."""
         self.clock.forget_own_code()
         if count_threads_of_script() == 0:  # these share the interpreter as without us
             sys.setswitchinterval(LOOK_WITHIN)
@@ -216,97 +224,95 @@ class Watcher:
             self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them by {remedy}")
 
     def begin_next_step(self):
-        """Start the clock of the next step, or end the process where no other one is wanted.
+        """Start the clock of the next step, if one is wanted.
 
         On a CPU the second step is profiled. On a card it is the last one, since what profiles a card slows all steps
         that follow.
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
-        profiles_last_step = on_card or self.args.profile
-        self.is_last_step = steps >= self.args.steps - profiles_last_step or self.has_enough()
-        profiled_step_comes = steps == 0 and not on_card
-        if self.is_last_step:
-            profiled_step_comes = profiles_last_step
-        if profiled_step_comes:
-            self.probe.start(self.device)
-        if self.is_last_step and not self.probe.profiler:
-            self.leave(0)
-        if self.args.gate and not gate.wait(*self.args.gate, steps):
-            self.leave(1)
-        if steps == WARMUP:
+        profiles_at_the_end = on_card or self.args.profile
+        if steps >= self.args.steps - profiles_at_the_end or self.has_enough():
+            if profiles_at_the_end:
+                self.profiler.start(self.device)
+            self.profiles_last_step = self.profiler.is_open
+            self.is_over = not self.profiler.is_open
+        elif steps == 0 and not on_card:
+            self.profiler.start(self.device)
+        if self.args.gate and not self.is_over and not gate.wait(*self.args.gate, steps):
+            self.is_over = True
+        if self.is_over:
+            return
+        if steps == self.log.warmup:
             self.clock.forget_own_code()  # what it did once is not told
-        self.graphs = machine.compiled_graphs()
-        self.seen = MicroBatches(self.seen.in_turn)
+        self.graphs = meters.compiled_graphs()
+        self.micro_batches = MicroBatches(self.micro_batches.in_turn)
         # some steps of the warm-up tell what kernels belong to
-        self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < WARMUP)
+        self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < SYNCHRONIZED_STEPS)
 
     def has_enough(self):
-        """Tell whether --seconds is over. Several ranks can't agree on that, so they stop by their number of steps."""
-        seconds = self.args.seconds
-        if seconds is not None and self.world_size > 1:
-            seconds = 0
-        return seconds is not None and self.log.has_enough(seconds)
+        """Return whether --seconds is over.
+
+        Of several ranks the first decides it one step ahead, in a file, so that all of them end after the same step.
+        """
+        seconds, steps = self.args.seconds, len(self.log.steps)
+        if seconds is None or self.world_size == 1:
+            return seconds is not None and self.log.has_enough(seconds)
+        last = Path(self.args.record_path).with_name("last")
+        if self.log.is_rank_0 and not last.exists() and self.log.has_enough(seconds):
+            unfinished = last.with_name("last.unfinished")
+            unfinished.write_text(str(steps + 1))
+            unfinished.rename(last)
+        return last.exists() and steps >= int(last.read_text())
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
-        seen, models = self.seen, list(self.models.values())
-        batch_size = seq_len = shape = None
-        if seen.batches:
-            batch = max(seen.batches, key=lambda call: call.priority)
-            batch_size, seq_len = batch.batch_size, batch.seq_len
-        if seq_len:
-            shape = gpt_shape(models, seq_len)
-        settings = {
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "seed": self.args.seed,
-            "accum": seen.accum * self.world_size,
-            "world_size": self.world_size,
-        }
-        about = {
-            "stage": self.args.script,
-            "settings": settings,
-            "shape": shape,
-            "parameters": sum(p.numel() for p in parameters_of(models, *self.habits.optimizers)),
-            "unit": seen.unit,
-        }
-        tokens = seen.count_of(seen.unit) * self.world_size
-        self.log.begin(self.args.title, self.device, tokens, about)
-        if seen.unit == "step":
+        micro_batches = self.micro_batches
+        self.seen = find_techniques(self)
+        tokens = micro_batches.count_of(self.seen.unit) * self.world_size
+        flush_stdout()  # so that the script's own lines stand before ours
+        self.log.begin(self.args.title, self.device, self.args.seed, self.seen, tokens)
+        if self.seen.unit == "step":
             self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
-        if seen.in_turn:
+        if micro_batches.in_turn:
             self.log.say("optimizers train in turn: a step ends with the first one's, and its largest batch is counted")
-        if seen.is_called_again:
+        if micro_batches.is_called_again:
             self.log.say("a module is called more than once before backward(): its largest call is counted")
-        if not seen.losses:
+        if not micro_batches.losses:
             self.log.say("no loss is shown, since backward() gets no tensor of one number")
-        if len(seen.losses) > 1:
-            self.log.say(f"the loss is the sum of the {len(seen.losses)} that backward() gets in a step")
-        self.techniques = find_techniques(self)
+        if len(micro_batches.losses) > 1:
+            self.log.say(f"the loss is the sum of the {len(micro_batches.losses)} that backward() gets in a step")
         self.models = {}
         self.keep_profile()
-        self.probe.forget()
+        self.profiler.forget()
 
     def keep_profile(self):
-        """Add to the techniques what the profiled step has shown, where there was one, and write them to the record."""
-        self.probe.stop()
-        if self.probe.events is not None:
-            self.techniques |= seen_in(self.probe, self.techniques, self.device)
-        self.techniques["unseen"] = None if self.techniques["profiled"] else UNSEEN
-        self.log.write("techniques", **self.techniques)
+        """Add to what was seen what the profiled step has shown, if there was one, and write it to the record."""
+        self.profiler.stop()
+        if self.profiler.events is not None:
+            self.seen = replace(self.seen, **seen_in(self.profiler, self.seen, self.device))
+        self.seen.unseen = None if self.seen.profiled else UNSEEN
+        self.log.write("seen", **asdict(self.seen))
 
     # the end
 
     def finish(self):
         """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
+        flush_stdout()
         if not self.log.steps:
             return
         self.clock.is_running = False  # no look at the script's lines may come between
         shares = shares_of(self)
-        self.log.finish({"shares": shares})
+        self.log.finish(shares)
         for line in answer(self, shares) + words_on_profile(self):
             self.log.say(line)
+
+    def end_script_if_over(self):
+        """End the script if it begins a step that is not wanted. What it does after its last step has run by then."""
+        if self.is_over:
+            self.finish()
+            self.log.notice(f"{self.args.title} was stopped after {len(self.log.steps)} steps, when it began another")
+            self.leave(0)
 
     def refuse(self, line):
         """End the process with one line and exit status 2."""
@@ -319,8 +325,7 @@ class Watcher:
         self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
-        """Finish, and end the process at once: threads of the script, its children and its `finally` may hang."""
-        self.finish()
+        """End the process at once: threads of the script, its children and its `finally` may hang."""
         flush_stdout()
         for child in multiprocessing.active_children():
             child.terminate()
