@@ -7,69 +7,62 @@
     python bench.py "s11 --batch-size 16" "s11 --batch-size 64"        one stage with other flags
     python bench.py s12 "torchrun --standalone --nproc_per_node=2 s12" one process and two
 
-A row is a command: a stage or a script, the flags behind it, and what launches it in front. The script is the first
-word that is a stage, ends in .py, or is the -m of a module, so write --log-dir=s05 and not --log-dir s05 in front of
-it. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are
-in, and in its own where it lies elsewhere. Where it writes files, put {row} into a flag: each row has another number.
+A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
+word that is a stage, ends in .py, or is the -m of a module, so before it write --log-dir=s05 and not --log-dir s05.
++tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are in.
+If it writes files, put {row} into a flag: each run of each row has another number.
 
-Flags behind the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
+Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts. A script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
 Each row is compared with the one above and with the first. Table and verdict go to results/NAME.md, a picture to
-results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl. --predict only says, in half a minute, what
-each stage should bring here.
+results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
-Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round, and take 7 counted steps, one
-each in turn, there and back. On a card, and where memory does not hold all or one loads its data ahead, each runs to
-its end: it stops when it has counted 7 steps or more that took six seconds together, and at the latest after 160.
+Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 20 steps of warm-up they
+take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
+each runs to its end: until it has counted 7 steps that took six seconds together, and at most 160.
 """
 
 import itertools
+import json
+import os
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
-from harness import ROOT, ladder, machine, ranks
+from harness import ROOT, ladder, meters, ranks
+from harness.bench import rounds
 from harness.bench.results import Results
-from harness.bench.rounds import ENOUGH_SECONDS, MOST_COUNTED_STEPS, ROUNDS, measure, probe, show
-from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
-from harness.common import refuse, tell
+from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
+from harness.common import refuse, set_up_output, tell
 from harness.figures import ENOUGH_STEPS, WARMUP
-from harness.flags import Parser, new_parser, parse, positive
+from harness.flags import Parser, positive, seed
 
-from data import TextError, TokenLoader, load_tokens
-
-FLAGS_FOR_SCRIPTS = ("--seed", "--device")  # of a stage, which mean something for a script, too
-ORDER = "pass rows first, a script with its own flags in quotes, and then the flags of all stages"
+FLAGS_FOR_SCRIPTS = ("--device",)  # of a stage, which mean something for a script, too
 
 
 def main(argv):
     """Measure, or draw what was measured. Return the exit status.
 
-    It is 1 where a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
+    It is 1 if a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
     """
+    set_up_output()
     ranks.check_ranks()
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:
-        refuse("start bench.py once: torchrun belongs in front of a row, in its quotes")
+        refuse("start bench.py once: torchrun belongs before a row, in its quotes")
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         args = parse_command(argv)
         if args.render is not None:
             render(args.render)
-            return 0
-        args.text = name_of_text(args)
-        args.flags += ["--device", args.shared.device.type]  # of the cards all but one are hidden
-        for name in ("device", "environment"):  # told here, since no row's note tells them
-            if name in args.shared.fallbacks:
-                tell(f"{name}: {args.shared.fallbacks[name]}")
-        if args.predict:
-            probe(Results(new_bench(args, argv)))
             return 0
         return exit_status(run(args, argv))
     except KeyboardInterrupt as interrupted:
@@ -85,179 +78,174 @@ def interrupt(signal_number, frame):
 
 
 def parse_command(argv):
-    """Return the command line as a namespace. Exits with one line and status 2 where it is wrong.
+    """Return the command line as a namespace. Exits with one line and status 2 if it is wrong.
 
-    Without --render it has more than the bench's own flags: `rows`, all that is started; `reference`, the name of the
-    row that all are compared with; `stages`, the rows that take the flags of stages; `flags`, the words that all of
-    these get; and `shared`, what a stage makes of the flags as they were typed.
+    Without --render it has more than the bench's own flags: `rows`, the Rows of the commands; `climb`, the Row of
+    --climb or None; and `flags`, the words that stages get, which a stage has not looked at yet.
     """
-    args, words = new_parser_of_bench().parse_known_args(argv)
+    args, words = new_parser().parse_known_args(argv)
     for name in (args.out, args.render):
-        if name is not None and (not name or "/" in name):
+        if name is not None and (name.strip(".") == "" or "/" in name):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
     if args.render is not None:
-        if any((words, args.rounds, args.steps, args.out, args.climb, args.predict)):
+        if any((words, args.rounds, args.steps, args.out, args.climb)):
             refuse("--render runs nothing: pass no rows and no other flags")
         return args
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
     commands = list(itertools.takewhile(is_row, words))
     args.flags = words[len(commands) :]
-    args.shared = parse_flags(args.flags)
-    rows = [row_of(command) for command in commands]
+    args.rows = [row_of(command) for command in commands]
     if args.climb is not None:
-        rows = rows_of_climb(args.climb, args.shared.device) + rows
-    if rows:
-        args.reference = rows[0].name
-    else:
-        rows = rows_of_ladder(args.shared.device)
-        args.reference = ladder.STAGES[0].short  # `plain`, which is above it on a CPU, is none of the twelve
-    args.rows = all_rows(rows)
-    args.stages = [row for row in rows if row.takes_flags]
-    if args.stages:
-        args.flags += flags_of_batch(args)
-    else:
+        args.climb = row_of(args.climb)
+        check(args.climb)
+    for row in args.rows:
+        check(row)
+    args.has_stages = any(row.takes_flags for row in args.rows) or not (args.rows or args.climb)
+    if not args.has_stages:
         refuse_flags_of_stages(args.flags)
     return args
 
 
-def new_parser_of_bench():
+def new_parser():
     """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({ROUNDS})")
-    add("--steps", type=positive, metavar="N", help=f"most steps of a row in a round, {WARMUP} of them warm-up")
+    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({rounds.ROUNDS})")
+    add("--steps", type=positive, metavar="N", help="most steps of a row in a round, with its warm-up")
+    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
-    add("--predict", action="store_true", help="only say what each stage should bring here")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     return parser
 
 
 def is_row(word):
-    """Tell whether a word of the command line is a row, and no flag."""
+    """Return whether a word of the command line is a row, and not a flag."""
     return not word.startswith("-") or word.startswith("-m ")
 
 
-def parse_flags(flags):
-    """Return flags as a stage parses them. Exits with one line where one is wrong, or of no use in a bench."""
-    _, unknown = new_parser(None).parse_known_args(flags)
-    if unknown:
-        refuse(f"{unknown[0]} is no flag of a stage: {ORDER}")
-    args = parse(None, flags, machine.free_memory_by_a_child)
-    if args.save:
-        refuse("--save is for a stage that you start by hand")
-    return args
-
-
-def flags_of_batch(args):
-    """Return the flag by which all stages take the batch that fits the one that needs most of a card.
-
-    There is none where a batch was asked for, and on a CPU. Exits with one line where the flags of a row are wrong.
-    """
-    own_flags = {tuple(row.flags) for row in args.stages}
-    parsed = [parse_flags([*args.flags, *flags]) for flags in own_flags]
-    chosen = [flags for flags in parsed if "batch_size" in flags.fallbacks]
-    if not chosen:
-        return []
-    smallest = min(chosen, key=lambda flags: flags.batch_size)
-    tell(f"batch_size: {smallest.fallbacks['batch_size']}")
-    return ["--batch-size", str(smallest.batch_size)]
-
-
 def refuse_flags_of_stages(flags):
-    """Exit with one line where flags for stages were passed, though no row is a stage."""
+    """Exit with one line if flags for stages were passed, though no row is a stage."""
     for flag in flags:
         if flag.startswith("--") and flag.split("=")[0] not in FLAGS_FOR_SCRIPTS:
-            refuse(f"{flag} is for stages, and no row is one: {ORDER}")
-
-
-def name_of_text(args):
-    """Load the text once, before any stage starts, and return its name. Where its download failed, add a flag.
-
-    It is None without a stage. Exits with one line where the text is too short for a sequence, or can't be read.
-    """
-    if not args.stages:
-        return None
-    try:
-        corpus = load_tokens(args.shared.data)
-        TokenLoader(corpus, 1, args.shared.seq_len)
-    except TextError as error:
-        refuse(error)
-    if corpus.source != args.shared.data:
-        args.flags += ["--data", corpus.source]
-    return corpus.name
+            order = "pass rows first, a script with its own flags in quotes, and then the flags of all stages"
+            refuse(f"{flag} is for stages, and no row is one: {order}")
 
 
 # A run
 
 
 def run(args, argv):
-    """Run a new bench, and return its Results. Where it is interrupted, show what was measured so far."""
+    """Run a new bench, and return its Results. If it is interrupted, show what was measured so far."""
     name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
-    with open_new(path) as file:
-        if not all(row.takes_flags for row in args.rows):
-            tell("where a script writes files, put {row} into a flag: each row has another number")
+    if path.exists() or path.with_suffix(".md").exists():
+        refuse(f"results/{name} is there already: pass another --out")
+    bench = new_bench(args, probe(args), argv)
+    try:
+        file = open(path, "x", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
+    with file:
         tell(f"all steps go to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
-        results = Results(new_bench(args, argv), file)
+        results = Results(bench, file)
+        if "{row}" not in bench["command"] and not all(row.takes_flags for row in results.rows.values()):
+            tell("if a script writes files, put {row} into a flag: each run of each row has another number")
         try:
-            measure(results, path)
+            rounds.measure(results, path)
         except KeyboardInterrupt:
             tell("interrupted; what was measured:")
-            show(results, path)
+            rounds.show(results, path)
             raise
     return results
 
 
-def new_bench(args, argv):
-    """Return the line of a record that begins a bench, a dict: see log.py."""
-    device = args.shared.device
-    steps = args.steps or WARMUP + MOST_COUNTED_STEPS
+def probe(args):
+    """Return what the probe says of the machine, a dict: see probe.py. "rates" is None if they can't be measured.
+
+    Exits with its status if it ends with a line for the user.
+    """
+    program = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "probe")
+        words = [str(path), "stages" if args.has_stages else "scripts", "--seed", str(args.seed), *args.flags]
+        status = subprocess.run([*program, *words], start_new_session=True).returncode
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    if status == 2 or not lines:
+        raise SystemExit(status or 1)
+    machine, *rates = map(json.loads, lines)
+    if not rates:
+        tell("nothing can be predicted, since the probe failed")
+    return machine | {"rates": rates[0] if rates else None}
+
+
+def new_bench(args, machine, argv):
+    """Return the line of a record that begins a bench, a dict: see results.py. machine: what the probe says."""
+    device = machine["environment"]["device"]
+    reference, rows = None, args.rows
+    if args.climb:
+        rows = rows_of_climb(args.climb, machine) + rows
+    elif not rows:
+        rows = rows_of_ladder(device)
+        reference = ladder.STAGES[0].short  # `plain`, which is above it on a CPU, is not one of the twelve
+    warmup, counted = WARMUP, rounds.MOST_COUNTED_STEPS
+    if device == "cpu":
+        warmup, counted = rounds.WARMUP_ON_CPU, rounds.TURNS
+    if args.steps:
+        warmup = max(WARMUP, min(warmup, args.steps - ENOUGH_STEPS))
+        counted = args.steps - warmup
+    steps = str(warmup + counted)
     return {
         "kind": "bench",
-        "reference": args.reference,
-        "warmup": WARMUP,
-        "steps": steps,
-        "seconds": ENOUGH_SECONDS,
-        "rounds": args.rounds or ROUNDS,
-        "turns": min(ENOUGH_STEPS, steps - WARMUP) if device.type == "cpu" else 0,
-        "rows": [asdict(row) for row in args.rows],
-        "seed": args.shared.seed,
-        "flags": ["--steps", str(steps), *args.flags],
-        "variables": machine.variables_of(device) | (CPU_MEMORY if device.type == "cpu" else {}),
-        "text": args.text,
-        "environment": machine.environment(device),
-        "commit": machine.commit(ROOT),
+        "rows": [asdict(row) for row in all_rows(rows)],
+        "reference": reference or rows[0].name,
+        "rounds": args.rounds or rounds.ROUNDS,
+        "warmup": warmup,
+        "steps": warmup + counted,
+        "turns": counted if device == "cpu" else 0,
+        "seconds": rounds.ENOUGH_SECONDS,
+        "loss_step": warmup + min(counted, ENOUGH_STEPS) - 1,  # the last one that every row has to take
+        "seed": args.seed,
+        "flags": ["--steps", steps, "--seed", str(args.seed), *args.flags, *machine["flags"]],
+        "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
+        "environment": machine["environment"],
+        "rates": machine["rates"],
+        "text": machine["text"],
+        "commit": meters.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
 
 
-def open_new(path):
-    """Return the file of a new record. Exits with one line where it or its page is there, or it can't be written."""
-    try:
-        if path.with_suffix(".md").exists():
-            refuse(f"results/{path.stem}.md is there already: pass another --out")
-        return open(path, "x", encoding="utf-8")
-    except OSError as error:
-        refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
+def variables_of(card):
+    """Return the variables that lead a script, which chooses for itself, to a card. card: its number, or None.
+
+    A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if card is None:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if card == 0:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[card] if visible else str(card)}
 
 
 def exit_status(results):
-    """Return 1 where a row of the table failed for another reason than memory, else 0."""
+    """Return 1 if a row of the table failed for another reason than memory, else 0."""
     errors = [results.error(row) for row in results.table_rows]
     return 1 if any(error and not error["out_of_memory"] for error in errors) else 0
 
 
 def render(name):
-    """Draw a page again. Exits with one line where its record can't be drawn."""
+    """Draw a page again. Exits with one line if its record can't be drawn."""
     path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
     try:
-        show(Results.load(path), path)
+        results = Results.load(path)
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except Exception as error:  # what an older record lacks may be missed anywhere
         refuse(f"results/{path.name} is no record of this version of the bench ({type(error).__name__}: {error})")
+    rounds.show(results, path)
 
 
 if __name__ == "__main__":

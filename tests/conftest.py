@@ -30,8 +30,6 @@ os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import harness  # noqa: F401  (before torch: it takes variables away that torch reads)
-from harness import machine
 from harness.bench import rounds
 from harness.bench.results import Results
 from harness.figures import WARMUP
@@ -117,13 +115,13 @@ def run_stage(stage, *flags, folder, status=0):
 
 
 def steps_in(out):
-    """The steps that a stage printed, as lines of a record; dt in ms, and speed in tokens per second."""
+    """The steps that a stage printed, as lines of a record; dt in seconds, and speed in tokens per second."""
     steps = []
-    for line in re.findall(r"^step +(\d+ \| .*)$", out, re.MULTILINE):
-        number, *figures, dt, speed = line.split(" | ")
-        step = {"kind": "step", "step": int(number), "ms": float(dt.removesuffix("ms"))}
-        step["speed"] = float(speed.removesuffix(" tok/sec").replace(",", ""))
-        steps.append(step | {name: float(value) for name, value in (figure.split() for figure in figures)})
+    for line in re.findall(r"^step (.*)$", out, re.MULTILINE):
+        number, *words, dt, _, speed, _ = line.split()
+        step = {"kind": "step", "step": int(number), "dt": float(dt), "speed": float(speed.replace(",", ""))}
+        figures = zip(words[::2], words[1::2], strict=True)
+        steps.append(step | {name: float(value) for name, value in figures})
     return steps
 
 
@@ -169,9 +167,11 @@ def python(*words, folder=ROOT, **env):
 def run_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row, by the lines that the bench keeps."""
     bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seconds": 99, "seed": 1337}
-    bench |= {"flags": ["--steps", "24", *flags], "variables": {}}
+    bench |= {"turns": 0, "rounds": 1, "flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
-    rounds.run_row(row, Results(bench, record), 0)
+    results = Results(bench, record)
+    with contextlib.closing(rounds.RowProcess(row, results, 0)) as process:
+        process.wait()
     lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
     return Ended(0, "", "", lines)
 
@@ -200,18 +200,6 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", fail)
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
-
-
-@pytest.fixture
-def a_card(monkeypatch):
-    """A machine of which the second card is taken, as far as flags and the bench look at it."""
-    environment = machine.environment(torch.device("cpu")) | {"device": "cuda"}
-    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cuda", 1))
-    monkeypatch.setattr(machine, "free_memory_of_card", lambda device: 80e9)
-    monkeypatch.setattr(machine, "free_memory_by_a_child", lambda device: 80e9)
-    monkeypatch.setattr(machine, "native_amp_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(machine, "compile_problem", lambda device: None)
-    monkeypatch.setattr(machine, "environment", lambda device: environment)
 
 
 @pytest.fixture

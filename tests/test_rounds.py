@@ -29,7 +29,7 @@ def run_of(launcher=(), steps=WARMUP + 2, **plan):
     env = ["env", "FAKE_ROW=a", f"FAKE_PLANS={json.dumps({'a': plan})}"]
     a = row("a", script="s01_baseline", launcher=[*env, *launcher])
     results = results_of(rows=[a], steps=steps)
-    rounds.run_row(a, results, 0)
+    rounds.run_one_after_the_other(0, results, rounds.Progress(results))
     return results.runs["a", 0]
 
 
@@ -61,7 +61,7 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
 def test_a_row_that_cannot_be_started_says_so(tmp_path):
     gone = row("b", launcher=[str(tmp_path / "gone")])
     results = results_of(rows=[gone])
-    rounds.run_row(gone, results, 0)
+    rounds.run_one_after_the_other(0, results, rounds.Progress(results))
     assert results.error(gone)["message"].startswith("it can't be started: [Errno 2] No such file or directory")
 
 
@@ -83,24 +83,43 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
     killed = run_of(TWO_RANKS, do="be killed", at=1, rank=1).error
     assert (killed["message"], killed["out_of_memory"]) == ("rank 1: killed by SIGKILL", True)
     run = run_of(TWO_RANKS)
-    assert run.header["settings"]["world_size"] == 2
+    assert run.seen.world_size == 2
     assert [step["loss"] for step in run.steps[:2]] == [5.5, 5.4]
 
 
+def in_turn(tmp_path, launcher=(), **plans):
+    """The Results of a round of turns of two rows that do as planned, and why it could not be, or None."""
+    words = [f"FAKE_PLANS={json.dumps(plans)}", *launcher]
+    both = [row(name, script="s01_baseline", launcher=["env", f"FAKE_ROW={name}", *words]) for name in "ab"]
+    results = results_of(rows=both, turns=3)
+    reason = rounds.take_turns(0, results, rounds.Progress(results))
+    assert all_have_ended(tmp_path / "lock")
+    return results, reason
+
+
 @pytest.mark.parametrize("launcher", [(), TWO_RANKS])
-def test_rows_take_one_step_each_in_turn_there_and_back(launcher, tmp_path):
-    rows = [row(name, script="s01_baseline", launcher=["env", f"FAKE_ROW={name}", *launcher]) for name in "ab"]
-    results = results_of(rows=rows, turns=3)
-    assert rounds.take_turns(0, results) is None
+def test_rows_take_one_step_each_in_turn(launcher, tmp_path):
+    results, reason = in_turn(tmp_path, launcher)
+    assert reason is None
     assert [len(results.runs[name, 0].counted) for name in "ab"] == [3, 3]
     assert all(results.runs[name, 0].summary for name in "ab")
-    assert all_have_ended(tmp_path / "lock")
+
+
+def test_a_script_with_short_steps_takes_several_in_a_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows.Row, "takes_flags", False)
+    results, _ = in_turn(tmp_path, b={"dt": 0.006})
+    assert [len(results.runs[name, 0].counted) for name in "ab"] == [3, 12]
 
 
 def test_a_row_that_dies_in_a_turn_costs_only_itself(tmp_path):
-    plans = json.dumps({"a": {"do": "crash", "at": WARMUP + 1}})
-    rows = [row(n, script="s01_baseline", launcher=["env", f"FAKE_ROW={n}", f"FAKE_PLANS={plans}"]) for n in "ab"]
-    results = results_of(rows=rows, turns=3)
-    assert rounds.take_turns(0, results) is None
+    results, _ = in_turn(tmp_path, a={"do": "crash", "at": WARMUP + 1})
     assert results.runs["a", 0].error["message"] == "RuntimeError: boom"
     assert len(results.runs["b", 0].counted) == 3
+
+
+def test_rows_take_no_turns_if_one_loads_ahead_or_memory_is_short(tmp_path, monkeypatch):
+    assert (
+        in_turn(tmp_path, a={"loaders": 2})[1] == "the workers of a load its data ahead, while others have their turns"
+    )
+    monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
+    assert in_turn(tmp_path)[1] == "memory does not hold all 2 processes at once"

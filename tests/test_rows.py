@@ -1,16 +1,15 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
-from harness import ladder, machine
-from harness.bench.rows import CPU_MEMORY, all_rows, row_of, rows_of_climb, rows_of_ladder
+from harness import ladder
+from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, STAGE_FILES, error_of
 
-CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 SHORTS = [stage.short for stage in ladder.STAGES]
 
 
@@ -30,7 +29,10 @@ def names(rows):
 
 def rows_of(*words):
     """All Rows of a bench of these words."""
-    return all_rows([row_of(word) for word in words])
+    rows = [row_of(word) for word in words]
+    for row in rows:
+        check(row)
+    return all_rows(rows)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,17 @@ def test_a_word_is_a_launcher_a_script_and_flags(word, launcher, script, flags):
     assert (row.launcher, row.script, row.flags) == (launcher.split(), script, flags.split())
 
 
-BENCH = {"steps": 9, "seconds": 6, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
+FOLDER = Path("/folder")
+BENCH = {"steps": 9, "warmup": 4, "turns": 0, "seconds": 6, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
 
 
 def command_of(row, *others):
     """The command of a Row in a bench of it and others."""
-    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]}, "record")
+    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]}, 0, FOLDER)
 
 
-WATCH = [str(ROOT / "stages" / "watch.py"), "--record", "record", "--seed", "5", "--steps", "9", "--seconds", "6"]
+WATCH = [str(ROOT / "stages" / "watch.py"), "--record", "/folder/record", "--seed", "5", "--warmup", "4"]
+WATCH += ["--steps", "9", "--seconds", "6"]
 
 
 def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_so_does_a_script_beside_it():
@@ -94,7 +98,7 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
     bench = {"variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
     for name in ("mine.py", "s05"):
         assert row_of(name).environment(bench) == os.environ | bench["variables"]
-    plain, *_ = rows_of_ladder(CPU)
+    plain, *_ = rows_of_ladder("cpu")
     assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
 
 
@@ -105,7 +109,7 @@ def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monke
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
         ("+flash mine.py", "there is no +flash"),
-        ("s05 --steps 9", "put --steps behind all rows"),
+        ("s05 --steps 9", "put --steps after all rows"),
         ("s05", "two rows are 's05'"),
         ("s11 again", "two rows are 's11 again'"),
     ],
@@ -117,7 +121,17 @@ def test_rows_that_can_not_run_are_one_line(capsys, word, reason):
 def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_above():
     together = rows_of("s11", "mine.py", "s05", "s06")
     assert names(together) == ["s11", "mine.py", "s05", "s05 again", "s06"]
-    assert [row.above for row in together] == [None, "s11", "mine.py", None, "s05"]
+    assert [row.base for row in together] == [None, "s11", "mine.py", "s05", "s05"]
+
+
+def test_a_row_with_techniques_is_compared_with_the_nearest_row_of_its_script_without_others():
+    bases = {
+        row.name: row.base for row in rows_of("mine.py", "+bf16 mine.py", "+fused mine.py", "+bf16 +fused mine.py")
+    }
+    assert bases["+fused mine.py"] == "mine.py"
+    assert bases["+bf16 +fused mine.py"] == "+fused mine.py"
+    apart = rows_of("mine.py --a=1", "+bf16 mine.py --a=2")
+    assert apart[-1].base == "mine.py --a=1"  # of other flags there is no row
 
 
 def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none_and_of_two_the_first():
@@ -130,12 +144,10 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
     """The control's, too; as they were typed the two rows have the same flags."""
     first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
-    assert [row.command(bench, "record")[-1] for row in (first, again, second)] == [
-        "--out=o/0/x",
-        "--out=o/1/x",
-        "--out=o/2/x",
-    ]
-    assert second.command(bench, "record")[:2] == ["env", "A=r2"]
+    started = [(row, number) for number in range(2) for row in (first, again, second)]
+    folders = [row.command(bench, number, FOLDER)[-1] for row, number in started]
+    assert folders == [f"--out=o/{count}/x" for count in range(6)]
+    assert second.command(bench, 1, FOLDER)[:2] == ["env", "A=r5"]
     assert second.flags == first.flags
 
 
@@ -156,31 +168,29 @@ def test_a_title_is_the_script_and_what_tells_its_rows_apart(words, titles):
 
 
 def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
-    table = rows_of_ladder(CPU)
+    table = rows_of_ladder("cpu")
     assert names(table) == ["plain", *SHORTS]
     assert command_of(table[0]) == command_of(table[1])
     assert (table[0].keeps_memory, table[1].keeps_memory) == (False, True)
-    assert names(rows_of_ladder(CUDA)) == SHORTS
-    assert names(rows_of_ladder(MPS)) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
+    assert names(rows_of_ladder("cuda")) == SHORTS
+    assert names(rows_of_ladder("mps")) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
 
 
-def climb(command, device, monkeypatch, units, compile_problem=None):
+def climb(command, device, units, compile_problem=None):
     """[(name, techniques)] of the rows of a climb on a machine of that kind."""
-    monkeypatch.setattr(machine, "units_of", lambda device: units)
-    monkeypatch.setattr(machine, "compile_problem", lambda device: compile_problem)
-    return [(row.name, " ".join(row.added)) for row in rows_of_climb(command, device)]
+    machine = {"environment": {"device": device}, "units": units, "compile_problem": compile_problem}
+    return [(row.name, " ".join(row.added)) for row in rows_of_climb(row_of(command), machine)]
 
 
-def test_a_climb_adds_a_technique_in_each_row_but_those_that_the_script_has(monkeypatch):
-    *_, third, last = climb("mine.py --lr 1", CUDA, monkeypatch, {"tf32", "bfloat16"})
+def test_a_climb_adds_a_technique_in_each_row_but_those_that_the_script_has():
+    *_, third, last = climb("mine.py --lr 1", "cuda", {"tf32", "bfloat16"})
     assert third == ("+ compile", "tf32 bf16 compile")
     assert last == ("+ fused", "tf32 bf16 compile fused")
-    climbed = climb("+bf16 mine.py", CUDA, monkeypatch, {"bfloat16"})
+    climbed = climb("+bf16 mine.py", "cuda", {"bfloat16"})
     assert climbed == [("+bf16 mine.py", "bf16"), ("+ compile", "bf16 compile"), ("+ fused", "bf16 compile fused")]
 
 
-def test_a_climb_leaves_out_what_does_nothing_here_and_says_why(monkeypatch, capsys):
-    climbed = climb("mine.py", CPU, monkeypatch, set(), "no compiler")
+def test_a_climb_leaves_out_what_does_nothing_here_and_says_why(capsys):
+    climbed = climb("mine.py", "cpu", set(), "no compiler")
     assert climbed == [("plain", ""), ("mine.py", ""), ("+ fused", "fused")]
     assert "+compile is left out: no compiler\n" in capsys.readouterr().err
-    assert rows_of_climb("torchrun mine.py", CPU)[0].launcher == ["torchrun"]

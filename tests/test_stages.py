@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_by_the_bench, run_script, run_stage, steps_in
+from observe import watching
 from torch.nn import functional as F
-from watch import watching
 
 from data import VOCAB
 
@@ -83,8 +83,8 @@ def assert_same_training(run, other, tolerance=1e-4):
 def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     run = stages(stage, *ONE_MICRO_BATCH)
     assert run.figures("step") == [0, 1, 2, 3, 4]
-    for step in run.lines:  # dt is printed to 0.005 ms
-        assert step["speed"] * step["ms"] / 1e3 == pytest.approx(48, rel=0.01)
+    for step in run.lines:  # dt is printed to 0.05 ms
+        assert step["speed"] * step["dt"] == pytest.approx(48, rel=0.1)
     assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
 
 
@@ -286,7 +286,7 @@ def test_two_ranks_train_as_one_process_and_rank_0_prints_and_saves(stage, tmp_p
     both.lines = steps_in(both.out)
     assert_same_training(both, run_stage("s11", *flags, "--save", tmp_path / "alone", folder=tmp_path))
     for step in both.lines:
-        assert step["speed"] * step["ms"] / 1e3 == pytest.approx(192, rel=0.01)  # the tokens of both
+        assert step["speed"] * step["dt"] == pytest.approx(192, rel=0.1)  # the tokens of both
 
     held_out = IDS[441:]  # two windows of 24, and the last target
     losses = []
@@ -306,7 +306,7 @@ def test_a_single_rank_of_torchrun_trains_as_plain_python_does(stages, stage):
 @pytest.mark.parametrize("stage", FOR_RANKS)
 def test_two_ranks_in_the_bench_end_well_with_the_mean_of_their_losses(stages, stage):
     both = run_by_the_bench(row_of(f"torchrun --standalone --nproc_per_node=2 {stage}"), FLOAT32, steps=5)
-    kinds = ["header", "techniques", *5 * ["step"], "summary"]
+    kinds = ["header", "seen", *5 * ["step"], "summary"]
     assert [line["kind"] for line in both.lines] == kinds
     assert both.figures("loss") == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:5], abs=1e-4)
 

@@ -1,8 +1,8 @@
 """What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
 
+from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
 from .table import compare
-from .words import quoted, ratio_cell
 
 
 def answer(table):
@@ -73,15 +73,18 @@ def cost_of_more(table):
 
 
 def all_together(table):
-    """Return what all rows bring together: the last of one process beside the first, which may be `plain`.
+    """Return what all rows bring together: the fastest of one process beside the first, which may be `plain`.
 
-    None where that says no more than the last row does, and where nothing is known of the noise.
+    None if that says no more than the second row does, or if no ± is known.
     """
     first, *others = table.shown
-    compared = [outcome for outcome in others if outcome.ranks == 1 and compare(outcome, first, table)]
-    if table.noise is None or not compared or compared[-1] is others[0]:
+    compared = [outcome for outcome in others if outcome.seen and outcome.seen.world_size == 1]
+    ratios = {outcome: compare(outcome, first, table) for outcome in compared}
+    compared = [outcome for outcome in compared if ratios[outcome] and ratios[outcome].spread is not None]
+    if not compared:
         return None
-    last = compared[-1]
-    ratio = compare(last, first, table)
-    cell = ratio_cell(ratio, judge(ratio, table.noise))
-    return f"{quoted(last.row.title)} is {cell} times as fast as {quoted(first.row.title)}"
+    fastest = max(compared, key=lambda outcome: ratios[outcome].value)
+    if fastest is others[0]:
+        return None
+    cell = ratio_cell(ratios[fastest], judge(ratios[fastest], table.least))
+    return f"{quoted(fastest.row.title)} is {cell} times as fast as {quoted(first.row.title)}"

@@ -1,11 +1,12 @@
 """What is said of a row of the table, in the terminal and on a page: cells, and words for a note."""
 
 import re
+import sys
 import textwrap
 
-from .. import scripts
 from ..card import words_on_card
 from ..figures import UNITS, waiting_share, waits_for_data
+from ..seen import uses, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 
 NOTHING = "–"  # a cell without a figure
@@ -95,9 +96,9 @@ def remarks(outcome):
     base = outcome.comparison.base
     if outcome.error:
         words.append(failure(outcome.error))
-    elif base and base.facts and outcome.facts and base.model != outcome.model:
-        words.append("not compared with the row above, which trains another model, or counts something else")
-    if outcome.techniques:
+    elif base and base.model and outcome.model and not outcome.comparison.ratio and not base.error:
+        words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
+    if outcome.seen:
         words += remarks_on_script(outcome)
     return words
 
@@ -105,20 +106,18 @@ def remarks(outcome):
 def remarks_on_script(outcome):
     """Return what is said of a script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    Of a stage it is not what it has and lacks. Of a row that adds a technique to the row above, it is why that took no
+    Of a stage it is not what it has and lacks. Of a row that adds a technique to its base, it is why that took no
     effect instead.
     """
-    techniques, change = outcome.techniques, outcome.comparison.change
+    seen, change = outcome.seen, outcome.comparison.change
     words = []
     for name in change.in_vain:
-        is_in_it = scripts.uses(techniques, name)
-        words.append(f"{name} is in it already" if is_in_it else scripts.words_on_missing(techniques, name))
+        words.append(f"{name} is in it already" if uses(seen, name) else words_on_missing(seen, name))
     if not (outcome.row.stage or change.code or change.in_vain):
-        has, lacks, others = scripts.words_on_techniques(techniques)
+        has, lacks, others = words_on_techniques(seen)
         words += [f"has {has}", f"lacks {lacks}", *others]
     if outcome.is_on_other_device:
-        device = outcome.facts["environment"]["device"]
-        words.append(f"ran on the {device} in a bench of another device: pass --device {device}")
+        words.append(f"ran on the {seen.device} in a bench of another device: pass --device {seen.device}")
     if outcome.counted and waits_for_data(outcome.counted):
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
@@ -129,4 +128,6 @@ def failure(error):
     if error["out_of_memory"]:
         return "out of memory"
     message = "".join(letter if letter.isprintable() else " " for letter in error["message"])
+    if "ModuleNotFoundError" in message:
+        message += f" in {sys.executable}: start the bench by the Python that runs the script (make climb PY=python)"
     return textwrap.shorten(f"failed: {message}", MOST_OF_A_REASON, placeholder=" ...")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from .. import ladder
-from ..scripts import has_and_lacks, what_to_type
+from ..seen import has_and_lacks, what_to_type
+from .cells import NOTHING, command_cell
 from .rows import CPU_MEMORY, runs_the_same
-from .words import NOTHING, command_cell
 
 
 @dataclass
@@ -45,7 +45,7 @@ def change_of(outcome, base):
     has_same_flags = above is None or row.flags == above.flags
     code = []
     if has_same_flags:  # else nobody knows which of the two it is
-        code = [what_to_type(outcome.techniques, stage) for stage in added if not stage.for_the_loss]
+        code = [what_to_type(outcome.seen, stage) for stage in added if not stage.for_the_loss]
     if row.stage and not names:
         title, typed = title_and_typed(row, added, adds_its_line=bool(claimed) and has_same_flags)
         in_vain = []  # its note says why
@@ -81,10 +81,10 @@ def goes_without(row, above):
 
 def takes_effect(stage, outcome, base):
     """Tell whether the technique of a Stage is seen in a row, and not in its base. Before it ran it is taken for so."""
-    if stage.technique is None or outcome.techniques is None:
+    if stage.technique is None or outcome.seen is None:
         return True
-    is_in_base = base is not None and base.techniques is not None and stage in has_and_lacks(base.techniques)[0]
-    return stage in has_and_lacks(outcome.techniques)[0] and not is_in_base
+    is_in_base = base is not None and base.seen is not None and stage in has_and_lacks(base.seen)[0]
+    return stage in has_and_lacks(outcome.seen)[0] and not is_in_base
 
 
 def computes_the_same(outcome, base, claimed, added):
@@ -93,12 +93,11 @@ def computes_the_same(outcome, base, claimed, added):
     Where attention falls back on matmuls, these are others than s04's. And ROCm's libraries may choose another kernel
     by the flag of TF32, also where the card has no units for it, so nothing is said of an AMD card.
     """
-    ours, theirs = outcome.techniques, base.techniques
+    ours, theirs = outcome.seen, base.seen
     if ours is None or theirs is None or any(stage.unpredictable for stage in claimed):
         return False
-    environment = outcome.facts["environment"]
-    on_amd = environment["device"] == "cuda" and not environment["cuda"]
-    if ours["sdpa"] != theirs["sdpa"] or (on_amd and ours["tf32"] != theirs["tf32"]):
+    on_amd = ours.device == "cuda" and not outcome.header["environment"]["cuda"]
+    if ours.sdpa != theirs.sdpa or (on_amd and ours.tf32 != theirs.tf32):
         return False
     return not added or (outcome.work is not None and outcome.work == base.work)
 

@@ -10,14 +10,14 @@ import textwrap
 from ..arithmetic import flops_per_token, shape_name
 from ..figures import UNITS
 from .answer import answer
+from .cells import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .table import compare
-from .words import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
 WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-NO_NOISE = "Nothing is called faster or slower: that takes three rounds, and a row that ran twice."
+TOO_FEW = "Nothing is called faster or slower: that takes three rounds."
 
 
 # The tables
@@ -45,15 +45,15 @@ def short_table(table, path_to_stages=None):
 
 def full_table(table):
     """Yield the lines of the second table of a page, which adds to the short one."""
-    title_of_loss = "loss" if table.loss_step is None else f"loss, step {table.loss_step}"
-    yield ["row", "predicted", "dt ms", "% of peak", title_of_loss, "note"]
+    loss_step = table.bench["loss_step"]
+    yield ["row", "predicted", "dt ms", "% of peak", f"loss, step {loss_step}", "note"]
     for outcome in table.shown:
         yield [
             quoted(outcome.row.title),
             number_cell(outcome.comparison.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
-            number_cell(outcome.losses.get(table.loss_step), "{:.2f}"),
+            number_cell(outcome.losses.get(loss_step), "{:.2f}"),
             note_cell(outcome, table.bench),
         ]
 
@@ -89,12 +89,16 @@ def wrapped(text, indent, width=TERMINAL_WIDTH):
 def how_to_read(table):
     """Return how to read the ratios of the table, and the commands that it leaves out, a list of sentences."""
     lines = []
-    if any(outcome.comparison.ratio for outcome in table.shown):
-        if table.noise is None:
-            lines.append(NO_NOISE)
-        elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-            apart = f"By chance alone, runs of the same code may come out {100 * table.noise:.1f} % apart here."
-            lines.append(f"A number in brackets is not shown to differ from 1. {apart}")
+    ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
+    if ratios and all(ratio.spread is None for ratio in ratios):
+        lines.append(TOO_FEW)
+    elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
+        lines.append("A number in brackets is not shown to differ from 1.")
+    if table.control_differs:
+        lines.append(
+            f"The same code ran twice and came out {100 * table.least:.1f} % apart, so this bench was disturbed: "
+            "nothing that is closer to 1 is called faster or slower."
+        )
     for outcome in table.shown:
         if len(outcome.row.name) > MOST_OF_A_COMMAND:  # its cell has no room for it
             lines.append(f"{quoted(outcome.row.title)} is {code(outcome.row.name)}")
@@ -140,22 +144,22 @@ def page(table, name):
 
 
 def conditions(table):
-    """Return the lines under the tables: machine, settings, how the rows were led, noise, rates, command."""
+    """Return the lines under the tables: machine, settings, how the rows ran, noise, rates, command."""
     bench = table.bench
     how = "One after the other, each in a fresh process"
     steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
     if bench["turns"]:
         how = "All alive at once in a round, fresh processes, one step each in turn"
-        steps = f"{bench['turns']} turns behind {bench['warmup']} steps of warm-up"
+        steps = f"{bench['turns']} turns after {bench['warmup']} steps of warm-up"
     elif "reason" in bench:
         how += f", since {bench['reason']}"
     return [
         machine_line(bench["environment"]),
-        what_ran(table.facts, bench["text"]),
+        what_ran(table.first, bench["text"]),
         f"{how}: {steps}. Rounds: {bench['rounds']}.",
         noise_line(table),
-        rates_line(table.rates),
-        f"Again: `{bench['command']}` at commit {bench['commit'] or 'unknown'}.",
+        rates_line(bench["rates"]),
+        f"Again: {code(bench['command'])} at commit {bench['commit'] or 'unknown'}.",
     ]
 
 
@@ -170,36 +174,37 @@ def machine_line(env):
     return f"{line}."
 
 
-def what_ran(facts, text):
+def what_ran(outcome, text):
     """Return the model, the batch, the text, the seed and the date of the first row that ran.
 
-    facts: its, or None. text: the name of the stages' own, or None without a stage.
+    outcome: its Outcome, or None. text: the name of the stages' own, or None without a stage.
     """
-    if facts is None:
+    if outcome is None:
         return "No row got as far as its first step."
-    shape, settings = facts["shape"], facts["settings"]
+    seen, header = outcome.seen, outcome.header
     line = "The first row that ran: "
-    line += f"{shape_name(shape)}, {flops_per_token(shape) / 1e6:.0f} MFLOP a token" if shape else "no GPT"
+    if seen.shape:
+        line += f"{shape_name(seen.shape)}, {flops_per_token(seen.shape) / 1e6:.0f} MFLOP a token"
+    else:
+        line += f"{seen.parameters:,} parameters"
     # of a script not all of these are known
-    if settings["batch_size"]:
-        line += f", B {settings['batch_size']}"
-    if settings["seq_len"]:
-        line += f", T {settings['seq_len']}"
+    if seen.batch_size:
+        line += f", B {seen.batch_size}"
+    if seen.seq_len:
+        line += f", T {seen.seq_len}"
     if text:
         line += f", {text}"
-    return f"{line}, seed {settings['seed']}, {facts['started'][:10]}."
+    return f"{line}, seed {header['seed']}, {header['started'][:10]}."
 
 
 def noise_line(table):
-    """Return how much runs of one computation differed, and what that makes of the noise."""
+    """Return how much runs of one computation differed, pair by pair."""
     parts = []
     for outcome in table.pairs:
         comparison = outcome.comparison
-        left_out = ", which is left out" if comparison.is_contradicted else ""
         pair = f"{quoted(outcome.row.title)} / {quoted(comparison.base.row.title)}"
-        parts.append(f"{pair} {comparison.ratio.value:.3f}{left_out}")
-    line = f"Runs of one computation: {', '.join(parts) or 'none'}."
-    return f"{line} The noise is {100 * table.noise:.1f} %." if table.noise else line
+        parts.append(f"{pair} {comparison.ratio.value:.3f}")
+    return f"Runs of one computation: {', '.join(parts) or 'none'}."
 
 
 def rates_line(rates):

@@ -3,9 +3,9 @@
 from html import escape
 
 from ..figures import UNITS
+from .cells import bracketed, failure, speed_cell
 from .ratios import Verdict
 from .rows import shortened
-from .words import bracketed, failure, speed_cell
 
 WIDTH = 640  # all lengths are in pixels
 LETTER = 8.4  # of a wide font, as DejaVu Sans

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 ALIKE = 0.05  # a ratio that is surely nearer to 1 than this makes no difference
-FEWEST_ROUNDS = 3  # below it nothing is told of how far a ratio may be off
+FEWEST_ROUNDS = 3  # with fewer, nothing is said of how far a ratio may be off
 
 
 class Ratio(NamedTuple):
@@ -44,13 +44,18 @@ NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)
 def logs_of_rounds(times, times_of_base):
     """Return the logarithm of the ratio of two speeds in each round that both rows have ended, a list.
 
-    times, times_of_base: {round: seconds of a token}.
+    times, times_of_base: {round: seconds of a token in each turn}. Both took a turn one after the other, on a machine
+    that was as busy for one as for the other, so a round's ratio is the median of those of its turns.
     """
-    return [math.log(times_of_base[number] / times[number]) for number in times if number in times_of_base]
+    logs = []
+    for number in times.keys() & times_of_base.keys():
+        turns = zip(times[number], times_of_base[number], strict=False)  # one may have ended sooner
+        logs.append(statistics.median(math.log(base / ours) for ours, base in turns))
+    return logs
 
 
 def scatter_of(logs_of_all):
-    """Return the Scatter of the lists of logs_of_rounds() of all rows; None where no list has two rounds."""
+    """Return the Scatter of the lists of logs_of_rounds() of all rows; None if no list has two rounds."""
     lists = [logs for logs in logs_of_all if len(logs) > 1]
     freedom = sum(len(logs) - 1 for logs in lists)
     if not freedom:
@@ -64,13 +69,13 @@ def scatter_of(logs_of_all):
 def ratio_of(logs, scatter):
     """Return the Ratio of two rows by logs_of_rounds(), or None without a round.
 
-    Its value is the geometric mean of the rounds. A row scatters as a typical row, or as it did itself where that
-    is more: three rounds alone would need twice the ±.
+    Its value is the geometric mean of the rounds. A row scatters as a typical row, or as it did itself if that is more:
+    by three rounds of its own alone, the ± would be twice as wide.
     """
     if not logs:
         return None
     value = math.exp(statistics.mean(logs))
-    if len(logs) < FEWEST_ROUNDS or scatter is None:  # None: no row is beside one that it is compared with
+    if len(logs) < FEWEST_ROUNDS or scatter is None:
         return Ratio(value, None)
     sd = max(scatter.sd, statistics.stdev(logs))
     return Ratio(value, value * math.expm1(students_t(scatter.freedom) * sd / math.sqrt(len(logs))))
@@ -89,19 +94,14 @@ def distance(ratio):
     return max(ratio, 1 / ratio) - 1
 
 
-def noise_of_pairs(ratios):
-    """Return how far apart rows of one computation came out, as a distance(): that of the worst pair.
+def judge(ratio, least=0.0):
+    """Return the Verdict on a ratio: chance alone may bring it as far from 1 as its spread.
 
-    None without a pair that has a spread.
+    least: as far it may come in any case, since the control did.
     """
-    return max((distance(ratio.value) for ratio in ratios if ratio.spread is not None), default=None)
-
-
-def judge(ratio, noise):
-    """Return the Verdict on a ratio: chance alone may bring it as far from 1 as its spread, or the noise."""
     if ratio.spread is None:
         return Verdict.UNCLEAR
-    reach = max(ratio.spread / ratio.value, noise)  # the spread of a ratio and of its inverse are alike in percent
+    reach = max(ratio.spread / ratio.value, least)  # the spread of a ratio and of its inverse are alike in percent
     if distance(ratio.value) > reach:
         return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
     if distance(ratio.value) + reach <= ALIKE:

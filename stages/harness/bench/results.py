@@ -1,22 +1,36 @@
-"""What was measured: the lines of a bench's record, kept as they come."""
+"""What was measured: the lines of a bench's record, kept as they come.
+
+results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
+
+    {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "reference": "s01", "rounds": 3,
+     "warmup": 20, "steps": 27, "turns": 7, "seconds": 6.0, "loss_step": 26, "seed": 5, "flags": ["--steps", "27"],
+     "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {...},
+     "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
+     "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
+
+"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. "warmup" of
+the "steps" are not counted. In a round each row takes so many "turns"; without them each one runs to its end, and a
+line {"kind": "apart", "reason": ...} says why, if it was decided on the way. "flags" are those of all stages, and
+"variables" of the environment those of all rows. "rates" is None if they could not be measured.
+
+Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
+"start". The lines of its record follow, which harness/watch/log.py describes.
+"""
 
 import json
 from dataclasses import dataclass, field
 
 from ..common import say
+from ..seen import Seen
 from .rows import Row
 
 
 def first_known(values):
     """Return the first value that is not None, or None."""
-    known = [value for value in values if value is not None]
-    return known[0] if known else None
-
-
-def lines_of(path):
-    """Return the lines of a record, dicts. A last one that a kill cut off is left out."""
-    complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in complete_lines if line]
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 @dataclass
@@ -26,8 +40,8 @@ class Run:
     round: int
     warmup: int
     header: dict | None = None
+    seen: Seen | None = None
     steps: list = field(default_factory=list)
-    techniques: dict | None = None
     summary: dict | None = None
     error: dict | None = None
 
@@ -40,15 +54,14 @@ class Run:
 class Results:
     """All that was measured in one bench.
 
-    bench: the first line of its record. rows: {name: Row} of all that it starts. rates: the line of the probe, or None.
-    runs: {(name, round): Run}. file: where each line goes at once, or None.
+    bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
+    where each line goes at once, or None.
     """
 
     def __init__(self, bench, file=None):
         self.file = file
         self.bench = bench
         self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
-        self.rates = None
         self.runs = {}
         self.write(bench)
 
@@ -56,11 +69,10 @@ class Results:
     def load(cls, path):
         """Return the Results of a record. A last line that a kill cut off is left out.
 
-        Raises OSError where it can't be read, and many other exceptions where it is no record of a bench.
+        Raises OSError if it can't be read, and many other exceptions if it is not the record of a bench.
         """
-        bench, *lines = lines_of(path)
-        if bench.get("in_turn"):
-            raise ValueError("its rows took their steps in turn")
+        complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        bench, *lines = [json.loads(line) for line in complete_lines if line]
         results = cls(bench)
         for line in lines:
             results.add(line)
@@ -71,8 +83,6 @@ class Results:
         self.write(line)
         key = line.get("name"), line.get("round")
         match line["kind"]:
-            case "rates":
-                self.rates = line
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "apart":  # all begins again
@@ -80,11 +90,13 @@ class Results:
                 self.runs = {}
             case "step":
                 self.runs[key].steps.append(line)
-            case "header" | "techniques" | "summary" | "error" as field_name:  # a later one replaces the first
+            case "seen":  # a later one replaces the first
+                self.runs[key].seen = Seen.of_line(line)
+            case "header" | "summary" | "error" as field_name:
                 setattr(self.runs[key], field_name, line)
 
     def write(self, line):
-        """Write a line. Where the disk is full, what is measured goes on in memory."""
+        """Write a line. If the disk is full, what is measured goes on in memory."""
         if self.file:
             say(json.dumps(line), self.file, "the record ends here")
 

@@ -1,4 +1,4 @@
-"""The rows of a bench. A row is a command: a stage or a script, the flags behind it, and what launches it in front."""
+"""The rows of a bench. A row is a command: a stage or a script, the flags after it, and what launches it before it."""
 
 import os
 import re
@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .. import ladder, machine
+from .. import ladder
 from ..common import ROOT, refuse, tell
-from ..scripts import is_of_the_ladder
+from ..seen import is_of_the_ladder
 
 LONGEST_TITLE = 32  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
@@ -19,7 +19,7 @@ CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_
 # What the names of programs in a launcher become.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
-# The names of programs and modules that start a Python for the script behind them.
+# The names of programs and modules that start a Python for the script after them.
 LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|deepspeed)(\..+)?")
 
 
@@ -29,9 +29,10 @@ class Row:
 
     name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere. No two rows
     share a name or a title. script: the name of a stage, the path of another script, or the name of a module.
-    launcher, flags: the words before and behind it in the command. added: the techniques that are added to a script
-    from outside, as "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them. above:
-    the name of the row above. control_of: in a second run, the name of the row that it repeats.
+    launcher, flags: the words before and after it in the command. added: the techniques that are added to a script from
+    outside, for example "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them.
+    base: the name of the row that it is compared with. control_of: in a second run, the name of the row that it
+    repeats, which is its base.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Row:
     flags: list = field(default_factory=list)
     added: list = field(default_factory=list)
     keeps_memory: bool = True
-    above: str | None = None
+    base: str | None = None
     control_of: str | None = None
 
     @property
@@ -51,27 +52,27 @@ class Row:
 
     @property
     def takes_flags(self):
-        """Whether it takes the flags that stand behind all rows, as stages and scripts beside them do."""
+        """Whether it takes the flags that stand after all rows, as stages and scripts beside them do."""
         return self.stage is not None or is_of_the_ladder(self.script)
 
-    def command(self, bench, record, gate=None):
-        """Return the command line as a list: watch.py runs it. bench: the first line of a record, with the flags.
+    def command(self, bench, round_number, folder):
+        """Return the command line as a list: watch.py runs it. bench: the first line of a record.
 
-        record: the path of the record of this process. gate: the name of the file beside it that allows steps, or None.
+        folder: where this process writes its record, and finds the gate that allows its steps.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
-        typed. Where the launcher starts no Python at all, as env, this Python stands between it and the script. {row}
-        becomes a number that no other row has, since several rows may not write one file.
+        typed. If the launcher starts no Python at all, as env does not, this Python stands between it and the script.
+        {row} becomes a number that no other process has, since several may not write one file.
         """
         words = []
         for word in self.launcher:
             words += THIS_PYTHON.get(word, [word])
         if not starts_python(self.launcher):
             words.append(sys.executable)
-        words += [str(ROOT / "stages" / "watch.py"), "--record", record, "--seed", str(bench["seed"])]
-        if gate:
-            words += ["--gate", str(Path(record).with_name(gate)), str(os.getpid())]
-            words += ["--steps", str(bench["warmup"] + bench["turns"])]
+        words += [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
+        words += ["--seed", str(bench["seed"]), "--warmup", str(bench["warmup"])]
+        if bench["turns"]:
+            words += ["--gate", str(folder / "gate"), str(os.getpid())]
         else:
             words += ["--steps", str(bench["steps"]), "--seconds", str(bench["seconds"])]
         words += [f"+{name}" for name in self.added]
@@ -79,8 +80,9 @@ class Row:
         words += [script] if script.endswith(".py") else ["-m", script]
         if self.takes_flags:
             words += bench["flags"]
-        number = [row["name"] for row in bench["rows"]].index(self.name)
-        return [word.replace("{row}", str(number)) for word in words + self.flags]
+        names = [row["name"] for row in bench["rows"]]
+        number = str(round_number * len(names) + names.index(self.name))
+        return [word.replace("{row}", number) for word in words + self.flags]
 
     def environment(self, bench):
         """Return the environment of its process: the bench's own, and what the bench adds to it."""
@@ -106,7 +108,7 @@ def runs_the_same(row, above):
 def row_of(command):
     """Return the Row that an argument of the command line describes: s05, my/train.py, or a command in quotes.
 
-    Its title is the name of its script, as "s05" or "train". Exits with one line where it has no script.
+    Its title is the name of its script, as "s05" or "train". Exits with one line if it has no script.
     """
     try:
         words = shlex.split(command)
@@ -133,9 +135,9 @@ def row_of(command):
 def place_of_script(words, command):
     """Return where the script of a command stands: the first stage, .py file or -m of a module.
 
-    A word with = is none of these, so that the value of a launcher's flag that looks like a script can be told:
-    --flag=value. Nor is the -m of a launcher as torch.distributed.run, or one with a number, as numactl has it. Exits
-    with one line where there is none.
+    A word with = is none of these, so that a launcher's flag may have a value that looks like a script: --flag=value.
+    Nor is the -m of a launcher such as torch.distributed.run, or one with a number, as numactl has it. Exits
+    with one line if there is none.
     """
     for place, word in enumerate(words):
         next_word = words[place + 1] if place + 1 < len(words) else ""
@@ -150,24 +152,22 @@ def place_of_script(words, command):
 
 
 def rows_of_ladder(device):
-    """Return the Rows of all stages that run on a device."""
-    rows = [row_of(stage.short) for stage in ladder.STAGES if device.type != "mps" or not stage.takes_ranks]
+    """Return the Rows of all stages that run on a device, "cuda", "mps" or "cpu"."""
+    rows = [row_of(stage.short) for stage in ladder.STAGES if device != "mps" or not stage.takes_ranks]
     return with_plain(rows, device)
 
 
-def rows_of_climb(command, device):
+def rows_of_climb(script, machine):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    command: the script, as a row of the command line. What does nothing on this device is left out, and told.
+    script: its Row. machine: what the probe says of it. What does nothing there is left out, and told.
     """
-    script = row_of(command)
-    useless = {"compile": machine.compile_problem(device)}  # {technique: why it does nothing here, or None}
-    units = machine.units_of(device)
-    if "tf32" not in units:
+    useless = {"compile": machine["compile_problem"]}  # {technique: why it does nothing here, or None}
+    if "tf32" not in machine["units"]:
         useless["tf32"] = "this device has no TF32 units"
-    if "bfloat16" not in units:
+    if "bfloat16" not in machine["units"]:
         useless["bf16"] = "this device has no bfloat16 units"
-    rows = with_plain([script], device)
+    rows = with_plain([script], machine["environment"]["device"])
     for name in ladder.ADDED:
         if useless.get(name):
             tell(f"+{name} is left out: {useless[name]}")
@@ -179,7 +179,7 @@ def rows_of_climb(command, device):
 
 def with_plain(rows, device):
     """Return Rows and, on a CPU, `plain` above them: the first one without the variables of memory."""
-    if device.type != "cpu":
+    if device != "cpu":
         return rows
     return [replace(rows[0], name="plain", title="plain", keeps_memory=False), *rows]
 
@@ -187,17 +187,14 @@ def with_plain(rows, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: these, and the control.
 
-    Titles become unique. Exits with one line where a row can't run, or two have one name.
+    Titles become unique, and each row gets its base. Exits with one line if two rows have one name.
     """
     titles = [title_of(row, rows) for row in rows]
     in_order = []
-    above = None
     for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
-        check(row)
         if titles.count(title) > 1:
             title = f"{row.title} #{number}"
-        in_order.append(replace(row, title=title, above=above))
-        above = row.name
+        in_order.append(replace(row, title=title, base=base_of(row, in_order)))
     add_control(in_order)
     names = [row.name for row in in_order]
     for name in names:
@@ -206,21 +203,33 @@ def all_rows(rows):
     return in_order
 
 
+def base_of(row, rows_above):
+    """Return the name of the row that a row is compared with, or None for the first.
+
+    It is the one above. A row that adds techniques to a script is compared with the nearest row of this script that has
+    no other ones.
+    """
+    for above in reversed(rows_above):
+        if row.added and runs_the_same(row, above) and set(above.added) <= set(row.added):
+            return above.name
+    return rows_above[-1].name if rows_above else None
+
+
 def check(row):
-    """Exit with one line where a row can't run, or would not run as the others do."""
+    """Exit with one line if a row can't run, or would not run as the others do."""
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
     if row.script.endswith(".py") and not Path(row.script).is_file():
         refuse(f"{row.name!r}: there is no {row.script}")
     for word in row.flags:
         if row.takes_flags and word.startswith(("--steps", "--device")):
-            refuse(f"{row.name!r}: put {word} behind all rows, outside of the quotes, since it is the same for all")
+            refuse(f"{row.name!r}: put {word} after all rows, outside of the quotes, since it is the same for all")
 
 
 def title_of(row, rows):
     """Return what tells a row from the others: its script, and what not all rows of that script share.
 
-    Where another script has the same name, it is the path of the script. `plain` and the rows of a climb are called by
+    If another script has the same name, it is the path of the script. `plain` and the rows of a climb are called by
     their names.
     """
     if row.title == row.name:
@@ -250,12 +259,12 @@ def shortened(label, most):
 
 
 def add_control(rows):
-    """Insert the A/A control: a second run of the row in the middle, right behind it.
+    """Insert the A/A control: a second run of the row in the middle, right after it.
 
-    It repeats a script of the reader's own only where there is no stage, since such a script may fail. Of two rows it
+    It repeats a script of the reader's own only if there is no stage, since such a script may fail. Of two rows it
     repeats the first, since the second may be the one that does not fit into memory.
     """
     candidates = [row for row in rows if row.stage] or rows
     row = candidates[(len(candidates) - 1) // 2]
-    again = replace(row, name=f"{row.name} again", title=f"{row.title} again", above=None, control_of=row.name)
+    again = replace(row, name=f"{row.name} again", title=f"{row.title} again", base=row.name, control_of=row.name)
     rows.insert(rows.index(row) + 1, again)

@@ -1,14 +1,14 @@
 """The table of a bench: what is shown of it, computed once from what was measured. Others put it into words.
 
-An Outcome is what the Runs of one row measured. Its Comparison sets it beside the row above: what it changes, and how
-much faster it is. How far rows of one computation come out apart is known when all are compared, and gives verdicts.
+An Outcome is what the Runs of one row measured. Its Comparison sets it beside its base: what it changes, and how much
+faster it is.
 """
 
 from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
 from ..figures import figures_of, seconds_of_warmup, speed_of_all, tokens_per_second, waits_for_data
-from ..scripts import words_on_stage, work_of
+from ..seen import Seen, words_on_stage
 from . import ratios
 from .change import Change, change_of
 from .ratios import Ratio, Scatter, Verdict
@@ -20,7 +20,7 @@ LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollout
 
 @dataclass
 class Comparison:
-    """A row beside its base: the row above, or the one that a second run repeats. The first row has none."""
+    """A row beside its base. The first row has none."""
 
     base: "Outcome | None"
     change: Change
@@ -38,21 +38,33 @@ class Outcome:
     runs: list  # its Runs, the first round first
     counted: list  # the steps of all runs, without their warm-up
     error: dict | None  # the line of its first run that failed
-    techniques: dict | None  # what its script was seen to use
-    facts: dict | None = None  # the first header
-    unit: str | None = None  # what it counts: "tok", "sample" or "step"
-    model: tuple | None = None  # what two rows have in common that have a ratio
-    ranks: int = 1  # processes that train together
+    seen: Seen | None
+    header: dict | None
     is_on_other_device: bool = False  # than the bench, as on the CPU in a bench of a card
     work: Work | None = None  # of a GPT's micro-batch
     words: str = ""  # what the technique of its stage does here
-    times: dict = field(default_factory=dict)  # {round: seconds of a token}
+    times: dict = field(default_factory=dict)  # {round: seconds of a token in each turn, or in the whole round}
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
     warmup_s: float | None = None  # of its first run, which may compile
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     comparison: Comparison | None = None
+
+    @property
+    def unit(self):
+        """What it counts: "tok", "sample" or "step"; None if it is not known."""
+        return self.seen.unit if self.seen else None
+
+    @property
+    def model(self):
+        """What two rows have in common that have a ratio; None if it is not known."""
+        if self.seen is None:
+            return None
+        shape = self.seen.shape
+        # the parameters of a GPT are more if its vocabulary is padded, or its sequences are longer
+        size = (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.seen.parameters
+        return self.unit, size
 
     @property
     def losses(self):
@@ -66,26 +78,28 @@ class Table:
     """What is shown of a bench."""
 
     bench: dict  # the first line of its record
-    rates: dict | None  # that the probe measured
     outcomes: dict = field(default_factory=dict)  # {name: Outcome} of all rows and of the control
     shown: list = field(default_factory=list)  # Outcomes without that of the control
-    facts: dict | None = None  # of the first row that has some
-    unit: str | None = None  # what this row counts
-    loss_step: int | None = None  # the last step that all rows took of which losses are known
+    first: Outcome | None = None  # the first one that got as far as a step
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     scatter: Scatter | None = None  # of the ratios of all rows to their bases
-    noise: float | None = None  # how far the pairs came out apart
+    control_differs: bool = False  # whether the second run of a row is told from its first, which is chance
+    least: float = 0.0  # how far from 1 a ratio has to be then
+
+    @property
+    def unit(self):
+        """What the first row counts."""
+        return self.first.unit if self.first else "tok"
 
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
-    table = Table(results.bench, results.rates)
+    table = Table(results.bench)
     for row in results.rows.values():
         outcome = outcome_of(row, results)
-        outcome.peak_share = peak_share(outcome, table.rates)
-        base = table.outcomes.get(row.control_of or row.above)
+        base = table.outcomes.get(row.base)
         change = change_of(outcome, base)
-        outcome.comparison = Comparison(base, change, predicted_ratio(outcome, base, change, table.rates))
+        outcome.comparison = Comparison(base, change, predicted_ratio(outcome, base, change, results.bench["rates"]))
         table.outcomes[row.name] = outcome
     outcomes = table.outcomes.values()
     table.scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
@@ -93,16 +107,11 @@ def table_of(results):
         outcome.comparison.ratio = compare(outcome, outcome.comparison.base, table)
         if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
             table.pairs.append(outcome)
-    table.shown = [outcome for outcome in table.outcomes.values() if not outcome.row.control_of]
-    table.facts = first_known([outcome.facts for outcome in table.shown])
-    table.unit = table.facts["unit"] if table.facts else "tok"
-    last_steps = [max(outcome.losses) for outcome in table.shown if outcome.counted and outcome.losses]
-    table.loss_step = min(last_steps, default=None)
-    mark_contradicted(table.pairs)
-    agreeing = [outcome.comparison for outcome in table.pairs if not outcome.comparison.is_contradicted]
-    table.noise = ratios.noise_of_pairs([comparison.ratio for comparison in agreeing])
+    table.shown = [outcome for outcome in outcomes if not outcome.row.control_of]
+    table.first = first_known([outcome if outcome.header else None for outcome in table.shown])
+    check_control(table)
     for outcome in table.shown:
-        outcome.comparison.verdict = verdict_on(outcome.comparison, table.noise)
+        outcome.comparison.verdict = verdict_on(outcome.comparison, table.least)
     return table
 
 
@@ -110,60 +119,57 @@ def table_of(results):
 
 
 def outcome_of(row, results):
-    """Return the Outcome of a row, without its peak_share and its Comparison."""
-    runs = results.runs_of(row.name)
+    """Return the Outcome of a row, without its Comparison."""
+    runs, bench = results.runs_of(row.name), results.bench
     counted = [step for run in runs for step in run.counted]
-    outcome = Outcome(row, runs, counted, results.error(row), first_known([run.techniques for run in runs]))
+    seen = first_known([run.seen for run in runs])
     header = first_known([run.header for run in runs])
+    outcome = Outcome(row, runs, counted, results.error(row), seen, header)
     if header:
-        add_facts(outcome, header, results.bench)
+        outcome.is_on_other_device = header["environment"]["device"] != bench["environment"]["device"]
+    if seen and row.stage:
+        outcome.words = words_on_stage(row.stage, seen)
+    if seen and not outcome.is_on_other_device:
+        outcome.work = seen.work
     if counted:
-        add_figures(outcome, results.bench)
+        add_figures(outcome, bench)
     return outcome
-
-
-def add_facts(outcome, facts, bench):
-    """Fill in what a row's header and techniques tell. facts: the header."""
-    settings, shape = facts["settings"], facts["shape"]
-    outcome.facts = facts
-    outcome.unit = facts["unit"]
-    # the parameters of a GPT are more where its vocabulary is padded, or its sequences are longer
-    size = (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else facts["parameters"]
-    outcome.model = (outcome.unit, size)
-    outcome.ranks = settings["world_size"]
-    device = facts["environment"]["device"]
-    outcome.is_on_other_device = device != bench["environment"]["device"]
-    if outcome.techniques and outcome.row.stage:
-        outcome.words = words_on_stage(outcome.row.stage, outcome.techniques, facts)
-    if outcome.techniques and not outcome.is_on_other_device:
-        outcome.work = work_of(outcome.techniques, facts)
 
 
 def add_figures(outcome, bench):
     """Fill in what the counted steps of a row tell."""
     figures = figures_of(outcome.counted)
-    loads_ahead = outcome.techniques is not None and outcome.techniques["loaders"] > 0
     has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
-    waits_for_batches = loads_ahead and waits_for_data(outcome.counted)  # some come at once, and some late
+    waits_for_batches = outcome.seen.loaders > 0 and waits_for_data(outcome.counted)  # some come at once, and some late
     no_step_is_typical = outcome.row.stage is None and (has_long_steps or waits_for_batches)
     speed_of = speed_of_all if no_step_is_typical else tokens_per_second
     outcome.tok_per_sec = speed_of(outcome.counted) or None  # 0: no step has tokens
-    ended = [run for run in outcome.runs if run.summary and run.counted]
-    speeds = {run.round: speed_of(run.counted) for run in ended}
-    outcome.times = {number: 1 / speed for number, speed in speeds.items() if speed}
+    for run in outcome.runs:
+        speeds = [speed_of(steps) for steps in turns_of(run, bench)]
+        if run.summary and all(speeds):  # 0: no step has tokens
+            outcome.times[run.round] = [1 / speed for speed in speeds]
     outcome.dt_ms = figures["dt_ms"]
     outcome.memory = figures["memory"] or None  # 0: without a meter
     outcome.warmup_s = seconds_of_warmup(outcome.runs[0].steps, bench["warmup"])
+    outcome.peak_share = peak_share(outcome, bench["rates"])
+
+
+def turns_of(run, bench):
+    """Return the counted steps of a Run by its turns, a list of lists: one list if its row took no turns."""
+    if not bench["turns"]:
+        return [run.counted]
+    size = max(1, len(run.counted) // bench["turns"])  # a turn of short steps has several
+    return [run.counted[i : i + size] for i in range(0, size * bench["turns"], size) if run.counted[i : i + size]]
 
 
 def peak_share(outcome, rates):
     """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
-    None for a model that is no GPT or does not count tokens, for a script on another device, and for several ranks,
+    None for a model that is not a GPT or does not count tokens, for a script on another device, and for several ranks,
     because the probe measures what one process can do. rates: of the probe, or None.
     """
-    shape = outcome.facts["shape"] if outcome.unit == "tok" else None
-    if not (rates and shape and outcome.tok_per_sec) or outcome.is_on_other_device or outcome.ranks > 1:
+    shape = outcome.seen.shape if outcome.unit == "tok" else None
+    if not (rates and shape and outcome.tok_per_sec) or outcome.is_on_other_device or outcome.seen.world_size > 1:
         return None
     return outcome.tok_per_sec * flops_per_token(shape) / max(rates["peak"].values())
 
@@ -172,28 +178,36 @@ def peak_share(outcome, rates):
 
 
 def compare(outcome, base, table):
-    """Return the Ratio of the speeds of two rows, or None where they have none. base: an Outcome, or None."""
+    """Return the Ratio of the speeds of two rows, or None if they have none. base: an Outcome, or None."""
     return ratios.ratio_of(logs_of(outcome, base), table.scatter)
 
 
 def logs_of(outcome, base):
     """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
 
-    It is empty where one of them failed. Two models are not compared, nor are tokens with samples of another kind, or
-    with steps.
+    It is empty if one of them failed. Two models are not compared, nor are tokens with samples of another kind. Steps
+    are compared only if both rows run the same script with the same flags, since with another batch a step is of
+    another size.
     """
-    if base is None or base is outcome or base.model != outcome.model or base.error or outcome.error:
+    if base is None or base is outcome or base.error or outcome.error or not can_be_compared(outcome, base):
         return []
     return ratios.logs_of_rounds(outcome.times, base.times)
 
 
+def can_be_compared(outcome, base):
+    """Return whether the speeds of two Outcomes count the same."""
+    ours, theirs = outcome.row, base.row
+    is_same_command = (ours.script, ours.flags, ours.launcher) == (theirs.script, theirs.flags, theirs.launcher)
+    return outcome.model == base.model and (outcome.unit != "step" or is_same_command)
+
+
 def predicted_ratio(outcome, base, change, rates):
-    """Return how many times as fast as its base a row should be, or None where nothing can be said.
+    """Return how many times as fast as its base a row should be, or None if nothing can be said.
 
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
-    if not (rates and base and outcome.work and base.work and outcome.ranks == base.ranks):
+    if not (rates and base and outcome.work and base.work and outcome.seen.world_size == base.seen.world_size):
         return None
     if any(stage.unpredictable for stage in change.stages):
         return None
@@ -203,27 +217,30 @@ def predicted_ratio(outcome, base, change, rates):
     return before / after if before and after else None  # None: a rate is not known
 
 
-# Noise and verdicts
+# Verdicts
 
 
-def mark_contradicted(pairs):
-    """Mark the pairs that are only said to be one computation, and whose ratios say otherwise. pairs: Outcomes.
+def check_control(table):
+    """Note what the control shows, and which rows should be one computation and do not look like it.
 
-    They are judged by the noise of second runs alone, or by 5 % where these differ by less.
+    If a second run of the same code is told from the first, only a ratio that is further from 1 is believed.
     """
-    second_runs = [outcome.comparison.ratio for outcome in pairs if outcome.row.control_of]
-    noise_of_second_runs = max(ratios.ALIKE, ratios.noise_of_pairs(second_runs) or 0)
-    for outcome in pairs:  # no second run is contradicted, since each is a part of this noise
-        verdict = ratios.judge(outcome.comparison.ratio, noise_of_second_runs)
-        outcome.comparison.is_contradicted = verdict not in ratios.NOT_SHOWN_TO_DIFFER
+    for outcome in table.pairs:
+        ratio = outcome.comparison.ratio
+        is_told = ratios.judge(ratio) in (Verdict.FASTER, Verdict.SLOWER)
+        if outcome.row.control_of and is_told:
+            table.control_differs = True
+            table.least = ratios.distance(ratio.value)
+        if not outcome.row.control_of and is_told and ratios.distance(ratio.value) > ratios.ALIKE:
+            outcome.comparison.is_contradicted = True
 
 
-def verdict_on(comparison, noise):
-    """Return the Verdict on a row; None where it has no ratio, and where the noise is not known."""
-    if comparison.ratio is None or noise is None:
+def verdict_on(comparison, least):
+    """Return the Verdict on a row; None if it has no ratio, and below three rounds."""
+    if comparison.ratio is None or comparison.ratio.spread is None:
         return None
     if comparison.is_contradicted or comparison.base.comparison.is_contradicted:
         return Verdict.UNCLEAR
     if comparison.change.is_same_computation:
         return Verdict.SAME
-    return ratios.judge(comparison.ratio, noise)
+    return ratios.judge(comparison.ratio, least)
