@@ -1,4 +1,4 @@
-"""README, the lessons and the results show what the stages and the records say, and their commands run."""
+"""README, the lessons and the results show what the stages and the records say, and their commands are understood."""
 
 from harness import ladder, machine
 from harness.arithmetic import ADAMW, CLIPPING, FUSED_ADAMW, Work, seconds_per_token
