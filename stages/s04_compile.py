@@ -1,9 +1,9 @@
 """Stage 4 · compile: torch.compile.
 
-Op by op, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back. The
-compiler fuses neighbors into one kernel that touches memory once, and takes Python out of the inner loop. The first
-step compiles, for a minute or less, which the log counts as warm-up. It needs a C++ compiler, and Triton on a GPU;
---no-compile goes on without. A model that spends its time in matmuls gains little.
+One by one, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back.
+torch.compile traces the model into a graph, and fuses neighbors into one kernel that reads once and writes once. The
+first step compiles, for a minute or less. This needs a C++ compiler, and Triton on a GPU; --no-compile goes on without
+it. A model that spends its time in matmuls gains little.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

@@ -1,10 +1,10 @@
 """Stage 5 · flash: flash attention, no T x T matrix.
 
-Flash attention (Dao et al., arXiv:2205.14135) walks over keys and values in blocks that fit into on-chip memory and
-keeps a running softmax, so it never writes out the T x T scores, and its backward computes them again. The result is
-the same up to rounding. Far fewer bytes move, and memory grows with T instead of T squared. A causal kernel also skips
-blocks that lie in the future. PyTorch picks the kernel: flash, cuDNN, memory-efficient, or matmuls where none of them
-works. At a short T there is little to save.
+Flash attention (Dao et al., arXiv:2205.14135) walks over keys and values in blocks that fit into on-chip memory. It
+keeps a running softmax, never writes the T x T scores to memory, and computes them again in the backward. The result is
+the same up to rounding. Far fewer bytes move, memory grows with T and not with T squared, and a causal kernel skips
+blocks that lie in the future. PyTorch chooses the kernel: flash, cuDNN, memory-efficient, or plain matmuls if none of
+these works. At a short T there is little to save.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

@@ -1,6 +1,6 @@
 """Stage 8 · cosine: warmup and cosine decay.
 
-For the loss, not the speed. AdamW's first averages rest on few gradients, so the first steps are made small. The last
+For the loss, not for speed. AdamW's first averages rest on few gradients, so the first steps are made small. The last
 steps are made small again, so that the weights settle (Loshchilov & Hutter, arXiv:1608.03983; GPT-3 decayed to a tenth,
 too). The warmup counts from 1, because a first step at a learning rate of 0 would be wasted.
 """

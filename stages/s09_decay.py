@@ -1,8 +1,8 @@
 """Stage 9 · decay: weight decay on matrices only.
 
-For the loss, not the speed. Weight decay pulls a weight toward zero, which makes a matrix spread its work over its
-inputs. A bias or a LayerNorm's gain has nothing to spread and is only held back. At gpt2 and T 1024 that is 50
-tensors with 124,354,560 parameters decayed, embeddings among them, and 98 with 121,344 left alone.
+For the loss, not for speed. Weight decay pulls a weight toward zero, which makes a matrix spread its work over its
+inputs. A bias or a LayerNorm's gain has nothing to spread, and decay only holds it back. In gpt2 at T 1024, 50 tensors
+with 124,354,560 parameters are decayed, embeddings among them, and 98 tensors with 121,344 are not.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

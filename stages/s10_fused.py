@@ -1,9 +1,9 @@
 """Stage 10 · fused: fused AdamW.
 
-Unfused, updating a parameter takes eight operations, each of which reads and writes whole tensors. Fused, one
-kernel reads weight, gradient and both moments once, and writes all but the gradient once. The smaller the batch, the
-larger the optimizer's share of a step, and so the gain. The default on CUDA is a half-fused "foreach", on a CPU a
-plain loop.
+Unfused, the update of a parameter takes eight operations, and each reads and writes whole tensors. Fused, one kernel
+reads weight, gradient and both moments once, and writes weight and moments once. The smaller the batch, the larger is
+the optimizer's share of a step, and so the gain. The default on CUDA is "foreach", in which each operation runs over
+many tensors at once. On a CPU it is a plain loop.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

@@ -1,9 +1,9 @@
 """Stage 11 · accum: gradient accumulation.
 
-A GPT-3 of this size took half a million tokens per step, far more than fit into memory at once. The gradient of the
-mean over a large batch is the mean of its micro-batches' gradients. So each loss is divided by their number, backward()
-adds the gradients up, and the optimizer steps once. That saves the optimizer's time and fits a large batch on a small
-card. A step is now --accum micro-batches long: compare tok/sec, not dt.
+A GPT-3 of this size took half a million tokens per step, far more than fit into memory at once. The gradient of a large
+batch is the mean of its micro-batches' gradients. So each loss is divided by their number, backward() adds the
+gradients up, and the optimizer steps once. A small card can train with a large batch, and there are fewer updates to
+wait for. A step now has --accum micro-batches: compare tok/sec, and not the seconds of a step.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

@@ -2,12 +2,11 @@
 
     torchrun --standalone --nproc_per_node=2 stages/s12_ddp.py
 
-Every rank holds the whole model, on a card of its own where there are several, and reads its own slices of the data.
-DistributedDataParallel averages the gradients over the ranks, bucket by bucket while the backward still runs, so that
-all ranks take the step that one process would take with every micro-batch. Only a step's last micro-batch needs the
-average, so the others turn it off by the flag that model.no_sync() also sets. Under plain python the world is one
-process, which takes the steps of the stage before and copies its gradients into the buckets all the same: on an H100 it
-was 4 to 11 % slower than s11. On a CPU the ranks share its cores, and gain little.
+Each process, a rank, has the whole model, a card of its own if there are enough, and its own slices of the data.
+DistributedDataParallel averages the gradients over all ranks, bucket by bucket, while the backward still runs. So all
+ranks take the step that one process would take with all micro-batches. Only the last micro-batch of a step needs the
+average, and a flag turns it off for the others, as model.no_sync() does. Under plain python there is one rank. It takes
+the steps of the stage before, and still copies its gradients into buckets: on an H100 that was 4 to 11 % slower.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here
