@@ -14,7 +14,7 @@ If it writes files, put {row} into a flag: each run of each row has another numb
 
 Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts. A script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
-Each row is compared with the one above and with the first. Table and verdict go to results/NAME.md, a picture to
+Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
 Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 20 steps of warm-up they
@@ -36,15 +36,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 
-from harness import ROOT, ladder, meters, ranks
+from harness import ROOT, meters, ranks
 from harness.bench import rounds
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
 from harness.common import refuse, set_up_output, tell
 from harness.figures import ENOUGH_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
-
-FLAGS_FOR_SCRIPTS = ("--device",)  # of a stage, which mean something for a script, too
 
 
 def main(argv):
@@ -128,9 +126,8 @@ def is_row(word):
 def refuse_flags_of_stages(flags):
     """Exit with one line if flags for stages were passed, though no row is a stage."""
     for flag in flags:
-        if flag.startswith("--") and flag.split("=")[0] not in FLAGS_FOR_SCRIPTS:
-            order = "pass rows first, a script with its own flags in quotes, and then the flags of all stages"
-            refuse(f"{flag} is for stages, and no row is one: {order}")
+        if flag.startswith("--") and flag.split("=")[0] != "--device":
+            refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
 
 
 # A run
@@ -162,7 +159,7 @@ def run(args, argv):
 
 
 def probe(args):
-    """Return what the probe says of the machine, a dict: see probe.py. "rates" is None if they can't be measured.
+    """Return what the probe found out about the machine, a dict: see probe.py. "rates" is None without rates.
 
     Exits with its status if it ends with a line for the user.
     """
@@ -181,25 +178,22 @@ def probe(args):
 
 
 def new_bench(args, machine, argv):
-    """Return the line of a record that begins a bench, a dict: see results.py. machine: what the probe says."""
+    """Return the line of a record that begins a bench, a dict: see results.py. machine: of the probe."""
     device = machine["environment"]["device"]
-    reference, rows = None, args.rows
+    rows = args.rows
     if args.climb:
         rows = rows_of_climb(args.climb, machine) + rows
     elif not rows:
         rows = rows_of_ladder(device)
-        reference = ladder.STAGES[0].short  # `plain`, which is above it on a CPU, is not one of the twelve
     warmup, counted = WARMUP, rounds.MOST_COUNTED_STEPS
     if device == "cpu":
         warmup, counted = rounds.WARMUP_ON_CPU, rounds.TURNS
     if args.steps:
         warmup = max(WARMUP, min(warmup, args.steps - ENOUGH_STEPS))
         counted = args.steps - warmup
-    steps = str(warmup + counted)
     return {
         "kind": "bench",
         "rows": [asdict(row) for row in all_rows(rows)],
-        "reference": reference or rows[0].name,
         "rounds": args.rounds or rounds.ROUNDS,
         "warmup": warmup,
         "steps": warmup + counted,
@@ -207,7 +201,7 @@ def new_bench(args, machine, argv):
         "seconds": rounds.ENOUGH_SECONDS,
         "loss_step": warmup + min(counted, ENOUGH_STEPS) - 1,  # the last one that every row has to take
         "seed": args.seed,
-        "flags": ["--steps", steps, "--seed", str(args.seed), *args.flags, *machine["flags"]],
+        "flags": ["--steps", str(warmup + counted), "--seed", str(args.seed), *args.flags, *machine["flags"]],
         "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
         "environment": machine["environment"],
         "rates": machine["rates"],
@@ -231,8 +225,8 @@ def variables_of(card):
 
 
 def exit_status(results):
-    """Return 1 if a row of the table failed for another reason than memory, else 0."""
-    errors = [results.error(row) for row in results.table_rows]
+    """Return 1 if a row failed for another reason than memory, else 0."""
+    errors = [results.error(row) for row in results.rows.values()]
     return 1 if any(error and not error["out_of_memory"] for error in errors) else 0
 
 

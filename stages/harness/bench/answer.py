@@ -1,4 +1,4 @@
-"""What a bench has shown, in words: what is worth it, what is slower, what can't be told, and what to type."""
+"""What a bench has shown, in words: what is worth it, what is slower, what it can't tell, and what to type."""
 
 from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
@@ -21,55 +21,45 @@ def answer(table):
     for outcome in table.shown:
         if outcome.comparison.verdict is Verdict.FASTER:
             typed += [line for line in outcome.comparison.change.code if line not in typed]
-    for number, line in enumerate(typed, 1):
-        lines.append((f"what to type {number}", line))
+    lines += [("what to type", line) for line in typed]
     return lines
 
 
 def adds_nothing(outcome):
-    """Tell whether none of the techniques that were added to a script took effect. Its note says why."""
+    """Return whether none of the techniques that were added to a script took effect. Its note says why."""
     return bool(outcome.row.added) and outcome.comparison.change.is_same_computation
 
 
 def words_on_verdict(outcome):
-    """Return what a row changes, by which ratio, and the reason where one is known."""
+    """Return what a row changes, by which ratio, and the reason if one is known."""
     comparison = outcome.comparison
     words = quoted(comparison.change.title)
-    if comparison.verdict is Verdict.UNCLEAR:
+    if comparison.verdict is not Verdict.SAME:
         words += f" {ratio_cell(comparison.ratio)}"
-    elif comparison.verdict is not Verdict.SAME:
-        words += f" {comparison.ratio.value:.2f}"
     reason = reason_of_verdict(outcome)
     return f"{words} ({reason})" if reason else words
 
 
 def reason_of_verdict(outcome):
-    """Return why a row has its verdict, or None where its ± alone says it."""
+    """Return why a row has its verdict, or None if its ± alone says it."""
     comparison = outcome.comparison
-    if comparison.is_contradicted:
-        return "should be as fast as the row above, so one of the two was disturbed: measure again"
-    if comparison.base.comparison.is_contradicted:
-        return "the row above may have been disturbed"
-    if comparison.verdict is Verdict.SLOWER or comparison.change.is_same_computation:
+    is_same_computation = comparison.change.is_same_computation
+    if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
+        return f"should be as fast as {quoted(comparison.base.row.title)}, so one was disturbed: measure again"
+    if is_same_computation or comparison.verdict is Verdict.SLOWER:
         return outcome.words
     return None
 
 
 def cost_of_more(table):
-    """Return what would tell more of what can't be told, and how long it takes.
+    """Return what would tell more of what is unclear, and how long it takes.
 
-    None where nothing is unclear, and where no more steps help, since a row was disturbed.
+    None if nothing is unclear, or if more rounds do not help, since a row was disturbed.
     """
     unclear = [outcome for outcome in table.shown if outcome.comparison.verdict is Verdict.UNCLEAR]
     if all(reason_of_verdict(outcome) for outcome in unclear):
         return None
-    runs = [run for outcome in table.outcomes.values() for run in outcome.runs]
-    rounds_so_far = max(run.round for run in runs) + 1
-    rounds = max(3, 2 * rounds_so_far)
-    seconds = sum(step["dt"] for run in runs for step in run.steps) * rounds / rounds_so_far
-    minutes = max(1, round(seconds / 60))
-    flag = f"--rounds {rounds}"
-    return f'more rounds make each ± smaller: {flag} (with make ARGS="{flag}"), about {minutes} min of steps'
+    return f"twice the rounds, by --rounds {2 * table.bench['rounds']}, make each ± smaller, and take twice as long"
 
 
 def all_together(table):

@@ -8,6 +8,7 @@ from ..card import words_on_card
 from ..figures import UNITS, waiting_share, waits_for_data
 from ..seen import uses, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
+from .rows import shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
@@ -24,7 +25,7 @@ def number_cell(value, form, scale=1):
 
 
 def speed_cell(outcome):
-    """Return the cell of a row's tokens per second; its unit stands beside it where it counts something else."""
+    """Return the cell of a row's tokens per second, with its unit if it counts something else."""
     if outcome.tok_per_sec is None:
         return NOTHING
     cell = f"{outcome.tok_per_sec:,.0f}"
@@ -32,7 +33,7 @@ def speed_cell(outcome):
 
 
 def ratio_cell(ratio, verdict=None):
-    """Return a Ratio with its ±, as "1.35 ± 0.63"; in brackets where the Verdict on it shows no difference."""
+    """Return a Ratio with its ±, as "1.35 ± 0.63"; in brackets if the Verdict on it shows no difference."""
     if ratio is None:
         return NOTHING
     cell = f"{ratio.value:.2f}"
@@ -42,37 +43,44 @@ def ratio_cell(ratio, verdict=None):
 
 
 def bracketed(text, verdict):
-    """Return a text in brackets where the Verdict on a ratio shows no difference, and otherwise as it is."""
+    """Return a text, in brackets if the Verdict on its ratio shows no difference."""
     return f"({text})" if verdict in NOT_SHOWN_TO_DIFFER else text
 
 
-# Titles and commands
+# Text that somebody else wrote
+
+
+def in_one_line(text):
+    """Return a text without line breaks and other signs that can't be printed."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def code(text):
     """Return a text in backticks, which markdown then leaves as it is."""
-    without_backticks = text.replace("`", "'")
+    without_backticks = in_one_line(text).replace("`", "'")
     return f"`{without_backticks}`"
 
 
 def quoted(title):
-    """Return a title for a page, in backticks where markdown would read its signs."""
+    """Return a title for a page, in backticks if markdown would read its signs."""
     return title if re.fullmatch(r"[\w+./ -]*", title) else code(title)
 
 
+def escaped(text):
+    """Return a text for a page, on which markdown shows its signs as they are."""
+    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", in_one_line(text))
+
+
 def command_cell(row):
-    """Return the command of a row; a long one is shown below the table."""
-    return code(row.name) if len(row.name) <= MOST_OF_A_COMMAND else "its command, below"
+    """Return the command of a row, a long one without its middle; the page has the whole command of the bench."""
+    return code(shortened(row.name, MOST_OF_A_COMMAND))
 
 
 # Notes
 
 
 def note_cell(outcome, bench):
-    """Return the cell with what a row's technique does on this machine, and why the row failed or is not complete.
-
-    Signs of markdown are escaped.
-    """
+    """Return the cell with what a row's technique does on this machine, and why the row failed or is not complete."""
     parts = remarks(outcome)
     rounds = sum(run.summary is not None for run in outcome.runs)
     if rounds < bench["rounds"] and not outcome.error:
@@ -81,21 +89,23 @@ def note_cell(outcome, bench):
         parts.append(outcome.words)
     parts += words_on_card([run.counted for run in outcome.runs])
     if outcome.comparison.change.is_same_computation:
-        parts.append("same computation as the row above")
+        parts.append(f"same computation as {outcome.comparison.base.row.title}")
     if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:
         parts.append(f"{outcome.warmup_s:.0f} s of warm-up")
-    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", "; ".join(parts))
+    return escaped("; ".join(parts))
 
 
 def remarks(outcome):
     """Return what the terminal says of a row, too, a list of words.
 
-    It is why it failed or is not compared, and what a script has and lacks.
+    It is why it failed, with which row it is compared, and what a script has and lacks.
     """
     words = []
     base = outcome.comparison.base
     if outcome.error:
         words.append(failure(outcome.error))
+    elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
+        words.append(f"beside {base.row.title}, and not beside the row above")
     elif base and base.model and outcome.model and not outcome.comparison.ratio and not base.error:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
     if outcome.seen:
@@ -106,8 +116,7 @@ def remarks(outcome):
 def remarks_on_script(outcome):
     """Return what is said of a script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    Of a stage it is not what it has and lacks. Of a row that adds a technique to its base, it is why that took no
-    effect instead.
+    A stage has no words on the ladder. A row that adds a technique to its base has words only if that took no effect.
     """
     seen, change = outcome.seen, outcome.comparison.change
     words = []
@@ -116,8 +125,6 @@ def remarks_on_script(outcome):
     if not (outcome.row.stage or change.code or change.in_vain):
         has, lacks, others = words_on_techniques(seen)
         words += [f"has {has}", f"lacks {lacks}", *others]
-    if outcome.is_on_other_device:
-        words.append(f"ran on the {seen.device} in a bench of another device: pass --device {seen.device}")
     if outcome.counted and waits_for_data(outcome.counted):
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
@@ -125,9 +132,9 @@ def remarks_on_script(outcome):
 
 def failure(error):
     """Return why a row failed, by the error line of its record, in one line."""
-    if error["out_of_memory"]:
-        return "out of memory"
-    message = "".join(letter if letter.isprintable() else " " for letter in error["message"])
+    message = error["message"]
     if "ModuleNotFoundError" in message:
         message += f" in {sys.executable}: start the bench by the Python that runs the script (make climb PY=python)"
-    return textwrap.shorten(f"failed: {message}", MOST_OF_A_REASON, placeholder=" ...")
+    if not error["out_of_memory"]:
+        message = f"failed: {message}"
+    return textwrap.shorten(in_one_line(message), MOST_OF_A_REASON, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""What a row changes beside the row above: the code that its reader types, and whether both compute the same."""
+"""What a row changes beside its base: the code that its reader types, and whether both compute the same."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,17 @@ from ..seen import has_and_lacks, what_to_type
 from .cells import NOTHING, command_cell
 from .rows import CPU_MEMORY, runs_the_same
 
+NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # adds their techniques
+
 
 @dataclass
 class Change:
-    """What a row changes beside its base, the row above or the one that a second run repeats.
+    """What a row changes beside its base, the row that it is compared with.
 
-    title: the row's title, and what it adds where that does not say it. typed: the cell with what its reader types, in
-    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it claims to add, also
-    where they do nothing here. in_vain: the techniques, as "bf16", that were added to a script and do nothing there.
-    is_same_computation: whether both should be as fast.
+    title: the row's title, and what it adds if that does not say it. typed: the cell with what its reader types, in
+    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it claims to add, even
+    if they do nothing here. in_vain: the techniques, for example "bf16", that were added to a script and do nothing
+    there. is_same_computation: whether both should be as fast.
     """
 
     title: str
@@ -45,7 +47,8 @@ def change_of(outcome, base):
     has_same_flags = above is None or row.flags == above.flags
     code = []
     if has_same_flags:  # else nobody knows which of the two it is
-        code = [what_to_type(outcome.seen, stage) for stage in added if not stage.for_the_loss]
+        for_speed = [stage for stage in added if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE]
+        code = [what_to_type(outcome.seen, stage) for stage in for_speed]
     if row.stage and not names:
         title, typed = title_and_typed(row, added, adds_its_line=bool(claimed) and has_same_flags)
         in_vain = []  # its note says why
@@ -60,10 +63,10 @@ def change_of(outcome, base):
 
 
 def claims_of(row, above):
-    """Return (names, Stages) of the techniques by which a row's command differs from that of the row above.
+    """Return (names, Stages) of the techniques by which a row's command differs from that of its base.
 
-    The first stage of a bench claims its own alone, a row below an earlier stage all in between, too. names: those that
-    are added to a script from outside, as "bf16".
+    The first stage of a bench claims its own alone. A stage that is compared with an earlier one claims all in between,
+    too. names: those that are added to a script from outside, for example "bf16".
     """
     names = [name for name in row.added if above is None or name not in above.added]
     claimed = [ladder.ADDED[name] for name in names]
@@ -75,12 +78,12 @@ def claims_of(row, above):
 
 
 def goes_without(row, above):
-    """Tell whether the row above adds a technique from outside that a row does not."""
+    """Return whether the base adds a technique from outside that a row does not."""
     return any(name not in row.added for name in above.added)
 
 
 def takes_effect(stage, outcome, base):
-    """Tell whether the technique of a Stage is seen in a row, and not in its base. Before it ran it is taken for so."""
+    """Return whether the technique of a Stage is seen in a row and not in its base; True if the row never ran."""
     if stage.technique is None or outcome.seen is None:
         return True
     is_in_base = base is not None and base.seen is not None and stage in has_and_lacks(base.seen)[0]
@@ -88,16 +91,14 @@ def takes_effect(stage, outcome, base):
 
 
 def computes_the_same(outcome, base, claimed, added):
-    """Tell whether a row should be as fast as its base, since what it claims and adds changes nothing that takes time.
+    """Return whether a row should be as fast as its base, since what it adds changes nothing that takes time.
 
-    Where attention falls back on matmuls, these are others than s04's. And ROCm's libraries may choose another kernel
-    by the flag of TF32, also where the card has no units for it, so nothing is said of an AMD card.
+    If attention falls back on matmuls, these are others than s04's.
     """
     ours, theirs = outcome.seen, base.seen
     if ours is None or theirs is None or any(stage.unpredictable for stage in claimed):
         return False
-    on_amd = ours.device == "cuda" and not outcome.header["environment"]["cuda"]
-    if ours.sdpa != theirs.sdpa or (on_amd and ours.tf32 != theirs.tf32):
+    if ours.sdpa != theirs.sdpa:
         return False
     return not added or (outcome.work is not None and outcome.work == base.work)
 
@@ -105,8 +106,8 @@ def computes_the_same(outcome, base, claimed, added):
 def title_and_typed(row, added, adds_its_line):
     """Return the title of a stage's row with what it adds, and the cell with what its reader types.
 
-    Stages between the row above and this one are named first, because the ratio includes their gains. added: Stages
-    that do something here. adds_its_line: whether its own stage is what it adds last, where no flag or launcher does.
+    Stages between the base and this one are named first, because the ratio includes their gains. added: Stages that do
+    something here. adds_its_line: whether its own stage is what it adds last.
     """
     title, typed = row.title, command_cell(row)
     if adds_its_line and not row.launcher and not row.flags:

@@ -5,19 +5,20 @@ others figures. The short table stands in the terminal, first on the page, and i
 every page, such as what a ratio and its ± are, stands in results/README.md.
 """
 
+import os
+import re
 import textwrap
+import urllib.parse
 
 from ..arithmetic import flops_per_token, shape_name
-from ..figures import UNITS
 from .answer import answer
-from .cells import MOST_OF_A_COMMAND, code, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
+from .cells import code, escaped, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .table import compare
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
-WIDTH_OF_A_HEADING = 16  # columns: of those in the answer, "what to type 1" is the longest
-TOO_FEW = "Nothing is called faster or slower: that takes three rounds."
+WIDTH_OF_A_HEADING = 15  # columns: of those in the answer, "no difference" is the longest
 
 
 # The tables
@@ -25,19 +26,18 @@ TOO_FEW = "Nothing is called faster or slower: that takes three rounds."
 
 def short_table(table, path_to_stages=None):
     """Yield the lines of a terminal's table; on a page its rows are linked. path_to_stages: from that page."""
-    reference = table.outcomes[table.bench["reference"]]
-    title_of_reference = reference.row.title if len(reference.row.title) < 8 else "the first"
-    yield ["row", "tok/sec", "x above", f"x {title_of_reference}", "GB", "what you type"]
+    first = table.shown[0]
+    yield ["row", "tok/sec", "x row above", "x first row", "GB", "what you type"]
     for outcome in table.shown:
         title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
-        ratio_to_reference = compare(outcome, reference, table)
+        ratio_to_first = compare(outcome, first, table)
         yield [
             title,
             speed_cell(outcome),
             ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict),
-            number_cell(ratio_to_reference.value if ratio_to_reference else None, "{:.2f}"),
+            number_cell(ratio_to_first.value if ratio_to_first else None, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
             outcome.comparison.change.typed,
         ]
@@ -45,15 +45,14 @@ def short_table(table, path_to_stages=None):
 
 def full_table(table):
     """Yield the lines of the second table of a page, which adds to the short one."""
-    loss_step = table.bench["loss_step"]
-    yield ["row", "predicted", "dt ms", "% of peak", f"loss, step {loss_step}", "note"]
+    yield ["row", "predicted", "dt ms", "% of peak", f"loss, step {table.bench['loss_step']}", "note"]
     for outcome in table.shown:
         yield [
             quoted(outcome.row.title),
             number_cell(outcome.comparison.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
-            number_cell(outcome.losses.get(loss_step), "{:.2f}"),
+            number_cell(outcome.loss, "{:.2f}"),
             note_cell(outcome, table.bench),
         ]
 
@@ -69,8 +68,8 @@ def markdown(lines):
 
 
 def aligned(lines):
-    """Return a table for a terminal, without backticks. The last column is one of words, which wrap."""
-    lines = [[cell.replace("`", "") for cell in cells] for cells in lines]
+    """Return a table for a terminal. The last column is one of words, which wrap."""
+    lines = [list(cells) for cells in lines]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     drawn = []
     for title, *figures, end in lines:
@@ -82,26 +81,28 @@ def aligned(lines):
 
 
 def wrapped(text, indent, width=TERMINAL_WIDTH):
-    """Wrap a text at `width` columns, and indent all lines but the first by `indent`."""
-    return textwrap.fill(text, width, subsequent_indent=indent * " ", break_on_hyphens=False)
+    """Wrap a text at `width` columns, and indent all lines but the first by `indent`.
+
+    Code loses its backticks, and stays on one line, so that it can be copied.
+    """
+    text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
+    text = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    return text.replace("\u00a0", " ")
 
 
 def how_to_read(table):
-    """Return how to read the ratios of the table, and the commands that it leaves out, a list of sentences."""
+    """Return how to read the ratios of the table, a list of sentences."""
     lines = []
     ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
     if ratios and all(ratio.spread is None for ratio in ratios):
-        lines.append(TOO_FEW)
+        lines.append("No row is called faster or slower before three rounds have ended.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-        lines.append("A number in brackets is not shown to differ from 1.")
-    if table.control_differs:
+        lines.append("In brackets: this bench can't tell the number from 1.")
+    if table.least:
         lines.append(
-            f"The same code ran twice and came out {100 * table.least:.1f} % apart, so this bench was disturbed: "
-            "nothing that is closer to 1 is called faster or slower."
+            f"The bench was disturbed: it ran the same code twice, and one run was {100 * table.least:.1f} % faster. "
+            "So a row is called faster or slower only if it differs by more."
         )
-    for outcome in table.shown:
-        if len(outcome.row.name) > MOST_OF_A_COMMAND:  # its cell has no room for it
-            lines.append(f"{quoted(outcome.row.title)} is {code(outcome.row.name)}")
     return lines
 
 
@@ -118,10 +119,10 @@ def terminal(table):
         parts = remarks(outcome)
         if parts:
             lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
-    lines += [wrapped(line.replace("`", ""), 0) for line in how_to_read(table)]
+    lines += [wrapped(line, 0) for line in how_to_read(table)]
     lines.append("")
     for heading, text in answer(table):
-        lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text.replace("`", ""), WIDTH_OF_A_HEADING))
+        lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text, WIDTH_OF_A_HEADING))
     return "\n".join(lines)
 
 
@@ -129,10 +130,11 @@ def terminal(table):
 
 
 def page(table, name):
-    """Return the whole of results/NAME.md, whose title tells it from all others."""
+    """Return the whole of results/NAME.md."""
+    address_of_picture = urllib.parse.quote(os.fsencode(f"{name}.svg"))
     parts = [
-        f"# {name}: a bench on {table.bench['environment']['device_name']}",
-        f"![The speed of each row, and the training loss by {UNITS[table.unit]}]({name}.svg)",
+        f"# {escaped(name)}: a bench on {escaped(table.bench['environment']['device_name'])}",
+        f"![The speed of each row]({address_of_picture})",
         markdown(short_table(table, path_to_stages="../stages/")),
         "\n\n".join(how_to_read(table)),
         "\n".join(f"- **{heading}**: {text}" for heading, text in answer(table)),
@@ -146,31 +148,35 @@ def page(table, name):
 def conditions(table):
     """Return the lines under the tables: machine, settings, how the rows ran, noise, rates, command."""
     bench = table.bench
-    how = "One after the other, each in a fresh process"
-    steps = f"at most {bench['steps']} steps in a round, of which {bench['warmup']} are warm-up"
-    if bench["turns"]:
-        how = "All alive at once in a round, fresh processes, one step each in turn"
-        steps = f"{bench['turns']} turns after {bench['warmup']} steps of warm-up"
-    elif "reason" in bench:
-        how += f", since {bench['reason']}"
     return [
-        machine_line(bench["environment"]),
-        what_ran(table.first, bench["text"]),
-        f"{how}: {steps}. Rounds: {bench['rounds']}.",
+        escaped(machine_line(bench["environment"])),
+        escaped(what_ran(table.first, bench["text"])),
+        escaped(how_it_ran(bench)),
         noise_line(table),
-        rates_line(bench["rates"]),
-        f"Again: {code(bench['command'])} at commit {bench['commit'] or 'unknown'}.",
+        escaped(rates_line(bench["rates"])),
+        f"To run it again: {code(bench['command'])} at commit {escaped(bench['commit'] or 'unknown')}.",
     ]
+
+
+def how_it_ran(bench):
+    """Return how the rows ran. bench: the first line of a record."""
+    rounds = f"{bench['rounds']} rounds of fresh processes: in each"
+    if bench["turns"]:
+        return f"{rounds} all rows took {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
+    line = f"{rounds} the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
+    if "reason" in bench:
+        line += f", since {bench['reason']}"
+    return f"{line}."
 
 
 def machine_line(env):
     """Return the machine and its software."""
-    line = f"**{env['device_name']}**, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
+    line = f"{env['device_name']}, {env['cores']} cores, {env['threads']} threads, {env['system']}, "
     line += f"torch {env['torch']}, Python {env['python']}"
     if env["cuda"]:
         line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
     if env["slow"]:
-        line += f". All is slower, by {', '.join(env['slow'])}"
+        line += f". All is slower, because of {', '.join(env['slow'])} in the environment"
     return f"{line}."
 
 
@@ -182,9 +188,9 @@ def what_ran(outcome, text):
     if outcome is None:
         return "No row got as far as its first step."
     seen, header = outcome.seen, outcome.header
-    line = "The first row that ran: "
+    line = "The first row that ran trains "
     if seen.shape:
-        line += f"{shape_name(seen.shape)}, {flops_per_token(seen.shape) / 1e6:.0f} MFLOP a token"
+        line += f"{shape_name(seen.shape)}, {flops_per_token(seen.shape) / 1e6:.0f} MFLOP for a token"
     else:
         line += f"{seen.parameters:,} parameters"
     # of a script not all of these are known
@@ -199,18 +205,17 @@ def what_ran(outcome, text):
 
 def noise_line(table):
     """Return how much runs of one computation differed, pair by pair."""
-    parts = []
+    pairs = []
     for outcome in table.pairs:
-        comparison = outcome.comparison
-        pair = f"{quoted(outcome.row.title)} / {quoted(comparison.base.row.title)}"
-        parts.append(f"{pair} {comparison.ratio.value:.3f}")
-    return f"Runs of one computation: {', '.join(parts) or 'none'}."
+        ratio, base = outcome.comparison.ratio.value, outcome.comparison.base
+        pairs.append(f"{quoted(outcome.row.title)} {ratio:.3f} times as fast as {quoted(base.row.title)}")
+    return f"Of the rows that should be equally fast: {', '.join(pairs) or 'there are none'}."
 
 
 def rates_line(rates):
     """Return what the columns "% of peak" and "predicted" divide by. rates: of the probe, or None."""
     if rates is None:
-        return "No peak and no predictions, since the probe left no rates."
+        return "No peak and no predictions, since the speed of matmuls and copies was not measured."
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates["peak"].items())]
     copied = rates["copy"] / 1e9
-    return f"The probe: large matmuls sustain {', '.join(peaks)}, and a large copy moves {copied:,.1f} GB/s."
+    return f"Before the rows, large matmuls sustained {', '.join(peaks)}, and a large copy moved {copied:,.1f} GB/s."

@@ -35,7 +35,7 @@ class Verdict(Enum):
     FASTER = "worth it"
     SLOWER = "slower"
     SAME = "no difference"
-    UNCLEAR = "can't be told"
+    UNCLEAR = "can't tell"
 
 
 NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)

@@ -2,22 +2,24 @@
 
 results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
 
-    {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "reference": "s01", "rounds": 3,
+    {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "rounds": 3,
      "warmup": 20, "steps": 27, "turns": 7, "seconds": 6.0, "loss_step": 26, "seed": 5, "flags": ["--steps", "27"],
      "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {...},
      "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
-"rows" are all that is started: see rows.Row. "reference" is the name of the row that all are compared with. "warmup" of
-the "steps" are not counted. In a round each row takes so many "turns"; without them each one runs to its end, and a
-line {"kind": "apart", "reason": ...} says why, if it was decided on the way. "flags" are those of all stages, and
-"variables" of the environment those of all rows. "rates" is None if they could not be measured.
+"rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
+many "turns"; without them each one runs to its end, and a line {"kind": "apart", "reason": ...} says why, if it was
+decided on the way. "flags" are those of all stages, and "variables" of the environment those of all rows. "rates" is
+None if they could not be measured.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
-"start". The lines of its record follow, which harness/watch/log.py describes.
+"start". The lines of its record follow, which harness/watch/log.py describes. Of the ranks but the first there are only
+the steps, as lines "step of another rank".
 """
 
 import json
+import time
 from dataclasses import dataclass, field
 
 from ..common import say
@@ -42,6 +44,7 @@ class Run:
     header: dict | None = None
     seen: Seen | None = None
     steps: list = field(default_factory=list)
+    steps_of_other_ranks: list = field(default_factory=list)
     summary: dict | None = None
     error: dict | None = None
 
@@ -61,6 +64,7 @@ class Results:
     def __init__(self, bench, file=None):
         self.file = file
         self.bench = bench
+        self.began = time.monotonic()
         self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
         self.runs = {}
         self.write(bench)
@@ -86,10 +90,13 @@ class Results:
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "apart":  # all begins again
+                self.began = time.monotonic()
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}
             case "step":
                 self.runs[key].steps.append(line)
+            case "step of another rank":
+                self.runs[key].steps_of_other_ranks.append(line)
             case "seen":  # a later one replaces the first
                 self.runs[key].seen = Seen.of_line(line)
             case "header" | "summary" | "error" as field_name:
@@ -99,11 +106,6 @@ class Results:
         """Write a line. If the disk is full, what is measured goes on in memory."""
         if self.file:
             say(json.dumps(line), self.file, "the record ends here")
-
-    @property
-    def table_rows(self):
-        """The Rows of the table, in its order."""
-        return [row for row in self.rows.values() if not row.control_of]
 
     def runs_of(self, name):
         """Return the Runs of the row of this name, the first round first."""

@@ -16,6 +16,8 @@ LONGEST_TITLE = 32  # letters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
+# By these, OpenMP's threads spin while they wait. So would rows that wait for their turns, and slow down the others.
+SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # What the names of programs in a launcher become.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
@@ -85,20 +87,25 @@ class Row:
         return [word.replace("{row}", number) for word in words + self.flags]
 
     def environment(self, bench):
-        """Return the environment of its process: the bench's own, and what the bench adds to it."""
+        """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
         variables = os.environ | bench["variables"]
+        left_out = []
+        if bench["turns"]:
+            left_out += SPINNING
         if not self.keeps_memory:
-            variables = {name: value for name, value in variables.items() if name not in CPU_MEMORY}
+            left_out += CPU_MEMORY
+        for name in left_out:
+            variables.pop(name, None)
         return variables
 
 
 def starts_python(launcher):
-    """Tell whether the words of a launcher start a Python, as torchrun does and env does not."""
+    """Return whether the words of a launcher start a Python, as torchrun does and env does not."""
     return any(LAUNCHER.fullmatch(Path(word).name) for word in launcher if "=" not in word)
 
 
 def runs_the_same(row, above):
-    """Tell whether two Rows run one script with the same flags and launcher."""
+    """Return whether two Rows run one script with the same flags and launcher."""
     return (row.launcher, row.script, row.flags) == (above.launcher, above.script, above.flags)
 
 
@@ -160,7 +167,7 @@ def rows_of_ladder(device):
 def rows_of_climb(script, machine):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    script: its Row. machine: what the probe says of it. What does nothing there is left out, and told.
+    script: its Row. machine: what the probe says of it. What does nothing there is left out, with a line that says why.
     """
     useless = {"compile": machine["compile_problem"]}  # {technique: why it does nothing here, or None}
     if "tf32" not in machine["units"]:
@@ -187,12 +194,16 @@ def with_plain(rows, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: these, and the control.
 
-    Titles become unique, and each row gets its base. Exits with one line if two rows have one name.
+    Each row gets its base and a title of its own: its script, or its command if that is not enough. Exits with one line
+    if two rows have one name.
     """
-    titles = [title_of(row, rows) for row in rows]
+    short_titles = [row.title for row in rows]
     in_order = []
-    for number, (row, title) in enumerate(zip(rows, titles, strict=True), 1):
-        if titles.count(title) > 1:
+    for number, row in enumerate(rows, 1):
+        title = row.title
+        if short_titles.count(title) > 1 and row.name != title:
+            title = shortened(row.name, LONGEST_TITLE)
+        if title in [other.title for other in in_order]:
             title = f"{row.title} #{number}"
         in_order.append(replace(row, title=title, base=base_of(row, in_order)))
     add_control(in_order)
@@ -224,30 +235,6 @@ def check(row):
     for word in row.flags:
         if row.takes_flags and word.startswith(("--steps", "--device")):
             refuse(f"{row.name!r}: put {word} after all rows, outside of the quotes, since it is the same for all")
-
-
-def title_of(row, rows):
-    """Return what tells a row from the others: its script, and what not all rows of that script share.
-
-    If another script has the same name, it is the path of the script. `plain` and the rows of a climb are called by
-    their names.
-    """
-    if row.title == row.name:
-        return row.name
-    script = row.title
-    if any(other.title == row.title and other.script != row.script for other in rows):
-        script = row.script.removesuffix(".py")
-    alike = [parts_of(other.launcher) + parts_of(other.flags) for other in rows if other.script == row.script]
-    shared = set(alike[0]).intersection(*alike)
-    launcher = [part for part in parts_of(row.launcher) if part not in shared]
-    added = [f"+{name}" for name in row.added]
-    flags = [part for part in parts_of(row.flags) if part not in shared]
-    return shortened(" ".join([*launcher, script, *added, *flags]), LONGEST_TITLE)
-
-
-def parts_of(words):
-    """Return words of a command, each flag with its values, as ["torchrun", "--nproc_per_node 2"]."""
-    return [part for part in re.split(" (?=-)", " ".join(words)) if part]
 
 
 def shortened(label, most):

@@ -4,6 +4,7 @@ An Outcome is what the Runs of one row measured. Its Comparison sets it beside i
 faster it is.
 """
 
+import statistics
 from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
@@ -11,7 +12,7 @@ from ..figures import figures_of, seconds_of_warmup, speed_of_all, tokens_per_se
 from ..seen import Seen, words_on_stage
 from . import ratios
 from .change import Change, change_of
-from .ratios import Ratio, Scatter, Verdict
+from .ratios import NOT_SHOWN_TO_DIFFER, Ratio, Scatter, Verdict
 from .results import first_known
 from .rows import Row
 
@@ -26,8 +27,8 @@ class Comparison:
     change: Change
     predicted: float | None  # what the ratio should be
     ratio: Ratio | None = None  # of their speeds
-    is_contradicted: bool = False  # whether it should be the same computation, and its speed says that it is not
     verdict: Verdict | None = None  # on the ratio
+    is_with_row_above: bool = True  # whether the base stands right above it in the table
 
 
 @dataclass(eq=False)  # two rows with the same figures are two
@@ -40,14 +41,14 @@ class Outcome:
     error: dict | None  # the line of its first run that failed
     seen: Seen | None
     header: dict | None
-    is_on_other_device: bool = False  # than the bench, as on the CPU in a bench of a card
     work: Work | None = None  # of a GPT's micro-batch
-    words: str = ""  # what the technique of its stage does here
+    words: str = ""  # what the technique of its stage does here, or which other device a script chose
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each turn, or in the whole round}
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
     warmup_s: float | None = None  # of its first run, which may compile
+    loss: float | None = None  # of its first run, at the step that every row has to take, the mean of its ranks
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     comparison: Comparison | None = None
 
@@ -66,12 +67,6 @@ class Outcome:
         size = (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.seen.parameters
         return self.unit, size
 
-    @property
-    def losses(self):
-        """{step: training loss} of its first run."""
-        steps = self.runs[0].steps if self.runs else []
-        return {step["step"]: step["loss"] for step in steps if step["loss"] is not None}
-
 
 @dataclass
 class Table:
@@ -83,8 +78,7 @@ class Table:
     first: Outcome | None = None  # the first one that got as far as a step
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
     scatter: Scatter | None = None  # of the ratios of all rows to their bases
-    control_differs: bool = False  # whether the second run of a row is told from its first, which is chance
-    least: float = 0.0  # how far from 1 a ratio has to be then
+    least: float = 0.0  # how far from 1 a ratio has to be, since the control came out so far from it
 
     @property
     def unit(self):
@@ -107,11 +101,15 @@ def table_of(results):
         outcome.comparison.ratio = compare(outcome, outcome.comparison.base, table)
         if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
             table.pairs.append(outcome)
+            if outcome.row.control_of and ratios.judge(outcome.comparison.ratio) not in NOT_SHOWN_TO_DIFFER:
+                table.least = ratios.distance(outcome.comparison.ratio.value)
     table.shown = [outcome for outcome in outcomes if not outcome.row.control_of]
     table.first = first_known([outcome if outcome.header else None for outcome in table.shown])
-    check_control(table)
+    above = None
     for outcome in table.shown:
         outcome.comparison.verdict = verdict_on(outcome.comparison, table.least)
+        outcome.comparison.is_with_row_above = outcome.comparison.base is above
+        above = outcome
     return table
 
 
@@ -125,19 +123,18 @@ def outcome_of(row, results):
     seen = first_known([run.seen for run in runs])
     header = first_known([run.header for run in runs])
     outcome = Outcome(row, runs, counted, results.error(row), seen, header)
-    if header:
-        outcome.is_on_other_device = header["environment"]["device"] != bench["environment"]["device"]
-    if seen and row.stage:
-        outcome.words = words_on_stage(row.stage, seen)
-    if seen and not outcome.is_on_other_device:
+    if seen and seen.device != bench["environment"]["device"]:
+        outcome.words = f"ran on the {seen.device}: pass --device {seen.device}"
+    elif seen:
         outcome.work = seen.work
+        outcome.words = words_on_stage(row.stage, seen) if row.stage else ""
     if counted:
         add_figures(outcome, bench)
     return outcome
 
 
 def add_figures(outcome, bench):
-    """Fill in what the counted steps of a row tell."""
+    """Fill in the figures of a row, from its counted steps."""
     figures = figures_of(outcome.counted)
     has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
     waits_for_batches = outcome.seen.loaders > 0 and waits_for_data(outcome.counted)  # some come at once, and some late
@@ -150,7 +147,12 @@ def add_figures(outcome, bench):
             outcome.times[run.round] = [1 / speed for speed in speeds]
     outcome.dt_ms = figures["dt_ms"]
     outcome.memory = figures["memory"] or None  # 0: without a meter
-    outcome.warmup_s = seconds_of_warmup(outcome.runs[0].steps, bench["warmup"])
+    first_steps = outcome.runs[0].steps
+    outcome.warmup_s = seconds_of_warmup(first_steps, bench["warmup"])
+    steps_of_all_ranks = first_steps + outcome.runs[0].steps_of_other_ranks
+    losses = [step["loss"] for step in steps_of_all_ranks if step["step"] == bench["loss_step"]]
+    if losses and None not in losses:
+        outcome.loss = statistics.mean(losses)
     outcome.peak_share = peak_share(outcome, bench["rates"])
 
 
@@ -168,10 +170,10 @@ def peak_share(outcome, rates):
     None for a model that is not a GPT or does not count tokens, for a script on another device, and for several ranks,
     because the probe measures what one process can do. rates: of the probe, or None.
     """
-    shape = outcome.seen.shape if outcome.unit == "tok" else None
-    if not (rates and shape and outcome.tok_per_sec) or outcome.is_on_other_device or outcome.seen.world_size > 1:
+    is_known = rates and outcome.work and outcome.unit == "tok" and outcome.tok_per_sec
+    if not is_known or outcome.seen.world_size > 1:
         return None
-    return outcome.tok_per_sec * flops_per_token(shape) / max(rates["peak"].values())
+    return outcome.tok_per_sec * flops_per_token(outcome.seen.shape) / max(rates["peak"].values())
 
 
 # Beside another row
@@ -212,7 +214,7 @@ def predicted_ratio(outcome, base, change, rates):
     if any(stage.unpredictable for stage in change.stages):
         return None
     if not change.stages and (outcome.row.script != base.row.script or outcome.work == base.work):
-        return None  # more differs than two Works tell, or no FLOP and no byte does, as between s01 and `plain`
+        return None  # more differs than two Works know of, or no FLOP and no byte does, as between s01 and `plain`
     before, after = seconds_per_token(base.work, rates), seconds_per_token(outcome.work, rates)
     return before / after if before and after else None  # None: a rate is not known
 
@@ -220,27 +222,17 @@ def predicted_ratio(outcome, base, change, rates):
 # Verdicts
 
 
-def check_control(table):
-    """Note what the control shows, and which rows should be one computation and do not look like it.
-
-    If a second run of the same code is told from the first, only a ratio that is further from 1 is believed.
-    """
-    for outcome in table.pairs:
-        ratio = outcome.comparison.ratio
-        is_told = ratios.judge(ratio) in (Verdict.FASTER, Verdict.SLOWER)
-        if outcome.row.control_of and is_told:
-            table.control_differs = True
-            table.least = ratios.distance(ratio.value)
-        if not outcome.row.control_of and is_told and ratios.distance(ratio.value) > ratios.ALIKE:
-            outcome.comparison.is_contradicted = True
-
-
 def verdict_on(comparison, least):
-    """Return the Verdict on a row; None if it has no ratio, and below three rounds."""
-    if comparison.ratio is None or comparison.ratio.spread is None:
+    """Return the Verdict on a row; None if it has no ratio, and below three rounds.
+
+    A row that should be as fast as its base is never called faster or slower. If it comes out so, it was disturbed.
+    """
+    ratio = comparison.ratio
+    if ratio is None or ratio.spread is None:
         return None
-    if comparison.is_contradicted or comparison.base.comparison.is_contradicted:
-        return Verdict.UNCLEAR
-    if comparison.change.is_same_computation:
+    verdict = ratios.judge(ratio, least)
+    if not comparison.change.is_same_computation:
+        return verdict
+    if verdict in NOT_SHOWN_TO_DIFFER or ratios.distance(ratio.value) <= ratios.ALIKE:
         return Verdict.SAME
-    return ratios.judge(comparison.ratio, least)
+    return Verdict.UNCLEAR

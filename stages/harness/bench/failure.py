@@ -1,0 +1,58 @@
+"""Why the process of a row failed: by the exception of a rank, by a signal, or by what it printed last."""
+
+import re
+import signal
+
+LAST_LINES = 20  # of what a row printed, shown if it failed
+TORCHRUNS_REPORT = re.compile(r"^.*torch/distributed/elastic/", re.MULTILINE)  # how its report of failed ranks begins
+# What this report says of each of them. The one that failed first is the last one in it.
+FAILED_RANK = re.compile(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", re.MULTILINE)
+# How Python, PyTorch, cuBLAS and NCCL say that memory is short when they raise a plain error. The last one is oneDNN's.
+# With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|[Cc]an(no|')t allocate|ALLOC_FAILED|MemoryError|bad_alloc|Thread creation failed"
+    r"|could not create a primitive(?! descriptor)"
+)
+
+
+def error_of(status, printed, errors):
+    """Return the line of a record that says why a process failed, or None for status 0.
+
+    printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks the one counts
+    that failed first, by torchrun's report, since the others may only have lost it.
+    """
+    if status == 0:
+        return None
+    rank, rank_in_words = 0, ""
+    failed_ranks = FAILED_RANK.findall(printed)
+    if failed_ranks:
+        rank, status = map(int, failed_ranks[-1])
+        rank_in_words = f"rank {rank}: "
+    if rank in errors:
+        return error_line(rank_in_words + errors[rank]["message"], errors[rank]["traceback"])
+    details = last_lines(printed)
+    if status == -9:  # hardly anything sends it but Linux
+        message = "killed by SIGKILL, most likely because memory was short"
+        return error_line(rank_in_words + message, details, out_of_memory=True)
+    message = f"exit status {status}"
+    if status < 0:
+        message = f"killed by signal {-status}, {signal.strsignal(-status)}"
+    elif details:
+        message += f"; last printed: {details.splitlines()[-1]}"
+    return error_line(rank_in_words + message, details)
+
+
+def error_line(message, details="", out_of_memory=False):
+    """Return the line of a record that says why a row failed. details: the traceback, or the last lines it printed.
+
+    out_of_memory: whether memory was short. The message may say so, too.
+    """
+    if OUT_OF_MEMORY.search(message):
+        message, details, out_of_memory = "out of memory", details or message, True
+    return {"kind": "error", "message": message, "traceback": details, "out_of_memory": out_of_memory}
+
+
+def last_lines(printed):
+    """Return the last lines that a row printed, without torchrun's report of its ranks below them."""
+    own_output = TORCHRUNS_REPORT.split(printed, maxsplit=1)[0]
+    return "\n".join(own_output.strip().splitlines()[-LAST_LINES:])
