@@ -1,7 +1,8 @@
-"""Rows run to their end, in rounds there and back, and one that fails says why and costs its own row alone."""
+"""Rows run to their end or take turns, and one that fails says why and costs itself alone."""
 
 from harness import ladder
 from harness.bench import rounds, rows
+from harness.bench.table import table_of
 from harness.figures import WARMUP
 
 import json
@@ -24,18 +25,27 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
         monkeypatch.setattr(room, "ROOT", tmp_path)
 
 
-def run_of(launcher=(), steps=WARMUP + 2, **plan):
-    """The Run of a row that does as planned."""
-    env = ["env", "FAKE_ROW=a", f"FAKE_PLANS={json.dumps({'a': plan})}"]
-    a = row("a", script="s01_baseline", launcher=[*env, *launcher])
-    results = results_of(rows=[a], steps=steps)
-    rounds.run_one_after_the_other(0, results, rounds.Progress(results))
-    return results.runs["a", 0]
+def planned(name, launcher, plan):
+    """A Row of a stage that does as planned."""
+    env = ["env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}"]
+    return row(name, script="s01_baseline", launcher=[*env, *launcher])
+
+
+def results_of_one(launcher=(), steps=WARMUP + 2, **plan):
+    """The Results of one round of a row that does as planned."""
+    results = results_of(rows=[planned("a", launcher, plan)], steps=steps)
+    rounds.run_one_after_the_other(0, results)
+    return results
+
+
+def error_of(launcher=(), **plan):
+    """Why a row that does as planned failed, a line of the record."""
+    return results_of_one(launcher, **plan).runs["a", 0].error
 
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 7), (0.01, 60)])
 def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
-    run = run_of(steps=WARMUP + 60, dt=dt)
+    run = results_of_one(steps=WARMUP + 60, dt=dt).runs["a", 0]
     assert len(run.counted) == counted
     assert run.summary
 
@@ -47,12 +57,13 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
         ("end", "ended after 1 steps, and the first 4 are warm-up", False),
         ("leave a child", "exit status 3", False),
         ("refuse", "exit status 1; last printed: error: no, thanks", False),
-        ("be killed", "killed by SIGKILL", True),
-        ("segfault", "killed by SIGSEGV", False),
+        ("be killed", "killed by SIGKILL, most likely because memory was short", True),
+        ("segfault", "killed by signal 11, Segmentation fault", False),
+        ("run out of memory", "out of memory", True),
     ],
 )
 def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of_memory):
-    run = run_of(do=do, at=1)
+    run = results_of_one(do=do, at=1).runs["a", 0]
     assert (run.error["message"], run.error["out_of_memory"]) == (message, out_of_memory)
     assert [step["step"] for step in run.steps] == [0]
     assert all_have_ended(tmp_path / "lock")
@@ -61,12 +72,12 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
 def test_a_row_that_cannot_be_started_says_so(tmp_path):
     gone = row("b", launcher=[str(tmp_path / "gone")])
     results = results_of(rows=[gone])
-    rounds.run_one_after_the_other(0, results, rounds.Progress(results))
+    rounds.run_one_after_the_other(0, results)
     assert results.error(gone)["message"].startswith("it can't be started: [Errno 2] No such file or directory")
 
 
 def test_of_what_a_row_prints_only_the_end_is_kept():
-    error = run_of(do="print megabytes and fail", at=1, words="last words").error
+    error = error_of(do="print megabytes and fail", at=1, words="last words")
     assert error["message"] == "exit status 3; last printed: last words"
     assert len(error["traceback"]) < 30_000
 
@@ -74,25 +85,23 @@ def test_of_what_a_row_prints_only_the_end_is_kept():
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
     monkeypatch.setattr(rounds, "PATIENCE", 2)
-    assert run_of(do="hang", at=1).error["message"] == "no step in 2 s: stopped"
+    assert error_of(do="hang", at=1)["message"] == "no step in 2 s: stopped"
     assert all_have_ended(tmp_path / "lock")
 
 
 def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_ranks():
-    assert run_of(TWO_RANKS, do="crash", at=1, rank=1).error["message"] == "rank 1: RuntimeError: boom"
-    killed = run_of(TWO_RANKS, do="be killed", at=1, rank=1).error
-    assert (killed["message"], killed["out_of_memory"]) == ("rank 1: killed by SIGKILL", True)
-    run = run_of(TWO_RANKS)
-    assert run.seen.world_size == 2
-    assert [step["loss"] for step in run.steps[:2]] == [5.5, 5.4]
+    assert error_of(TWO_RANKS, do="crash", at=1, rank=1)["message"] == "rank 1: RuntimeError: boom"
+    assert error_of(TWO_RANKS, do="be killed", at=1, rank=1)["message"].startswith("rank 1: killed by SIGKILL")
+    outcome = table_of(results_of_one(TWO_RANKS)).outcomes["a"]
+    assert outcome.seen.world_size == 2
+    assert outcome.loss == pytest.approx((4.6 + 5.6) / 2)
 
 
 def in_turn(tmp_path, launcher=(), **plans):
     """The Results of a round of turns of two rows that do as planned, and why it could not be, or None."""
-    words = [f"FAKE_PLANS={json.dumps(plans)}", *launcher]
-    both = [row(name, script="s01_baseline", launcher=["env", f"FAKE_ROW={name}", *words]) for name in "ab"]
+    both = [planned(name, launcher, plans.get(name, {})) for name in "ab"]
     results = results_of(rows=both, turns=3)
-    reason = rounds.take_turns(0, results, rounds.Progress(results))
+    reason = rounds.take_turns(0, results)
     assert all_have_ended(tmp_path / "lock")
     return results, reason
 
@@ -118,8 +127,7 @@ def test_a_row_that_dies_in_a_turn_costs_only_itself(tmp_path):
 
 
 def test_rows_take_no_turns_if_one_loads_ahead_or_memory_is_short(tmp_path, monkeypatch):
-    assert (
-        in_turn(tmp_path, a={"loaders": 2})[1] == "the workers of a load its data ahead, while others have their turns"
-    )
+    _, reason = in_turn(tmp_path, a={"loaders": 2})
+    assert reason == "the workers of a load its data ahead, while others have their turns"
     monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
     assert in_turn(tmp_path)[1] == "memory does not hold all 2 processes at once"
