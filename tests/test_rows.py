@@ -76,30 +76,38 @@ def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_so_does_a_script_
     assert command_of(row_of("+fused s09"))[1:] == [*WATCH, "+fused", str(STAGE_FILES["s09"]), *BENCH["flags"]]
 
 
-def test_a_script_is_watched_with_its_own_flags_alone(tmp_path):
+def test_a_script_is_watched_with_its_own_flags_alone():
     assert command_of(row_of("own.py"))[1:] == [*WATCH, "own.py"]
     assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
     assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
 
 
-def test_this_python_runs_a_command_that_names_no_other(tmp_path):
-    command = command_of(row_of("env A=b torchrun --nproc_per_node=2 mine.py"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    assert command == ["env", "A=b", *torchrun, *WATCH, "mine.py"]
-    assert command_of(row_of("python3 -u s01"))[:3] == [sys.executable, "-u", WATCH[0]]
-    assert command_of(row_of("env A=/python B=y.py s01"))[:4] == ["env", "A=/python", "B=y.py", sys.executable]
-    (tmp_path / "python3.99").touch(mode=0o755)  # another Python stays what it is
-    named = command_of(row_of(f"{tmp_path}/python3.99 mine.py"))
-    assert named == [f"{tmp_path}/python3.99", *WATCH, "mine.py"]
+@pytest.mark.parametrize(
+    "launcher, started",
+    [
+        ("env A=b torchrun -n 2", ["env", "A=b", sys.executable, "-m", "torch.distributed.run", "-n", "2"]),
+        ("python3 -u", [sys.executable, "-u"]),
+        ("env A=/python B=y.py", ["env", "A=/python", "B=y.py", sys.executable]),
+        ("/usr/bin/python3.99", ["/usr/bin/python3.99"]),  # another Python stays what it is
+    ],
+)
+def test_this_python_runs_a_command_that_names_no_other(launcher, started):
+    assert command_of(row_of(f"{launcher} mine.py")) == [*started, *WATCH, "mine.py"]
 
 
-def test_a_scripts_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
+def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
-    bench = {"variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
-    for name in ("mine.py", "s05"):
-        assert row_of(name).environment(bench) == os.environ | bench["variables"]
+    bench = {"turns": 0, "variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
+    assert row_of("mine.py").environment(bench) == os.environ | bench["variables"]
     plain, *_ = rows_of_ladder("cpu")
     assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_rows_that_wait_for_their_turns_do_not_spin(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    for turns in (0, 7):
+        assert (name in row_of("s05").environment({"turns": turns, "variables": {}})) == (turns == 0)
 
 
 @pytest.mark.parametrize(
@@ -118,52 +126,57 @@ def test_rows_that_can_not_run_are_one_line(capsys, word, reason):
     assert reason in error_of(capsys, lambda: rows_of("s05", "s11", word))
 
 
-def test_rows_stand_in_the_order_of_the_command_line_each_compared_with_the_one_above():
-    together = rows_of("s11", "mine.py", "s05", "s06")
-    assert names(together) == ["s11", "mine.py", "s05", "s05 again", "s06"]
-    assert [row.base for row in together] == [None, "s11", "mine.py", "s05", "s05"]
+@pytest.mark.parametrize(
+    "words, bases",
+    [
+        (["s11", "mine.py", "s05"], ["s11", "mine.py"]),
+        # the nearest row of the same script and flags that has no other techniques
+        (["mine.py", "+bf16 mine.py", "+fused mine.py"], ["mine.py", "mine.py"]),
+        (["+fused mine.py", "+bf16 +fused mine.py"], ["+fused mine.py"]),
+        (["mine.py --a=1", "+bf16 mine.py --a=2"], ["mine.py --a=1"]),
+    ],
+)
+def test_a_row_is_compared_with_the_one_above_and_a_technique_with_its_script(words, bases):
+    assert [row.base for row in rows_of(*words) if not row.control_of] == [None, *bases]
 
 
-def test_a_row_with_techniques_is_compared_with_the_nearest_row_of_its_script_without_others():
-    bases = {
-        row.name: row.base for row in rows_of("mine.py", "+bf16 mine.py", "+fused mine.py", "+bf16 +fused mine.py")
-    }
-    assert bases["+fused mine.py"] == "mine.py"
-    assert bases["+bf16 +fused mine.py"] == "+fused mine.py"
-    apart = rows_of("mine.py --a=1", "+bf16 mine.py --a=2")
-    assert apart[-1].base == "mine.py --a=1"  # of other flags there is no row
-
-
-def test_the_control_is_in_the_middle_of_the_stages_or_of_all_where_there_are_none_and_of_two_the_first():
-    words = ["mine.py", "my/train.py", "s01", "s02", "s03"]
-    for count, repeated in ((5, "s02"), (2, "mine.py")):
-        assert [row.control_of for row in rows_of(*words[:count]) if row.control_of] == [repeated]
+@pytest.mark.parametrize(
+    "words, order",
+    [
+        (["mine.py", "s01", "s02", "s03"], ["mine.py", "s01", "s02", "s02 again", "s03"]),
+        (["mine.py", "my/train.py"], ["mine.py", "mine.py again", "my/train.py"]),
+    ],
+)
+def test_the_control_repeats_the_stage_in_the_middle_or_a_script_if_there_is_no_stage(words, order):
+    assert names(rows_of(*words)) == order
 
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
     """The control's, too; as they were typed the two rows have the same flags."""
     first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
-    started = [(row, number) for number in range(2) for row in (first, again, second)]
-    folders = [row.command(bench, number, FOLDER)[-1] for row, number in started]
-    assert folders == [f"--out=o/{count}/x" for count in range(6)]
+    numbers = [row.command(bench, number, FOLDER)[-1] for number in (0, 1) for row in (first, again, second)]
+    assert numbers == [f"--out=o/{count}/x" for count in range(6)]
     assert second.command(bench, 1, FOLDER)[:2] == ["env", "A=r5"]
-    assert second.flags == first.flags
 
 
 @pytest.mark.parametrize(
     "words, titles",
     [
-        (["s11 --batch-size 16", "s11 --batch-size 64 --lr 1"], ["s11 --batch-size 16", "s11 --batch-size 64 --lr 1"]),
-        (["torchrun --x=1 s12", "torchrun --x=2 s12"], ["--x=1 s12", "--x=2 s12"]),
-        (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine", "mine +bf16"]),
-        (["my/train.py", "mine/train.py", "mine.py"], ["my/train", "mine/train", "mine"]),
-        (["s12", "my/s12.py"], ["s12", "my/s12"]),
-        (["s05 --a 1 --b 2", "s05 --b 2 --a 1"], ["s05 #1", "s05 #2"]),
-        (["mine.py", f"mine.py --text={'x' * 30}"], ["mine", "mine --text=xxx…xxxxxxxxxxxxxxx"]),
+        (
+            ["s11 --batch-size 16 --lr 1", "s11 --accum 8", "s05 --lr 1"],
+            ["s11 --batch-size 16 --lr 1", "s11 --accum 8", "s05"],
+        ),
+        (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine.py --a=1", "+bf16 mine.py --a=1"]),
+        (["my/train.py", "mine/train.py", "mine.py"], ["my/train.py", "mine/train.py", "mine"]),
+        (["s12", "my/s12.py"], ["s12", "my/s12.py"]),
+        (
+            [f"mine.py --text={'x' * 30}", f"mine.py --text={'x' * 31}"],
+            ["mine.py --text=x…xxxxxxxxxxxxxxx", "mine #2"],
+        ),
     ],
 )
-def test_a_title_is_the_script_and_what_tells_its_rows_apart(words, titles):
+def test_a_title_is_the_script_or_the_command_if_two_rows_have_the_same_script(words, titles):
     assert [row.title for row in rows_of(*words) if not row.control_of] == titles
 
 

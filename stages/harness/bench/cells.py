@@ -51,8 +51,8 @@ def bracketed(text, verdict):
 
 
 def in_one_line(text):
-    """Return a text without line breaks and other signs that can't be printed."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    """Return a text with blanks in place of line breaks and other control characters."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", text)
 
 
 def code(text):
@@ -67,8 +67,8 @@ def quoted(title):
 
 
 def escaped(text):
-    """Return a text for a page, on which markdown shows its signs as they are."""
-    return re.sub(r"([\\`*_<>\[\]])", r"\\\1", in_one_line(text))
+    """Return a text for a page, on which markdown shows its signs as they are. A single _ is no sign in a word."""
+    return re.sub(r"[\\`*<>\[\]]|_(?=_)|(?<=_)_", r"\\\g<0>", in_one_line(text))
 
 
 def command_cell(row):

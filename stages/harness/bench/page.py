@@ -76,7 +76,8 @@ def aligned(lines):
         start = title.ljust(widths[0]) + "  "
         for cell, width in zip(figures, widths[1:-1], strict=True):
             start += cell.rjust(width) + "  "
-        drawn.append(wrapped(start + end, len(start), max(TERMINAL_WIDTH, len(start) + NARROWEST)))
+        words = wrapped(end, 0, max(TERMINAL_WIDTH - len(start), NARROWEST))
+        drawn.append(start + words.replace("\n", "\n" + " " * len(start)))
     return "\n".join(drawn)
 
 
@@ -86,6 +87,7 @@ def wrapped(text, indent, width=TERMINAL_WIDTH):
     Code loses its backticks, and stays on one line, so that it can be copied.
     """
     text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
+    text = text.replace("+ ", "+\u00a0")  # so does "+ bf16"
     text = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return text.replace("\u00a0", " ")
 

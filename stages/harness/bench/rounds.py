@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from .. import meters
-from ..common import tell
+from ..common import say, tell
 from . import page, picture
 from .failure import error_line, error_of, last_lines
 from .table import table_of
@@ -281,7 +281,7 @@ def show(results, path):
     """
     try:
         table = table_of(results)
-        print(page.terminal(table))
+        say(page.terminal(table))
         write(path.with_suffix(".svg"), picture.draw(table, path.stem))
         write(path.with_suffix(".md"), page.page(table, path.stem))
         tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
