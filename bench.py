@@ -172,8 +172,6 @@ def probe(args):
     if status == 2 or not lines:
         raise SystemExit(status or 1)
     machine, *rates = map(json.loads, lines)
-    if not rates:
-        tell("nothing can be predicted, since the probe failed")
     return machine | {"rates": rates[0] if rates else None}
 
 

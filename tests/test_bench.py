@@ -1,7 +1,7 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
 from harness import ladder
-from harness.bench import rounds, rows
+from harness.bench import probe, rounds, rows
 from harness.bench.results import Results
 from harness.figures import WARMUP
 
@@ -11,7 +11,7 @@ import signal
 import tempfile
 
 import pytest
-from conftest import ROOT, Ended, lines_of, python
+from conftest import ROOT, Ended, error_of, lines_of, python
 
 import bench
 
@@ -109,7 +109,8 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
         (["--render", "old", "--out", "x"], "--render runs nothing: pass no rows and no other flags"),
         (["--out", "../x"], "'../x': pass a name"),
-        (["--out", ".."], "'..': pass a name"),
+        (["--out", "..."], "'...': pass a name"),
+        (["--out", ""], "'': pass a name"),
         (["s01 'a"], "No closing quotation"),
         (["gone.py"], "there is no gone.py"),
     ],
@@ -128,18 +129,15 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--save", "w.pt"], "--save is for a stage that you start by hand"),
         (["--seq-len", "64", "s01"], "unrecognized arguments: s01; --help lists the flags"),
         (["--data", "short.bin"], "short.bin has 90 tokens to train on"),
-        (["--data", "gone.txt"], "--data gone.txt: "),
     ],
 )
-def test_flags_of_stages_are_looked_at_by_the_probe_before_any_row_starts(tmp_path, flags, message):
+def test_the_probe_ends_with_one_line_if_a_stage_would(tmp_path, capsys, flags, message):
     (tmp_path / "short.bin").write_bytes(bytes(200))
-    probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
-    ended = python(probe, tmp_path / "out", "stages", "--device=cpu", *flags, folder=tmp_path)
-    assert (ended.status, ended.out) == (2, "")
-    assert re.fullmatch(f"error: .*{re.escape(message)}.*\n", ended.err)
+    words = [word.replace("short", str(tmp_path / "short")) for word in flags]
+    line = error_of(capsys, probe.main, tmp_path / "out", "stages", "--device=cpu", *words)
+    assert message in line
     assert not (tmp_path / "out").exists()
 
 
@@ -165,7 +163,6 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
     assert started == EVERYONE + EVERYONE[::-1] + EVERYONE
     assert ended.out.count("tok/sec") == 3  # the short table after each round
     assert ended.err.count(f"all rows took {STEPS - WARMUP} turns") == 3
-    assert "round 3: all rows took 2 turns; about 0 s left in all" in ended.err
     assert re.search(r"^s03 +16,000 +2\.00 ± 0\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith("# x: a bench on A CPU\n")
     for header in repo.lines("header"):
@@ -179,7 +176,7 @@ def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
     assert ended.err.count("rows run one after the other") == 1
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
     assert "since the workers of s02 load its data ahead" in repo.page.read_text()
-    assert ended.err.count("s03 has ended: 8,000 tok/sec, 1.00 x s02; ") == 3
+    assert ended.err.count("s03 has ended") == 3
 
 
 def test_without_flags_a_stage_has_20_steps_of_warm_up_and_takes_7_turns(repo):
@@ -203,10 +200,13 @@ def test_without_flags_a_stage_has_20_steps_of_warm_up_and_takes_7_turns(repo):
 def test_a_failure_costs_its_own_row_and_exit_status_1_if_memory_was_not_short(repo, row, do, at, status):
     repo.plan(**{row: {"do": do, "at": at}})
     ended = repo.run(status=status, flags=("--rounds=1",))
-    failed = "the probe failed" if row == "probe" else f"{row} failed: "
-    assert failed in ended.err
     steps = dict.fromkeys(EVERYONE, [STEPS])
-    assert repo.steps_taken() == (steps if row == "probe" else steps | {row: [at]})
+    if row == "probe":
+        assert "No peak and no predictions" in repo.page.read_text()
+    else:
+        assert f"{row} failed: " in ended.err
+        steps[row] = [at]
+    assert repo.steps_taken() == steps
 
 
 def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():

@@ -44,7 +44,7 @@ def ladder_cpu():
         cpu_run("s08", 2.4, (1, 1, 1), end=failure("RuntimeError: <boom> |\nwith a bar")),
         cpu_run("s09", 1, (), end=None),
         cpu_run("s10", 3, (1, 1, 1, 1), end=None, memory=None),
-        cpu_run("s11", 1.5, tokens=2000, warmup_dt=4),  # twice the tokens in 1 / 1.5 of the time
+        cpu_run("s11", 1.5, tokens=2000),  # twice the tokens in 1 / 1.5 of the time
         cpu_run("s12", 1.5, tokens=2000),
         cpu_run("my/script.py", 5, shape=None, parameters=10_700_000, tf32=True),
         cpu_run("waits.py", 4, unit="sample", wait=0.2, fused=None, loaders=2),
@@ -66,7 +66,7 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
 
     A token should take 30 + 155.2 ps in s02, and 15 + 167 ps in s03."""
     times = {"s01": (1.0, 1.0, 1.0), "s02": (0.4, 0.5, 0.4), "s02 again": (0.4, 0.5, 0.4), "s03": (0.25, 0.2, 0.2)}
-    about = {"shape": ONE, "environment": A100, "batch_size": 1, "shows": {"compile": False}, "warmup_dt": 3}
+    about = {"shape": ONE, "environment": A100, "batch_size": 1, "shows": {"compile": False}}
     runs = []
     for number in range(3):
         for i, (name, dts) in enumerate(times.items()):
@@ -75,7 +75,7 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     drawn = drawn.replace("\u00a0", " ")
     figures = "5,000,000,000 | 2.00 ± 0.74 | 4.64 | 33.00 | `with torch.autocast(...):`"
     assert f"| [s03](../stages/s03_bf16.py) | {figures} |" in drawn
-    assert "| s03 | 1.02 | 200.0 | 7.5 | 4.60 | active: bfloat16; 12 s of warm-up |" in drawn
+    assert "| s03 | 1.02 | 200.0 | 7.5 | 4.60 | active: bfloat16 |" in drawn
     assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
     assert "a large copy moved 10,000.0 GB/s." in drawn
 

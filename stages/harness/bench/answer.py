@@ -9,7 +9,7 @@ def answer(table):
     """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
     lines = []
     for verdict in Verdict:
-        rows = [each for each in table.shown if each.comparison.verdict is verdict and not adds_nothing(each)]
+        rows = [outcome for outcome in table.shown if outcome.comparison.verdict is verdict]
         if verdict not in NOT_SHOWN_TO_DIFFER:
             rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
         if rows:
@@ -17,17 +17,11 @@ def answer(table):
     for heading, text in (("to tell more", cost_of_more(table)), ("all together", all_together(table))):
         if text:
             lines.append((heading, text))
-    typed = []
     for outcome in table.shown:
         if outcome.comparison.verdict is Verdict.FASTER:
-            typed += [line for line in outcome.comparison.change.code if line not in typed]
-    lines += [("what to type", line) for line in typed]
+            typed = [("what to type", code) for code in outcome.comparison.change.code]
+            lines += [line for line in typed if line not in lines]
     return lines
-
-
-def adds_nothing(outcome):
-    """Return whether none of the techniques that were added to a script took effect. Its note says why."""
-    return bool(outcome.row.added) and outcome.comparison.change.is_same_computation
 
 
 def words_on_verdict(outcome):

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import textwrap
 
 from ..card import words_on_card
 from ..figures import UNITS, waiting_share, waits_for_data
@@ -13,7 +12,6 @@ from .rows import shortened
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
-LONG_WARMUP = 10  # seconds that are worth a word
 
 
 # Figures
@@ -90,8 +88,6 @@ def note_cell(outcome, bench):
     parts += words_on_card([run.counted for run in outcome.runs])
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
-    if outcome.warmup_s and outcome.warmup_s > LONG_WARMUP:
-        parts.append(f"{outcome.warmup_s:.0f} s of warm-up")
     return escaped("; ".join(parts))
 
 
@@ -137,4 +133,4 @@ def failure(error):
         message += f" in {sys.executable}: start the bench by the Python that runs the script (make climb PY=python)"
     if not error["out_of_memory"]:
         message = f"failed: {message}"
-    return textwrap.shorten(in_one_line(message), MOST_OF_A_REASON, placeholder=" ...")
+    return shortened(in_one_line(message), MOST_OF_A_REASON)

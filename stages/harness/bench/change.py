@@ -57,8 +57,9 @@ def change_of(outcome, base):
         if names:
             typed = ", ".join(code) if code else NOTHING
         in_vain = [name for name in names if ladder.ADDED[name] not in added]
-    is_on_top = above is not None and has_same_flags and row.launcher == above.launcher and not goes_without(row, above)
-    is_same_computation = is_on_top and bool(claimed) and computes_the_same(outcome, base, claimed, added)
+    is_same_computation = False
+    if above and claimed and has_same_flags and row.launcher == above.launcher and set(above.added) <= set(row.added):
+        is_same_computation = computes_the_same(outcome, base, claimed, added)
     return Change(title, typed, code, claimed, in_vain, is_same_computation)
 
 
@@ -75,11 +76,6 @@ def claims_of(row, above):
     elif row.stage and above.stage:
         claimed += ladder.between(above.stage, row.stage)
     return names, claimed
-
-
-def goes_without(row, above):
-    """Return whether the base adds a technique from outside that a row does not."""
-    return any(name not in row.added for name in above.added)
 
 
 def takes_effect(stage, outcome, base):

@@ -31,15 +31,16 @@ def error_of(status, printed, errors):
     if rank in errors:
         return error_line(rank_in_words + errors[rank]["message"], errors[rank]["traceback"])
     details = last_lines(printed)
-    if status == -9:  # hardly anything sends it but Linux
+    is_killed = status == -signal.SIGKILL  # hardly anything sends it but Linux
+    if is_killed:
         message = "killed by SIGKILL, most likely because memory was short"
-        return error_line(rank_in_words + message, details, out_of_memory=True)
-    message = f"exit status {status}"
-    if status < 0:
+    elif status < 0:
         message = f"killed by signal {-status}, {signal.strsignal(-status)}"
     elif details:
-        message += f"; last printed: {details.splitlines()[-1]}"
-    return error_line(rank_in_words + message, details)
+        message = f"exit status {status}; last printed: {details.splitlines()[-1]}"
+    else:
+        message = f"exit status {status}"
+    return error_line(rank_in_words + message, details, is_killed)
 
 
 def error_line(message, details="", out_of_memory=False):

@@ -209,8 +209,8 @@ def noise_line(table):
     """Return how much runs of one computation differed, pair by pair."""
     pairs = []
     for outcome in table.pairs:
-        ratio, base = outcome.comparison.ratio.value, outcome.comparison.base
-        pairs.append(f"{quoted(outcome.row.title)} {ratio:.3f} times as fast as {quoted(base.row.title)}")
+        title, base = quoted(outcome.row.title), quoted(outcome.comparison.base.row.title)
+        pairs.append(f"{title} was {outcome.comparison.ratio.value:.3f} times as fast as {base}")
     return f"Of the rows that should be equally fast: {', '.join(pairs) or 'there are none'}."
 
 

@@ -90,7 +90,6 @@ class Results:
             case "start":
                 self.runs[key] = Run(line["round"], self.bench["warmup"])
             case "apart":  # all begins again
-                self.began = time.monotonic()
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}
             case "step":

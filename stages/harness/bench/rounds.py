@@ -58,7 +58,10 @@ def report(number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
     share = len(results.runs) / (results.bench["rounds"] * len(results.rows))
     minutes = (time.monotonic() - results.began) * (1 / share - 1) / 60
-    tell(f"round {number + 1}: {what}; about {math.ceil(minutes)} min left")
+    words = f"round {number + 1}: {what}"
+    if minutes:
+        words += f"; about {math.ceil(minutes)} min left"
+    tell(words)
 
 
 def take_turns(number, results):
@@ -106,11 +109,7 @@ def run_one_after_the_other(number, results):
     for row in in_order(number, results):
         with contextlib.closing(RowProcess(row, results, number)) as process:
             process.wait()
-        outcome = table_of(results).outcomes[row.name]
-        words = f"{row.title} has ended"
-        if outcome.tok_per_sec:
-            words += f": {outcome.tok_per_sec:,.0f} {outcome.unit}/sec"
-        report(number, words, results)
+        report(number, f"{row.title} has ended", results)
 
 
 def in_order(number, results):

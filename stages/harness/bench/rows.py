@@ -19,8 +19,8 @@ CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_
 # By these, OpenMP's threads spin while they wait. So would rows that wait for their turns, and slow down the others.
 SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # What the names of programs in a launcher become.
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-THIS_PYTHON = {"python": [sys.executable], "python3": [sys.executable], "torchrun": TORCHRUN}
+PYTHON = [sys.executable]
+THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
 # The names of programs and modules that start a Python for the script after them.
 LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|deepspeed)(\..+)?")
 
@@ -89,9 +89,7 @@ class Row:
     def environment(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
         variables = os.environ | bench["variables"]
-        left_out = []
-        if bench["turns"]:
-            left_out += SPINNING
+        left_out = [*SPINNING] if bench["turns"] else []
         if not self.keeps_memory:
             left_out += CPU_MEMORY
         for name in left_out:

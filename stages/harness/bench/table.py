@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
-from ..figures import figures_of, seconds_of_warmup, speed_of_all, tokens_per_second, waits_for_data
+from ..figures import figures_of, speed_of_all, tokens_per_second, waits_for_data
 from ..seen import Seen, words_on_stage
 from . import ratios
 from .change import Change, change_of
@@ -47,7 +47,6 @@ class Outcome:
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
     memory: int | None = None  # bytes
-    warmup_s: float | None = None  # of its first run, which may compile
     loss: float | None = None  # of its first run, at the step that every row has to take, the mean of its ranks
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     comparison: Comparison | None = None
@@ -147,9 +146,7 @@ def add_figures(outcome, bench):
             outcome.times[run.round] = [1 / speed for speed in speeds]
     outcome.dt_ms = figures["dt_ms"]
     outcome.memory = figures["memory"] or None  # 0: without a meter
-    first_steps = outcome.runs[0].steps
-    outcome.warmup_s = seconds_of_warmup(first_steps, bench["warmup"])
-    steps_of_all_ranks = first_steps + outcome.runs[0].steps_of_other_ranks
+    steps_of_all_ranks = outcome.runs[0].steps + outcome.runs[0].steps_of_other_ranks
     losses = [step["loss"] for step in steps_of_all_ranks if step["step"] == bench["loss_step"]]
     if losses and None not in losses:
         outcome.loss = statistics.mean(losses)
