@@ -11,6 +11,12 @@ endif
 N ?= 2
 
 .PHONY: help setup bench climb amp limit scale test diff clean
+.NOTPARALLEL: # two benches at once would disturb each other
+
+# .venv is built anew if its Python was upgraded or removed.
+ifneq ($(shell .venv/bin/python -c 'import pip; print("works")' 2> /dev/null),works)
+.PHONY: .venv/runtime
+endif
 
 help:
 	@echo 'make setup         what the stages need, into .venv'
@@ -30,7 +36,7 @@ setup: $(runtime)
 
 .venv/runtime: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH, or pass PY=" % sys.version_info[:2])'
-	test -x .venv/bin/pip || python3 -m venv .venv
+	.venv/bin/python -c 'import pip' 2> /dev/null || python3 -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
@@ -41,7 +47,7 @@ setup: $(runtime)
 bench: $(runtime)
 	@"$(PY)" bench.py $(ARGS)
 
-climb: export COMMAND := $(SCRIPT)
+climb: export COMMAND := $(value SCRIPT)
 climb: $(runtime)
 	@"$(PY)" bench.py --climb "$$COMMAND" $(ARGS)
 
@@ -63,11 +69,11 @@ diff:
 	@n=$$(echo '$(N)' | sed 's/^0*//'); \
 	case "$$n" in 1 | '' | *[!0-9]*) n=none ;; *) before=$$(printf %02d $$((n - 1))); n=$$(printf %02d $$n) ;; esac; \
 	test -e stages/s$${n}_*.py || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }; \
-	folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; mkdir -p $$folder/a/stages $$folder/b/stages; \
+	folder=$$(mktemp -d) || exit; trap 'rm -rf "$$folder"' EXIT; mkdir -p $$folder/a/stages $$folder/b/stages; \
 	for stage in stages/s$${before}_*.py; do sed '1,/^"""$$/d' $$stage > $$folder/a/$$stage; old=a/$$stage; done; \
 	for stage in stages/s$${n}_*.py; do sed '1,/^"""$$/d' $$stage > $$folder/b/$$stage; new=b/$$stage; done; \
 	sed -n '1,/^"""$$/p' stages/s$${n}_*.py; \
-	cd "$$folder" && git --no-pager diff --no-index --no-prefix -w $$old $$new; test $$? = 1
+	cd "$$folder" && git --no-pager diff --no-ext-diff --no-index --no-prefix -w $$old $$new; test $$? = 1
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache
