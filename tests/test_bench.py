@@ -6,12 +6,14 @@ from harness.bench.results import Results
 from harness.figures import WARMUP
 
 import json
+import os
 import re
 import signal
 import tempfile
 
 import pytest
 from conftest import ROOT, Ended, error_of, lines_of, python
+from fixtures.records import SEEN
 
 import bench
 
@@ -89,6 +91,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("FAKE_ROUND", str(number))
         return command(row, bench, number, folder)
 
+    monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
     for room in (bench, ladder, rows):
         monkeypatch.setattr(room, "ROOT", folder)
     monkeypatch.setattr(rows.Row, "command", command_of_named_row)
@@ -256,6 +259,14 @@ def test_a_bench_that_is_ended_leaves_no_process_and_a_record_that_can_be_drawn(
     assert re.search(r"^s01 .* 8,000 ", repo.command("--render", "x").out, re.MULTILINE)
 
 
+def test_a_bench_ends_with_its_first_round_if_no_row_takes_a_step(repo):
+    refuse = {"do": "refuse", "at": "start"}
+    repo.plan(**{"s01": refuse, "s01 again": refuse})
+    ended = repo.run("s01", status=1)
+    assert ended.err.splitlines()[-1] == "no row has taken a step, so the bench ends here"
+    assert {line["round"] for line in repo.lines("start")} == {0}
+
+
 # Scripts of the reader's own, in real processes
 
 OWN_SCRIPT = """
@@ -270,29 +281,20 @@ for step in range(9999):
 """
 
 
-@pytest.fixture
-def own_folder(repo, tmp_path, monkeypatch):
-    """The folder that the bench runs in, for scripts."""
+def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outside(repo, tmp_path, monkeypatch):
+    """Also one whose name is no UTF-8, and with a TMPDIR that is longer than the name of a socket may be."""
+    script = os.fsdecode(b"tr\xe9.py")
+    (tmp_path / script).write_text(OWN_SCRIPT)
+    (tmp_path / "model.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
     monkeypatch.setattr(rows, "ROOT", ROOT)
     monkeypatch.chdir(tmp_path)
     repo.flags = ["--device", "cpu"]
-    return tmp_path
-
-
-def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outside(repo, own_folder):
-    (own_folder / "train.py").write_text(OWN_SCRIPT)
-    (own_folder / "model.py").write_text("import torch\nnet = torch.nn.Linear(16, 16)\n")
-    repo.run("train.py", "+fused train.py", flags=("--seed=4", "--rounds=1"))
-    assert list(repo.steps_taken()) == ["train.py", "train.py again", "+fused train.py"]
+    repo.run(script, f"+fused {script} --x={script}", flags=("--seed=4", "--rounds=1"))
+    assert list(repo.steps_taken()) == [script, f"{script} again", f"+fused {script} --x={script}"]
     assert min(min(steps) for steps in repo.steps_taken().values()) > STEPS  # a turn has many, since they are short
     assert [line["fused"] for line in repo.lines("seen")] == [False, False, True]
     assert [line["batch_size"] for line in repo.lines("seen")] == [4, 4, 4]
     assert repo.lines("header")[0]["seed"] == 4
-
-
-def test_a_bench_ends_with_its_first_round_if_no_row_takes_a_step(repo, own_folder):
-    (own_folder / "train.py").write_text("import lightning_or_so")
-    ended = repo.command("--climb", "train.py", "--device=cpu", "--out=x", status=1)
-    assert "No module named 'lightning_or_so' in" in ended.out
-    assert ended.err.splitlines()[-1] == "no row has taken a step, so the bench ends here"
-    assert {line["round"] for line in repo.lines("start")} == {0}
+    assert r"`+fused tr\udce9.py --x=tr\udce9.py`" in repo.page.read_text("utf-8")

@@ -1,15 +1,14 @@
 """The table of a bench in words: on a page, in its picture, in the terminal, and as an answer."""
 
-from harness.bench import page, picture, rounds
+from harness.bench import page, picture
 from harness.bench.answer import answer
-from harness.common import set_up_output
 
 import os
 import re
 from pathlib import Path
 
 import pytest
-from fixtures.records import A100, CPU, failure, probed, results_of, row, run, table_from
+from fixtures.records import A100, CPU, failure, probed, row, run, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -151,15 +150,6 @@ def test_a_record_of_somebody_else_puts_no_heading_link_or_html_into_a_page():
     outside_of_code = re.sub(r"`[^`\n]*`|\\.", "", drawn)
     assert re.findall(r"\]\(.*?\)|<", outside_of_code) == ["](my%20%28first%29%20bench.svg)", "](README.md)"]
     assert "<b>" not in picture.draw(table, "x")
-
-
-def test_a_name_that_is_no_utf_8_is_written_as_its_bytes(tmp_path, capsys):
-    name = os.fsdecode(b"tr\xe9.py")
-    set_up_output()
-    rounds.show(results_of(run(name, [1.0]), command=f"python bench.py {name} --x={name}"), tmp_path / "x.jsonl")
-    assert r"`python bench.py tr\udce9.py --x=tr\udce9.py`" in (tmp_path / "x.md").read_text("utf-8")
-    assert r"tr\udce9.py" in (tmp_path / "x.svg").read_text("utf-8")
-    assert "not written" not in capsys.readouterr().err
 
 
 def test_code_is_on_one_line_in_the_terminal():

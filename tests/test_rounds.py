@@ -10,7 +10,7 @@ import json
 import pytest
 from conftest import ROOT
 from fixtures.fake_watch import all_have_ended
-from fixtures.records import results_of, row
+from fixtures.records import SEEN, results_of, row
 
 FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
 TWO_RANKS = ("torchrun", "--standalone", "--nproc_per_node=2")
@@ -21,6 +21,7 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
     """A fake in place of watch.py."""
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "watch.py").symlink_to(FAKE_WATCH)
+    monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
     for room in (ladder, rows):
         monkeypatch.setattr(room, "ROOT", tmp_path)
 
@@ -31,23 +32,17 @@ def planned(name, launcher, plan):
     return row(name, script="s01_baseline", launcher=[*env, *launcher])
 
 
-def results_of_one(launcher=(), steps=WARMUP + 2, **plan):
-    """The Results of one round of a row that does as planned."""
+def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
+    """The Outcome of one round of a row that does as planned."""
     results = results_of(rows=[planned("a", launcher, plan)], steps=steps)
     rounds.run_one_after_the_other(0, results)
-    return results
-
-
-def error_of(launcher=(), **plan):
-    """Why a row that does as planned failed, a line of the record."""
-    return results_of_one(launcher, **plan).runs["a", 0].error
+    return table_of(results).outcomes["a"]
 
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 7), (0.01, 60)])
 def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
-    run = results_of_one(steps=WARMUP + 60, dt=dt).runs["a", 0]
-    assert len(run.counted) == counted
-    assert run.summary
+    outcome = outcome_of(steps=WARMUP + 60, dt=dt)
+    assert (len(outcome.counted), outcome.error) == (counted, None)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +58,9 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     ],
 )
 def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of_memory):
-    run = results_of_one(do=do, at=1).runs["a", 0]
-    assert (run.error["message"], run.error["out_of_memory"]) == (message, out_of_memory)
-    assert [step["step"] for step in run.steps] == [0]
+    outcome = outcome_of(do=do, at=1)
+    assert (outcome.error["message"], outcome.error["out_of_memory"]) == (message, out_of_memory)
+    assert len(outcome.runs[0].steps) == 1
     assert all_have_ended(tmp_path / "lock")
 
 
@@ -76,23 +71,18 @@ def test_a_row_that_cannot_be_started_says_so(tmp_path):
     assert results.error(gone)["message"].startswith("it can't be started: [Errno 2] No such file or directory")
 
 
-def test_of_what_a_row_prints_only_the_end_is_kept():
-    error = error_of(do="print megabytes and fail", at=1, words="last words")
-    assert error["message"] == "exit status 3; last printed: last words"
-    assert len(error["traceback"]) < 30_000
-
-
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
     monkeypatch.setattr(rounds, "PATIENCE", 2)
-    assert error_of(do="hang", at=1)["message"] == "no step in 2 s: stopped"
+    assert outcome_of(do="hang", at=1).error["message"] == "no step in 2 s: stopped"
     assert all_have_ended(tmp_path / "lock")
 
 
 def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_ranks():
-    assert error_of(TWO_RANKS, do="crash", at=1, rank=1)["message"] == "rank 1: RuntimeError: boom"
-    assert error_of(TWO_RANKS, do="be killed", at=1, rank=1)["message"].startswith("rank 1: killed by SIGKILL")
-    outcome = table_of(results_of_one(TWO_RANKS)).outcomes["a"]
+    assert outcome_of(TWO_RANKS, do="crash", at=1, rank=1).error["message"] == "rank 1: RuntimeError: boom"
+    killed = outcome_of(TWO_RANKS, do="be killed", at=1, rank=1)
+    assert killed.error["message"].startswith("rank 1: killed by SIGKILL")
+    outcome = outcome_of(TWO_RANKS)
     assert outcome.seen.world_size == 2
     assert outcome.loss == pytest.approx((4.6 + 5.6) / 2)
 

@@ -59,27 +59,28 @@ FOLDER = Path("/folder")
 BENCH = {"steps": 9, "warmup": 4, "turns": 0, "seconds": 6, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
 
 
-def command_of(row, *others):
-    """The command of a Row in a bench of it and others."""
-    return row.command(BENCH | {"rows": [{"name": each.name} for each in (row, *others)]}, 0, FOLDER)
+def command_of(row):
+    """The command of a Row in a bench of it alone."""
+    return row.command(BENCH | {"rows": [{"name": row.name}]}, 0, FOLDER)
 
 
 WATCH = [str(ROOT / "stages" / "watch.py"), "--record", "/folder/record", "--seed", "5", "--warmup", "4"]
 WATCH += ["--steps", "9", "--seconds", "6"]
 
 
-def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_so_does_a_script_beside_it():
-    command = command_of(row_of("env A=b s11 --accum 8"))
-    assert command == ["env", "A=b", sys.executable, *WATCH, str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]
-    beside = f"{ROOT}/stages/mine.py"
-    assert command_of(row_of(f"{beside} --accum 8"))[1:] == [*WATCH, beside, *BENCH["flags"], "--accum", "8"]
-    assert command_of(row_of("+fused s09"))[1:] == [*WATCH, "+fused", str(STAGE_FILES["s09"]), *BENCH["flags"]]
-
-
-def test_a_script_is_watched_with_its_own_flags_alone():
-    assert command_of(row_of("own.py"))[1:] == [*WATCH, "own.py"]
-    assert command_of(row_of("-m my.train --lr 2")) == [sys.executable, *WATCH, "-m", "my.train", "--lr", "2"]
-    assert command_of(row_of("+bf16 +fused mine.py")) == [sys.executable, *WATCH, "+bf16", "+fused", "mine.py"]
+@pytest.mark.parametrize(
+    "word, watched",
+    [
+        ("s11 --accum 8", [str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]),
+        (f"{ROOT}/stages/mine.py --accum 8", [f"{ROOT}/stages/mine.py", *BENCH["flags"], "--accum", "8"]),
+        ("+fused s09", ["+fused", str(STAGE_FILES["s09"]), *BENCH["flags"]]),
+        ("mine.py --lr 2", ["mine.py", "--lr", "2"]),
+        ("-m my.train --lr 2", ["-m", "my.train", "--lr", "2"]),
+        ("+bf16 +fused mine.py", ["+bf16", "+fused", "mine.py"]),
+    ],
+)
+def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_a_script_on_its_own_alone(word, watched):
+    assert command_of(row_of(word)) == [sys.executable, *WATCH, *watched]
 
 
 @pytest.mark.parametrize(
@@ -183,21 +184,18 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
     assert names(rows_of_ladder("mps")) == [stage.short for stage in ladder.STAGES if not stage.takes_ranks]
 
 
-def climb(command, device, units, compile_problem=None):
-    """[(name, techniques)] of the rows of a climb on a machine of that kind."""
+@pytest.mark.parametrize(
+    "command, device, units, compile_problem, climbed",
+    [
+        ("mine.py", "cuda", ["tf32", "bfloat16"], None, "mine.py, tf32, tf32 bf16, tf32 bf16 compile, ... fused"),
+        ("+bf16 mine.py", "cuda", ["bfloat16"], None, "+bf16 mine.py, bf16 compile, bf16 compile fused"),
+        ("mine.py", "cpu", [], "no compiler", "plain, mine.py, fused"),
+    ],
+)
+def test_a_climb_adds_a_technique_in_each_row_that_does_something_here(
+    command, device, units, compile_problem, climbed
+):
     machine = {"environment": {"device": device}, "units": units, "compile_problem": compile_problem}
-    return [(row.name, " ".join(row.added)) for row in rows_of_climb(row_of(command), machine)]
-
-
-def test_a_climb_adds_a_technique_in_each_row_but_those_that_the_script_has():
-    *_, third, last = climb("mine.py --lr 1", "cuda", {"tf32", "bfloat16"})
-    assert third == ("+ compile", "tf32 bf16 compile")
-    assert last == ("+ fused", "tf32 bf16 compile fused")
-    climbed = climb("+bf16 mine.py", "cuda", {"bfloat16"})
-    assert climbed == [("+bf16 mine.py", "bf16"), ("+ compile", "bf16 compile"), ("+ fused", "bf16 compile fused")]
-
-
-def test_a_climb_leaves_out_what_does_nothing_here_and_says_why(capsys):
-    climbed = climb("mine.py", "cpu", set(), "no compiler")
-    assert climbed == [("plain", ""), ("mine.py", ""), ("+ fused", "fused")]
-    assert "+compile is left out: no compiler\n" in capsys.readouterr().err
+    rows = rows_of_climb(row_of(command), machine)
+    names = [" ".join(row.added) if row.name.startswith("+ ") else row.name for row in rows]
+    assert ", ".join(names) == climbed.replace("...", "tf32 bf16 compile")
