@@ -145,7 +145,8 @@ def run(args, argv):
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
     with file:
-        tell(f"all steps go to results/{path.name}; after a kill `python bench.py --render {path.stem}` draws them")
+        render = shlex.join(["python", "bench.py", "--render", path.stem])
+        tell(f"all steps go to results/{path.name}; after a kill, draw them with: {render}")
         results = Results(bench, file)
         if "{row}" not in bench["command"] and not all(row.takes_flags for row in results.rows.values()):
             tell("if a script writes files, put {row} into a flag: each run of each row has another number")

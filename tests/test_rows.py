@@ -72,8 +72,6 @@ WATCH += ["--steps", "9", "--seconds", "6"]
     [
         ("s11 --accum 8", [str(STAGE_FILES["s11"]), *BENCH["flags"], "--accum", "8"]),
         (f"{ROOT}/stages/mine.py --accum 8", [f"{ROOT}/stages/mine.py", *BENCH["flags"], "--accum", "8"]),
-        ("+fused s09", ["+fused", str(STAGE_FILES["s09"]), *BENCH["flags"]]),
-        ("mine.py --lr 2", ["mine.py", "--lr", "2"]),
         ("-m my.train --lr 2", ["-m", "my.train", "--lr", "2"]),
         ("+bf16 +fused mine.py", ["+bf16", "+fused", "mine.py"]),
     ],
@@ -116,7 +114,6 @@ def test_rows_that_wait_for_their_turns_do_not_spin(monkeypatch, name):
         ("python -m torch.distributed.run", "names no stage and no script"),
         ("gone.py --lr 1", "there is no gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
-        ("+flash mine.py", "there is no +flash"),
         ("s05 --steps 9", "put --steps after all rows"),
         ("s05", "two rows are 's05'"),
         ("s11 again", "two rows are 's11 again'"),
@@ -152,7 +149,7 @@ def test_the_control_repeats_the_stage_in_the_middle_or_a_script_if_there_is_no_
 
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
-    """The control's, too; as they were typed the two rows have the same flags."""
+    """The control's, too."""
     first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
     numbers = [row.command(bench, number, FOLDER)[-1] for number in (0, 1) for row in (first, again, second)]

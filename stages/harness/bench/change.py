@@ -7,7 +7,7 @@ from ..seen import has_and_lacks, what_to_type
 from .cells import NOTHING, command_cell
 from .rows import CPU_MEMORY, runs_the_same
 
-NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # adds their techniques
+NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # would add the technique of these stages
 
 
 @dataclass
@@ -31,44 +31,39 @@ class Change:
 def change_of(outcome, base):
     """Return the Change of a row beside its base. base: an Outcome, or None for the first row."""
     row, above = outcome.row, base.row if base else None
-    has_same_script = above is not None and runs_the_same(row, above)
     if row.control_of:
         return Change(row.title, "", is_same_computation=True)
     if not row.keeps_memory:
         return Change(row.title, "without the memory variables")
-    if has_same_script and not above.keeps_memory:
+    if above and not above.keeps_memory and runs_the_same(row, above):
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
         code = [f"`{variables}` in front of `python`"]
         return Change(f"{row.title} with memory variables", "three variables of the environment", code)
-    if not (row.stage or has_same_script):
-        return Change(row.title, command_cell(row))
     names, claimed = claims_of(row, above)
+    change = Change(row.title, command_cell(row), stages=claimed)
     added = [stage for stage in claimed if stage.for_the_loss or takes_effect(stage, outcome, base)]
     has_same_flags = above is None or row.flags == above.flags
-    code = []
-    if has_same_flags:  # else nobody knows which of the two it is
+    if has_same_flags:  # else nobody knows whether the flags or the techniques make a row faster
         for_speed = [stage for stage in added if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE]
-        code = [what_to_type(outcome.seen, stage) for stage in for_speed]
-    if row.stage and not names:
-        title, typed = title_and_typed(row, added, adds_its_line=bool(claimed) and has_same_flags)
-        in_vain = []  # its note says why
-    else:
-        title, typed = row.title, command_cell(row)
-        if names:
-            typed = ", ".join(code) if code else NOTHING
-        in_vain = [name for name in names if ladder.ADDED[name] not in added]
-    is_same_computation = False
+        change.code = [what_to_type(outcome.seen, stage) for stage in for_speed]
+    if names:
+        change.typed = ", ".join(change.code) or NOTHING
+        change.in_vain = [name for name in names if ladder.ADDED[name] not in added]
+    elif claimed:
+        change.title, change.typed = title_and_typed(row, added, has_same_flags)
     if above and claimed and has_same_flags and row.launcher == above.launcher and set(above.added) <= set(row.added):
-        is_same_computation = computes_the_same(outcome, base, claimed, added)
-    return Change(title, typed, code, claimed, in_vain, is_same_computation)
+        change.is_same_computation = computes_the_same(outcome, base, claimed, added)
+    return change
 
 
 def claims_of(row, above):
     """Return (names, Stages) of the techniques by which a row's command differs from that of its base.
 
     The first stage of a bench claims its own alone. A stage that is compared with an earlier one claims all in between,
-    too. names: those that are added to a script from outside, for example "bf16".
+    too. names: those that are added from outside, for example "bf16". Two scripts have nothing in common.
     """
+    if not row.stage and not (above and runs_the_same(row, above)):
+        return [], []
     names = [name for name in row.added if above is None or name not in above.added]
     claimed = [ladder.ADDED[name] for name in names]
     if row.stage and above is None:
@@ -99,14 +94,14 @@ def computes_the_same(outcome, base, claimed, added):
     return not added or (outcome.work is not None and outcome.work == base.work)
 
 
-def title_and_typed(row, added, adds_its_line):
+def title_and_typed(row, added, has_same_flags):
     """Return the title of a stage's row with what it adds, and the cell with what its reader types.
 
     Stages between the base and this one are named first, because the ratio includes their gains. added: Stages that do
-    something here. adds_its_line: whether its own stage is what it adds last.
+    something here. has_same_flags: whether the base has the same flags.
     """
     title, typed = row.title, command_cell(row)
-    if adds_its_line and not row.launcher and not row.flags:
+    if has_same_flags and not row.launcher and not row.flags:
         typed = row.stage.line
         if row.stage.technique:
             title = f"{row.title} {row.stage.technique}"

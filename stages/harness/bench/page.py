@@ -2,7 +2,7 @@
 
 A table is a list of lines, and a line a list of cells in markdown. The first cell and the last are words, and all
 others figures. The short table stands in the terminal, first on the page, and in README for the H100. What is true of
-every page, such as what a ratio and its ± are, stands in results/README.md.
+every page, for example what a ratio and its ± are, stands in results/README.md.
 """
 
 import os

@@ -285,7 +285,7 @@ def show(results, path):
         write(path.with_suffix(".md"), page.page(table, path.stem))
         tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
     except Exception as error:
-        tell(f"results/{path.stem}.md was not written ({error}): `python bench.py --render {path.stem}` draws it")
+        tell(f"results/{path.stem}.md was not written, and its steps are in results/{path.name}: {error}")
 
 
 def write(path, text):

@@ -138,11 +138,11 @@ def row_of(command):
 
 
 def place_of_script(words, command):
-    """Return where the script of a command stands: the first stage, .py file or -m of a module.
+    """Return the place of the script among the words of a command: the first stage, .py file or -m of a module.
 
     A word with = is none of these, so that a launcher's flag may have a value that looks like a script: --flag=value.
-    Nor is the -m of a launcher such as torch.distributed.run, or one with a number, as numactl has it. Exits
-    with one line if there is none.
+    Nor is the -m of a launcher, for example torch.distributed.run, or one with a number, which is numactl's. Exits with
+    one line if there is none.
     """
     for place, word in enumerate(words):
         next_word = words[place + 1] if place + 1 < len(words) else ""
