@@ -10,7 +10,7 @@
 A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
 word that is a stage, ends in .py, or is the -m of a module, so before it write --log-dir=s05 and not --log-dir s05.
 +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are in.
-If it writes files, put {row} into a flag: each run of each row has another number.
+If it writes files, put {row} into their names, for example --out=out-{row}: it is another number in each run.
 
 Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
 scripts. A script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
@@ -51,10 +51,6 @@ def main(argv):
     It is 1 if a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
     """
     set_up_output()
-    ranks.check_ranks()
-    ranks.drop_left_over_ranks()
-    if ranks.world_size() > 1:
-        refuse("start bench.py once: torchrun belongs before a row, in its quotes")
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -135,6 +131,10 @@ def refuse_flags_of_stages(flags):
 
 def run(args, argv):
     """Run a new bench, and return its Results. If it is interrupted, show what was measured so far."""
+    ranks.check_ranks()
+    ranks.drop_left_over_ranks()
+    if ranks.world_size() > 1:
+        refuse("start bench.py once: torchrun belongs before a row, in its quotes")
     name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
     if path.exists() or path.with_suffix(".md").exists():
@@ -145,11 +145,11 @@ def run(args, argv):
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
     with file:
-        render = shlex.join(["python", "bench.py", "--render", path.stem])
-        tell(f"all steps go to results/{path.name}; after a kill, draw them with: {render}")
+        command = shlex.join(["python", "bench.py", "--render", path.stem])
+        tell(f"all steps go to results/{path.name}; after a kill, draw them by {command}")
         results = Results(bench, file)
         if "{row}" not in bench["command"] and not all(row.takes_flags for row in results.rows.values()):
-            tell("if a script writes files, put {row} into a flag: each run of each row has another number")
+            tell("if your script writes files, put {row} into their names, for example --out=out-{row}")
         try:
             rounds.measure(results, path)
         except KeyboardInterrupt:

@@ -102,7 +102,7 @@ def remarks(outcome):
         words.append(failure(outcome.error))
     elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
         words.append(f"beside {base.row.title}, and not beside the row above")
-    elif base and base.model and outcome.model and not outcome.comparison.ratio and not base.error:
+    elif base and base.times and outcome.times and not base.error and not outcome.comparison.ratio:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
     if outcome.seen:
         words += remarks_on_script(outcome)

@@ -69,27 +69,27 @@ def markdown(lines):
 
 def aligned(lines):
     """Return a table for a terminal. The last column is one of words, which wrap."""
-    lines = [list(cells) for cells in lines]
+    lines = [[title.replace("`", ""), *others] for title, *others in lines]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     drawn = []
     for title, *figures, end in lines:
         start = title.ljust(widths[0]) + "  "
         for cell, width in zip(figures, widths[1:-1], strict=True):
             start += cell.rjust(width) + "  "
-        words = wrapped(end, 0, max(TERMINAL_WIDTH - len(start), NARROWEST))
-        drawn.append(start + words.replace("\n", "\n" + " " * len(start)))
+        drawn.append(beside(start, end))
     return "\n".join(drawn)
 
 
-def wrapped(text, indent, width=TERMINAL_WIDTH):
-    """Wrap a text at `width` columns, and indent all lines but the first by `indent`.
+def beside(start, text):
+    """Return a start, and right of it a text that wraps at the terminal's width.
 
     Code loses its backticks, and stays on one line, so that it can be copied.
     """
     text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
-    text = text.replace("+ ", "+\u00a0")  # so does "+ bf16"
-    text = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
-    return text.replace("\u00a0", " ")
+    text = text.replace("+ ", "+\u00a0")  # "+ bf16" stays on one line, too
+    width = max(TERMINAL_WIDTH - len(start), NARROWEST)
+    lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+    return start + ("\n" + " " * len(start)).join(lines).replace("\u00a0", " ")
 
 
 def how_to_read(table):
@@ -120,11 +120,11 @@ def terminal(table):
     for outcome in table.shown:
         parts = remarks(outcome)
         if parts:
-            lines.append(wrapped(f"{outcome.row.title}: {'; '.join(parts)}", 2))
-    lines += [wrapped(line, 0) for line in how_to_read(table)]
+            lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
+    lines += [beside("", line) for line in how_to_read(table)]
     lines.append("")
     for heading, text in answer(table):
-        lines.append(wrapped(heading.ljust(WIDTH_OF_A_HEADING) + text, WIDTH_OF_A_HEADING))
+        lines.append(beside(heading.ljust(WIDTH_OF_A_HEADING), text))
     return "\n".join(lines)
 
 
