@@ -131,6 +131,8 @@ def refuse_flags_of_stages(flags):
 
 def run(args, argv):
     """Run a new bench, and return its Results. If it is interrupted, show what was measured so far."""
+    if os.name == "nt":
+        refuse("the bench runs on Windows in WSL2 alone")
     ranks.check_ranks()
     ranks.drop_left_over_ranks()
     if ranks.world_size() > 1:

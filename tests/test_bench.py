@@ -108,8 +108,8 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["--render", "old.md"], "results/old.jsonl is no record of this version of the bench"),
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
         (["--render", "old", "--out", "x"], "--render runs nothing: pass no rows and no other flags"),
-        (["--out", "../x"], "'../x': pass a name"),
-        (["--out", "..."], "'...': pass a name"),
+        (["--out", "a/b"], "'a/b': pass a name"),
+        (["--out", ".."], "'..': pass a name"),
         (["s01 'a"], "No closing quotation"),
     ],
 )
@@ -179,7 +179,6 @@ def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
 def test_without_flags_a_stage_has_20_steps_of_warm_up_and_takes_7_turns(repo):
     repo.command("s01", *repo.flags)
     [repo.records] = repo.records.parent.glob("*.jsonl")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}\.jsonl", repo.records.name)
     assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [27] * 3)
     [line] = repo.lines("bench")
     assert [line[name] for name in ("warmup", "steps", "turns", "rounds", "loss_step")] == [20, 27, 7, 3, 26]

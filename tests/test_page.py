@@ -84,7 +84,6 @@ def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
     [
         ("s01", row("s05", base="s01"), "s02 to s04, `F.scaled_dot_product_attention(...)`"),
         ("s11", row("s05", base="s11"), "`s05`"),
-        ("train", row("s05", base="train"), "`s05`"),
         ("s04", row("s05 --accum 2", script="s05_flash", flags=("--accum", "2"), base="s04"), "`s05 --accum 2`"),
     ],
 )

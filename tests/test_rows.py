@@ -16,7 +16,7 @@ SHORTS = [stage.short for stage in ladder.STAGES]
 @pytest.fixture(autouse=True)
 def own_scripts(tmp_path, monkeypatch):
     """A folder to be in, with scripts in it and in two folders."""
-    for name in ("mine.py", "my/train.py", "my/s12_ddp.py", "my/s12.py", "mine/train.py"):
+    for name in ("mine.py", "my/train.py", "mine/train.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,6 @@ def rows_of(*words):
     [
         ("s11 --data s05", "", "s11_accum", "--data s05"),
         ("mine.py --steps 8 --device cpu config/a.py", "", "mine.py", "--steps 8 --device cpu config/a.py"),
-        ("my/s12_ddp.py --accum 8", "", "my/s12_ddp.py", "--accum 8"),
         ("python -u -m my.train --depth=4", "python -u", "my.train", "--depth=4"),
         ("python -m torch.distributed.run -n 2 mine.py", "python -m torch.distributed.run -n 2", "mine.py", ""),
         ("-m pythonic.train --lr 1", "", "pythonic.train", "--lr 1"),
@@ -163,7 +162,6 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
         (["s11 --accum 4", "s11 --accum 8", "s05 --lr 1"], ["s11 --accum 4", "s11 --accum 8", "s05"]),
         (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine.py --a=1", "+bf16 mine.py --a=1"]),
         (["my/train.py", "mine/train.py", "mine.py"], ["my/train.py", "mine/train.py", "mine"]),
-        (["s12", "my/s12.py"], ["s12", "my/s12.py"]),
         ([f"mine.py {'x' * 30}", f"mine.py {'x' * 31}"], ["mine.py xxxxxxx…xxxxxxxxxxxxxxx", "mine #2"]),
     ],
 )

@@ -61,7 +61,7 @@ def code(text):
 
 def quoted(title):
     """Return a title for a page, in backticks if markdown would read its signs."""
-    return title if re.fullmatch(r"[\w+./ -]*", title) else code(title)
+    return title if re.fullmatch(r"[\w+./=… -]*", title) else code(title)
 
 
 def escaped(text):
