@@ -31,15 +31,14 @@ def error_of(status, printed, errors):
     if rank in errors:
         return error_line(rank_in_words + errors[rank]["message"], errors[rank]["traceback"])
     details = last_lines(printed)
+    message = f"exit status {status}"
     is_killed = status == -signal.SIGKILL  # hardly anything sends it but Linux
     if is_killed:
         message = "killed by SIGKILL, most likely because memory was short"
     elif status < 0:
         message = f"killed by signal {-status}, {signal.strsignal(-status)}"
     elif details:
-        message = f"exit status {status}; last printed: {details.splitlines()[-1]}"
-    else:
-        message = f"exit status {status}"
+        message += f"; last printed: {details.splitlines()[-1]}"
     return error_line(rank_in_words + message, details, is_killed)
 
 

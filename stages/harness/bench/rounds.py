@@ -79,7 +79,8 @@ def take_turns(number, results):
             reason = why_not_in_turn(processes, results)
             if reason and number == 0:
                 return reason
-            report(number, f"{row.title} {'has failed' if process.has_ended else 'has warmed up'}", results)
+            if not process.has_ended:
+                report(number, f"{row.title} has warmed up", results)
         steps = {process: process.steps_of_a_turn() for process in processes}
         for _ in range(turns):
             for process in processes:
