@@ -162,10 +162,10 @@ def conditions(table):
 
 def how_it_ran(bench):
     """Return how the rows ran. bench: the first line of a record."""
-    rounds = f"{bench['rounds']} rounds of fresh processes: in each"
+    rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
-        return f"{rounds} all rows took {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
-    line = f"{rounds} the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
+        return f"{rounds}, all rows took {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
+    line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
     if "reason" in bench:
         line += f", since {bench['reason']}"
     return f"{line}."
