@@ -58,7 +58,7 @@ class Repository:
         return ended
 
     def run(self, *rows, flags=(), status=0):
-        """Return the Ended of a bench named x, of three fakes where no rows are given. status: how it must end."""
+        """Return the Ended of a bench named x, of three fakes if no rows are given. status: how it must end."""
         rows = rows or ("s01", "s02", "s03")
         return self.command(*rows, *self.flags, *flags, f"--steps={STEPS}", "--out=x", status=status)
 
@@ -85,7 +85,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     (folder / "ids.bin").write_bytes(bytes(20_000))
 
     def command_of_named_row(row, bench, number, folder, command=rows.Row.command):
-        """The command of a row whose fake knows of which row and round it is."""
+        """Return the command of a row whose fake knows of which row and round it is."""
         os.environ |= {"FAKE_ROW": row.name, "FAKE_ROUND": str(number)}
         return command(row, bench, number, folder)
 

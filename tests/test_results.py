@@ -1,4 +1,4 @@
-"""The lines of a record: what they have is what these tests use, and what a page reads."""
+"""A real row writes the lines that these tests and the pages use."""
 
 from harness.bench.results import Results
 from harness.bench.rows import row_of

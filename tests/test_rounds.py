@@ -27,13 +27,13 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
 
 
 def planned(name, launcher, plan):
-    """A Row of a stage that does as planned."""
+    """Return a Row of a stage that does as planned."""
     env = ["env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}"]
     return row(name, script="s01_baseline", launcher=[*env, *launcher])
 
 
 def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
-    """The Outcome of one round of a row that does as planned."""
+    """Return the Outcome of one round of a row that does as planned."""
     results = results_of(rows=[planned("a", launcher, plan)], steps=steps)
     rounds.run_one_after_the_other(0, results)
     return table_of(results).outcomes["a"]
@@ -88,7 +88,7 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
 
 
 def in_turn(tmp_path, launcher=(), **plans):
-    """The Results of a round of turns of two rows that do as planned, and why it could not be, or None."""
+    """Return the Results of a round of turns of two rows that do as planned, and why they could not, or None."""
     both = [planned(name, launcher, plans.get(name, {})) for name in "ab"]
     results = results_of(rows=both, turns=3)
     reason = rounds.take_turns(0, results)

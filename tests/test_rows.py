@@ -23,12 +23,12 @@ def own_scripts(tmp_path, monkeypatch):
 
 
 def names(rows):
-    """The names of Rows."""
+    """Return the names of Rows."""
     return [row.name for row in rows]
 
 
 def rows_of(*words):
-    """All Rows of a bench of these words."""
+    """Return all Rows of a bench of these words."""
     for word in words:
         check(row_of(word))
     return all_rows([row_of(word) for word in words])
@@ -58,7 +58,7 @@ BENCH = {"steps": 9, "warmup": 4, "turns": 0, "seconds": 6, "seed": 5, "flags": 
 
 
 def command_of(row):
-    """The command of a Row in a bench of it alone."""
+    """Return the command of a Row in a bench of it alone."""
     return row.command(BENCH | {"rows": [{"name": row.name}]}, 0, FOLDER)
 
 
@@ -148,7 +148,7 @@ def test_the_control_repeats_the_stage_in_the_middle_or_a_script_if_there_is_no_
 
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
-    """The control's, too."""
+    """The second run that is the control has a number of its own, too."""
     first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
     numbers = [row.command(bench, number, FOLDER)[-1] for number in (0, 1) for row in (first, again, second)]
