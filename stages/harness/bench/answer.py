@@ -31,7 +31,7 @@ def words_on_verdict(outcome):
     if comparison.verdict is not Verdict.SAME:
         words += f" {ratio_cell(comparison.ratio)}"
     reason = reason_of_verdict(outcome)
-    return f"{words} ({reason})" if reason else words
+    return f"{words} ({quoted(reason)})" if reason else words
 
 
 def reason_of_verdict(outcome):
@@ -39,7 +39,7 @@ def reason_of_verdict(outcome):
     comparison = outcome.comparison
     is_same_computation = comparison.change.is_same_computation
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
-        return f"should be as fast as {quoted(comparison.base.row.title)}, so one was disturbed: measure again"
+        return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
     if is_same_computation or comparison.verdict is Verdict.SLOWER:
         return outcome.words
     return None

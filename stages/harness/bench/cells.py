@@ -60,8 +60,8 @@ def code(text):
 
 
 def quoted(title):
-    """Return a title for a page, in backticks if markdown would read its signs."""
-    return title if re.fullmatch(r"[\w+./=… -]*", title) else code(title)
+    """Return a title or a reason for a page, in backticks if markdown would read its signs."""
+    return title if re.fullmatch(r"[\w+./=…,:;()' -]*", title) else code(title)
 
 
 def escaped(text):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from .. import ladder
 from ..seen import has_and_lacks, what_to_type
-from .cells import NOTHING, command_cell
+from .cells import NOTHING, command_cell, in_one_line
 from .rows import CPU_MEMORY, runs_the_same
 
 NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # would add the technique of these stages
@@ -45,7 +45,7 @@ def change_of(outcome, base):
     has_same_flags = above is None or row.flags == above.flags
     if has_same_flags:  # else nobody knows whether the flags or the techniques make a row faster
         for_speed = [stage for stage in added if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE]
-        change.code = [what_to_type(outcome.seen, stage) for stage in for_speed]
+        change.code = [in_one_line(what_to_type(outcome.seen, stage)) for stage in for_speed]
     if names:
         change.typed = ", ".join(change.code) or NOTHING
         change.in_vain = [name for name in names if ladder.ADDED[name] not in added]

@@ -45,7 +45,8 @@ def short_table(table, path_to_stages=None):
 
 def full_table(table):
     """Yield the lines of the second table of a page, which adds to the short one."""
-    yield ["row", "predicted", "dt ms", "% of peak", f"loss, step {table.bench['loss_step']}", "note"]
+    loss = escaped(f"loss, step {table.bench['loss_step']}")
+    yield ["row", "predicted", "dt ms", "% of peak", loss, "note"]
     for outcome in table.shown:
         yield [
             quoted(outcome.row.title),

@@ -24,27 +24,28 @@ rect { fill: #0969da }
 def draw(table, name):
     """Return the text of results/NAME.svg."""
     title = f"{name}: {table.bench['environment']['device_name']}"
-    what = f"{UNITS[table.unit]} per second, and times the row above (in brackets: can't tell)"
+    unit = table.first.unit if table.first else "tok"
+    what = f"{UNITS[unit]} per second, and times the row above (in brackets: can't tell)"
     bottom = TOP + LINE * len(table.shown) + 6
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
     heading = [text(8, 8, shortened(title, int(WIDTH / LETTER))), text(8, 8 + LINE, what)]
-    return "\n".join([opening, HEAD, *heading, *bars(table), "</svg>"]) + "\n"
+    return "\n".join([opening, HEAD, *heading, *bars(table.shown, unit), "</svg>"]) + "\n"
 
 
-def bars(table):
-    """Return elements of SVG with a line for each row.
+def bars(outcomes, unit):
+    """Return elements of SVG with a line for each row. unit: what the first row counts.
 
-    A bar is as long as the speed. A row that failed, or counts something else than the first, has words alone.
+    A bar is as long as the speed. A row that failed, or counts something else, has words alone.
     """
-    with_bars = [each for each in table.shown if each.tok_per_sec and not each.error and each.unit == table.unit]
-    labels = [shortened(outcome.comparison.change.title, MOST_LETTERS) for outcome in table.shown]
+    with_bars = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error and outcome.unit == unit]
+    labels = [shortened(outcome.comparison.change.title, MOST_LETTERS) for outcome in outcomes]
     left = 16 + LETTER * max(len(label) for label in labels)
     right = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
     scale = (right - left) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
     y = TOP
     parts = []
-    for outcome, label in zip(table.shown, labels, strict=True):
+    for outcome, label in zip(outcomes, labels, strict=True):
         parts.append(text(left - 8, y, label, anchor="end"))
         end = left
         if outcome in with_bars:

@@ -79,11 +79,6 @@ class Table:
     scatter: Scatter | None = None  # of the ratios of all rows to their bases
     least: float = 0.0  # how far from 1 a ratio has to be, since the control came out so far from it
 
-    @property
-    def unit(self):
-        """What the first row counts."""
-        return self.first.unit if self.first else "tok"
-
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
