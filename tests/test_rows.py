@@ -39,7 +39,6 @@ def rows_of(*words):
     [
         ("s11 --data s05", "", "s11_accum", "--data s05"),
         ("mine.py --steps 8 --device cpu config/a.py", "", "mine.py", "--steps 8 --device cpu config/a.py"),
-        ("python -u -m my.train --depth=4", "python -u", "my.train", "--depth=4"),
         ("python -m torch.distributed.run -n 2 mine.py", "python -m torch.distributed.run -n 2", "mine.py", ""),
         ("-m pythonic.train --lr 1", "", "pythonic.train", "--lr 1"),
         ("numactl -m 0 python mine.py", "numactl -m 0 python", "mine.py", ""),
