@@ -1,7 +1,7 @@
 """What a bench has shown, in words: what is worth it, what is slower, what it can't tell, and what to type."""
 
 from .cells import quoted, ratio_cell
-from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
+from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance
 from .table import compare
 
 
@@ -70,5 +70,5 @@ def all_together(table):
     fastest = max(compared, key=lambda outcome: ratios[outcome].value)
     if fastest is others[0]:
         return None
-    cell = ratio_cell(ratios[fastest], judge(ratios[fastest], table.least))
-    return f"{quoted(fastest.row.title)} is {cell} times as fast as {quoted(first.row.title)}"
+    factor = ratio_cell(ratios[fastest])
+    return f"{quoted(fastest.row.title)} is {factor} times as fast as {quoted(first.row.title)}"
