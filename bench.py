@@ -17,7 +17,7 @@ scripts. A script chooses its own device, so --device cpu hides all cards, and -
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
-Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 20 steps of warm-up they
+Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 10 steps of warm-up they
 take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
 each runs to its end: until it has counted 7 steps that took six seconds together, and at most 160.
 """
@@ -186,23 +186,24 @@ def new_bench(args, machine, argv):
         rows = rows_of_climb(args.climb, machine) + rows
     elif not rows:
         rows = rows_of_ladder(device)
-    warmup, counted = WARMUP, rounds.MOST_COUNTED_STEPS
     if device == "cpu":
-        warmup, counted = rounds.WARMUP_ON_CPU, rounds.TURNS
-    if args.steps:
-        warmup = max(WARMUP, min(warmup, args.steps - ENOUGH_STEPS))
-        counted = args.steps - warmup
+        steps = args.steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
+        turns = max(min(rounds.TURNS, steps - WARMUP), steps - rounds.WARMUP_OF_PLAIN)
+        warmup = min(rounds.WARMUP_ON_CPU, steps - turns)
+    else:
+        steps = args.steps or WARMUP + rounds.MOST_COUNTED_STEPS
+        turns, warmup = 0, WARMUP
     return {
         "kind": "bench",
         "rows": [asdict(row) for row in all_rows(rows)],
         "rounds": args.rounds or rounds.ROUNDS,
         "warmup": warmup,
-        "steps": warmup + counted,
-        "turns": counted if device == "cpu" else 0,
+        "steps": steps,
+        "turns": turns,
         "seconds": rounds.ENOUGH_SECONDS,
-        "loss_step": warmup + min(counted, ENOUGH_STEPS) - 1,  # the last one that every row has to take
+        "loss_step": min(steps, warmup + ENOUGH_STEPS) - 1,  # the last one that every row has to take
         "seed": args.seed,
-        "flags": ["--steps", str(warmup + counted), "--seed", str(args.seed), *args.flags, *machine["flags"]],
+        "flags": ["--steps", str(steps), "--seed", str(args.seed), *args.flags, *machine["flags"]],
         "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
         "environment": machine["environment"],
         "rates": machine["rates"],

@@ -176,12 +176,12 @@ def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
     assert ended.err.count("s03 has ended") == 3
 
 
-def test_without_flags_a_stage_has_20_steps_of_warm_up_and_takes_7_turns(repo):
+def test_without_flags_a_stage_has_10_steps_of_warm_up_and_takes_7_turns(repo):
     repo.command("s01", *repo.flags)
     [repo.records] = repo.records.parent.glob("*.jsonl")
-    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [27] * 3)
+    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [17] * 3)
     [line] = repo.lines("bench")
-    assert [line[name] for name in ("warmup", "steps", "turns", "rounds", "loss_step")] == [20, 27, 7, 3, 26]
+    assert [line[name] for name in ("warmup", "steps", "turns", "rounds", "loss_step")] == [10, 27, 7, 3, 16]
 
 
 @pytest.mark.parametrize(

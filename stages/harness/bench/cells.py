@@ -4,7 +4,7 @@ import re
 import sys
 
 from ..card import words_on_card
-from ..figures import UNITS, waiting_share, waits_for_data
+from ..figures import UNITS, seconds_of_warmup, waiting_share, waits_for_data
 from ..seen import uses, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import shortened
@@ -12,6 +12,7 @@ from .rows import shortened
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
+LONG_WARMUP = 10  # seconds that are worth a word
 
 
 # Figures
@@ -88,6 +89,9 @@ def note_cell(outcome, bench):
     parts += words_on_card([run.counted for run in outcome.runs])
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
+    warmup = seconds_of_warmup(outcome.runs[0].steps) if outcome.runs else 0
+    if warmup > LONG_WARMUP:
+        parts.append(f"{warmup:.0f} s of warm-up")
     return escaped("; ".join(parts))
 
 

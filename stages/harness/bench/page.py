@@ -165,7 +165,10 @@ def how_it_ran(bench):
     """Return how the rows ran. bench: the first line of a record."""
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
-        return f"{rounds}, all rows took {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
+        warmup = f"{bench['warmup']} steps of warm-up"
+        if bench["rows"][0]["name"] == "plain":
+            warmup += f" (plain {bench['steps'] - bench['turns']})"
+        return f"{rounds}, all rows took {warmup}, and then {bench['turns']} turns."
     line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
     if "reason" in bench:
         line += f", since {bench['reason']}"

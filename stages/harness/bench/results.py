@@ -3,7 +3,7 @@
 results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
 
     {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "rounds": 3,
-     "warmup": 20, "steps": 27, "turns": 7, "seconds": 6.0, "loss_step": 26, "seed": 5, "flags": ["--steps", "27"],
+     "warmup": 10, "steps": 27, "turns": 7, "seconds": 6.0, "loss_step": 16, "seed": 5, "flags": ["--steps", "27"],
      "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {...},
      "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
@@ -88,7 +88,7 @@ class Results:
         key = line.get("name"), line.get("round")
         match line["kind"]:
             case "start":
-                self.runs[key] = Run(line["round"], self.bench["warmup"])
+                self.runs[key] = Run(line["round"], self.rows[line["name"]].warmup(self.bench))
             case "apart":  # all begins again
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}

@@ -22,8 +22,8 @@ from .table import table_of
 
 ROUNDS = 3  # fewer would give no ±
 TURNS = 7  # of a row in a round
-# The first steps of a process are slower than the later ones, those of `plain` most of all.
-WARMUP_ON_CPU = 20
+# On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are: see Row.warmup().
+WARMUP_ON_CPU, WARMUP_OF_PLAIN = 10, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160  # on a card
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
@@ -69,13 +69,13 @@ def take_turns(number, results):
 
     Return why they can't, or None. number: of the round. The first one decides for all.
     """
-    warmup, turns = results.bench["warmup"], results.bench["turns"]
+    turns = results.bench["turns"]
     with contextlib.ExitStack() as stack:
         processes = []
         for row in in_order(number, results):
             process = stack.enter_context(contextlib.closing(RowProcess(row, results, number)))
             processes.append(process)
-            process.take(warmup)
+            process.take(row.warmup(results.bench))
             reason = why_not_in_turn(processes, results)
             if reason and number == 0:
                 return reason
@@ -206,7 +206,7 @@ class RowProcess:
 
     def check_end(self):
         """Find out whether it failed."""
-        taken, warmup = len(self.run.steps), self.results.bench["warmup"]
+        taken, warmup = len(self.run.steps), self.run.warmup
         error = error_of(self.process.returncode, self.printed, self.errors)
         if error:
             self.fail(error)

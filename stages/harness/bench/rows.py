@@ -57,6 +57,15 @@ class Row:
         """Whether it takes the flags that stand after all rows, as stages and scripts beside them do."""
         return self.stage is not None or is_of_the_ladder(self.script)
 
+    def warmup(self, bench):
+        """Return how many steps of it are not counted. bench: the first line of a record.
+
+        `plain` gets faster for longer than any other row, so all its steps before its turns are warm-up.
+        """
+        if bench["turns"] and not self.keeps_memory:
+            return bench["steps"] - bench["turns"]
+        return bench["warmup"]
+
     def command(self, bench, round_number, folder):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record.
 
@@ -72,7 +81,7 @@ class Row:
         if not starts_python(self.launcher):
             words.append(sys.executable)
         words += [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
-        words += ["--seed", str(bench["seed"]), "--warmup", str(bench["warmup"])]
+        words += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
         if bench["turns"]:
             words += ["--gate", str(folder / "gate"), str(os.getpid())]
         else:
