@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import urllib.request
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ import tiktoken
 import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
-HEADER_OF_BIN = np.array([20240520, 1], np.int32).view(np.uint16).tolist()  # how the 1,024 bytes of llm.c's begin
+HEADER_OF_BIN = np.array([20240520, 1], np.int32).tobytes()  # how the 1,024 bytes of llm.c's begin
+REMEDY = "pass one file: a text in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
@@ -68,30 +69,24 @@ def check_ids(ids, name):
         raise TextError(f"{name}: it has ids from {ids.min()} to {ids.max()}, and GPT-2's are from 0 to {VOCAB - 1}")
 
 
-@dataclass
-class Corpus:
-    """A text as tokens.
-
-    name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no stage trains.
-    source: by which load_tokens() finds the text.
-    """
-
-    name: str
-    ids: np.ndarray
-    held_out: np.ndarray
-    source: str | None = None
+# A text as tokens. name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no
+# stage trains. source: by which load_tokens() finds the text.
+Corpus = namedtuple("Corpus", ("name", "ids", "held_out", "source"))
 
 
 def load_tokens(source=None):
     """Return the Corpus of a text.
 
-    source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation. Raises TextError if
-    there is no such text.
+    source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation, which also takes the
+    place of a Tiny Shakespeare that can't be had. Raises TextError if a file can't be read.
     """
     if source is None:
-        return tiny_shakespeare()
-    if source == "docs":
-        return pythons_documentation()
+        try:
+            return corpus_of("Tiny Shakespeare", tiny_shakespeare(), source)
+        except Exception as error:  # of many kinds: no network, a proxy's page, no vocabulary, a full disk
+            print(f"no Tiny Shakespeare ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
+    if source in (None, "docs"):
+        return corpus_of("Python's documentation, a token a byte", pythons_documentation(), "docs")
     return corpus_of(Path(source).name, ids_of_file(Path(source)), source)
 
 
@@ -104,9 +99,14 @@ def corpus_of(name, ids, source):
 # GPT-2's tokens
 
 
-def ids_of_text(text):
-    """Return the ids of a text, a 1-D array of uint16. Raises TextError if GPT-2's vocabulary can't be had."""
-    return np.array(gpt2_encoding().encode_ordinary(text), dtype=np.uint16)
+def ids_of_text(content):
+    """Return the ids of a text, a 1-D array of uint16. content: its bytes in UTF-8.
+
+    Raises TextError if GPT-2's vocabulary can't be had, and ValueError if it is no text in UTF-8.
+    """
+    if 4 * sum(map(content.count, range(9))) > len(content):  # bytes below a tab: in UTF-16 they are half of all
+        raise ValueError("it is no text in UTF-8, and may be one in UTF-16")
+    return np.array(gpt2_encoding().encode_ordinary(content.decode("utf-8-sig")), dtype=np.uint16)
 
 
 def gpt2_encoding():
@@ -129,41 +129,29 @@ def single_bytes():
 
 
 def tiny_shakespeare():
-    """Return the Corpus of Tiny Shakespeare, from the cache or the network. Without either, Python's documentation."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
-    path = Path(cache, "gpt2-speed-ladder", "tinyshakespeare.bin")
-    try:
-        if not path.exists():
-            download_tiny_shakespeare(path)
-        return corpus_of("Tiny Shakespeare", np.memmap(path, dtype=np.uint16, mode="r"), None)
-    except Exception as error:  # of many kinds: no network, a proxy's page, a vocabulary of another hash, a full disk
-        print(f"no Tiny Shakespeare ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
-        return pythons_documentation()
-
-
-def download_tiny_shakespeare(path):
-    """Download Tiny Shakespeare, and write its ids to a path as uint16."""
-    print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
-        content = response.read()
-    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
-        raise OSError(f"{SHAKESPEARE_URL} sent another text")
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    ids_of_text(content.decode()).tofile(unfinished)
-    os.replace(unfinished, path)  # so that another run never reads half of it
+    """Return the ids of Tiny Shakespeare, which is downloaded once. Raises an exception if it can't be."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpt2-speed-ladder/tinyshakespeare.bin")
+    if not path.exists():
+        print("downloading Tiny Shakespeare and GPT-2's vocabulary, 3 MB; --data docs goes without", file=sys.stderr)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = urllib.request.urlopen(SHAKESPEARE_URL, timeout=10).read()
+        if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+            raise OSError(f"{SHAKESPEARE_URL} sent another text")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+        ids_of_text(content).tofile(unfinished)
+        unfinished.replace(path)  # so that another run never reads half of it
+    return np.memmap(path, dtype=np.uint16, mode="r")
 
 
 def pythons_documentation():
-    """Return the Corpus of the language reference that comes with Python, a token for each byte."""
+    """Return the ids of the language reference that comes with Python, one for each byte."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[topic] for topic in sorted(topics))
-    ids = np.array(single_bytes().encode_ordinary(text), dtype=np.uint16)
-    return corpus_of("Python's documentation, a token a byte", ids, "docs")
+    return np.array(single_bytes().encode_ordinary(text), dtype=np.uint16)
 
 
-# A reader's own files
+# A reader's own file
 
 
 def ids_of_file(path):
@@ -172,28 +160,31 @@ def ids_of_file(path):
     A .npy is an array of ids, a .bin GPT-2's ids as uint16, with llm.c's header or without. Both stay on disk. Any
     other file is a text in UTF-8.
     """
+    kind = path.suffix.lower()
     try:
-        if path.suffix == ".npy":
+        if kind in (".gz", ".zip", ".pdf", ".docx") or str(path).startswith(("http:", "https:")):
+            raise ValueError("an archive, a document or an address is no text")
+        elif kind == ".npy":
             ids = np.load(path, mmap_mode="r")
-        elif path.suffix == ".bin":
+        elif kind == ".bin":
             ids = ids_of_bin(path)
         else:
-            ids = ids_of_text(path.read_bytes().decode("utf-8-sig"))
-        if not isinstance(ids, np.ndarray):  # a .npz
-            raise ValueError("it holds several arrays")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            ids = ids_of_text(path.read_bytes())
+        if getattr(ids, "ndim", None) != 1 or ids.dtype.kind not in "iu":  # a .npz has no ndim
             raise ValueError("it is not a row of ids")
     except (OSError, ValueError, EOFError) as error:
-        remedy = "pass a .txt in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
-        raise TextError(f"--data {path}: {error}; {remedy}") from None
+        raise TextError(f"--data {path}: {error}; {REMEDY}") from None
     return ids
 
 
 def ids_of_bin(path):
-    """Return the ids in a .bin, without the header that llm.c writes. Raises ValueError if they are 32 bits wide."""
+    """Return the ids in a .bin, without the header that llm.c writes. Raises ValueError if they are not uint16."""
+    start = np.fromfile(path, np.uint8, 4096).tobytes()
+    if min(start, default=0) >= 9:  # a tab: a text has no byte below it, and the ids of frequent tokens have one
+        raise ValueError("it is a text, or a pointer of Git LFS")
     ids = np.memmap(path, dtype=np.uint16, mode="r")
-    if ids[: len(HEADER_OF_BIN)].tolist() == HEADER_OF_BIN:
+    if start.startswith(HEADER_OF_BIN):
         ids = ids[512:]
-    if len(ids) > 1 and not ids[1:4096:2].any() and ids[:4096:2].any():
-        raise ValueError("every second id is 0, so they are not uint16")
+    if 2 * np.sum(ids[1:4096:2] > 3) < len(ids[1:4096:2]):
+        raise ValueError("every second number is close to 0, as if its ids were of 32 bits")
     return ids
