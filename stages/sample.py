@@ -10,10 +10,11 @@ Weights may also be a folder that transformers wrote.
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, set_up_output, tell
-from harness.flags import Parser, positive, rate, seed
+from harness.flags import Parser, end_in_a_line, positive, rate, seed
 from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
 
 import codecs
+import sys
 
 import torch
 from torch.nn import functional as F
@@ -38,6 +39,7 @@ add("--eval", action="store_true", help="print the loss on held-out text instead
 add("--data", metavar="PATH", help="whose held-out part is taken, as a stage takes it (Tiny Shakespeare)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
+sys.excepthook = lambda *failure: end_in_a_line(None, *failure)
 
 device = machine.find_device(args.device)
 model = load(args.weights, attention).to(device)
@@ -46,10 +48,7 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
-    try:
-        ids = held_out_ids(load_tokens(args.data))
-    except TextError as error:
-        refuse(error)
+    ids = held_out_ids(load_tokens(args.data))
     print(f"held-out loss {held_out_loss(model, ids):.4f}")
     raise SystemExit
 try:
@@ -62,13 +61,9 @@ decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be se
 prompt = encoding.encode_ordinary(args.prompt or "\n")
 print(encoding.decode(prompt), end="", flush=True)
 ids = torch.tensor([prompt], device=device)
-try:
-    for _ in range(args.tokens):
-        ids = model.generate(ids, 1, args.temperature, args.top_k)
-        token = ids[0, -1].item()
-        if token < encoding.n_vocab:  # weights of single bytes may draw another one
-            print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
-except KeyboardInterrupt:
-    print()
-    raise SystemExit(130) from None
+for _ in range(args.tokens):
+    ids = model.generate(ids, 1, args.temperature, args.top_k)
+    token = ids[0, -1].item()
+    if token < encoding.n_vocab:  # weights of single bytes may draw another one
+        print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
 print(decoder.decode(b"", final=True))

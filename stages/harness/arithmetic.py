@@ -6,7 +6,6 @@ has kernels that were missing until profiles of an H100 showed them. stages/arit
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from data import VOCAB
 from model import SIZES
@@ -15,29 +14,19 @@ PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
 AUTOCAST_DTYPES = ("bfloat16", "float16")  # in which it multiplies
 
 
-class Bytes(NamedTuple):
-    """The bytes that all operations but matmuls read and write for each number of a tensor.
-
-    stages/arithmetic.md adds them up.
-    """
-
-    one_by_one: int  # in float32
-    fused: int  # by a compiler, in float32
-    one_by_one_under_autocast: int
-    fused_under_autocast: int
-
-
+# The bytes that all operations but matmuls read and write for each number of a tensor: one operation after the other
+# and fused by a compiler, in float32 and then under autocast. stages/arithmetic.md adds them up.
 BYTES = {
-    "scores": Bytes(68, 20, 34, 10),
-    "logits": Bytes(24, 12, 36, 6),
-    "residual": Bytes(44, 36, 60, 28),
-    "gelu": Bytes(20, 20, 10, 10),
-    "projections": Bytes(116, 60, 58, 30),
-    "casts": Bytes(0, 0, 12, 12),
+    "scores": ((68, 20), (34, 10)),
+    "logits": ((24, 12), (36, 6)),
+    "residual": ((44, 36), (60, 28)),
+    "gelu": ((20, 20), (10, 10)),
+    "projections": ((116, 60), (58, 30)),
+    "casts": ((0, 0), (12, 12)),
 }
 # On CUDA the backward of a softmax makes three passes more, autocast computes the softmax in float32, and a compiler
 # leaves the cast of LayerNorm's gradient as a kernel of its own.
-BYTES_ON_CUDA = BYTES | {"scores": Bytes(80, 20, 80, 10), "residual": Bytes(44, 36, 60, 32)}
+BYTES_ON_CUDA = BYTES | {"scores": ((80, 20), (80, 10)), "residual": ((44, 36), (60, 32))}
 
 # How many numbers an update reads or writes for each parameter.
 ADAMW = 20  # in single operations: 2 decay the weight, 3 + 5 update the moments, 6 make the divisor, 4 the weight
@@ -152,26 +141,20 @@ def bytes_per_number(tensor, work):
     """Return the bytes that a micro-batch reads and writes for each number of a tensor of BYTES."""
     if work.flash and tensor == "scores":  # they stay inside of the kernel
         return 0
-    counted = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
+    in_float32, under_autocast = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
+    one_by_one, fused = under_autocast if work.matmul_dtype in AUTOCAST_DTYPES else in_float32
     needs_no_copies = work.flash and tensor == "projections"  # the kernel reads q, k and v in place
-    is_fused = work.compiled or needs_no_copies
-    if work.matmul_dtype in AUTOCAST_DTYPES:
-        return counted.fused_under_autocast if is_fused else counted.one_by_one_under_autocast
-    return counted.fused if is_fused else counted.one_by_one
+    return fused if work.compiled or needs_no_copies else one_by_one
 
 
 def update_bytes(work):
-    """Return the bytes of a micro-batch's share of the update: AdamW, clipping, DDP's buckets and the like."""
-    added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
-    return weight_bytes(work.shape) * (work.update + added) / work.accum
+    """Return the bytes of a micro-batch's share of the update: AdamW, clipping, DDP's buckets and the like.
 
-
-def weight_bytes(shape):
-    """Return the bytes of a GPT's float32 weights, without biases and LayerNorms (0.1 %); its gradient has as many.
-
-    The positions have an embedding for each token of a sequence, as in the stages.
+    Biases and LayerNorms, 0.1 % of the weights, are left out.
     """
-    return 4 * (matmul_weights(shape) + shape["seq_len"] * shape["n_embd"])
+    weights = matmul_weights(work.shape) + work.shape["seq_len"] * work.shape["n_embd"]  # with those of the positions
+    added = ADDING_A_GRADIENT * (work.accum - 1)  # the first micro-batch adds to nothing
+    return 4 * weights * (work.update + added) / work.accum
 
 
 # FLOPs and shapes

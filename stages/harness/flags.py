@@ -11,13 +11,10 @@ import torch
 from data import TextError
 from model import SIZES
 
-from . import ladder, machine, ranks
+from . import machine, ranks
 from .batch import largest_batch
 from .common import refuse, set_up_output
 
-# TF32 is off until s02 turns it on. NVIDIA's containers set the first one, some users the second, and guides for Arm
-# let float32 matmuls run in bfloat16 by the last one.
-CHANGE_FLOAT32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 (np.array(ids, np.uint16).tofile(FILE)); or "docs", Python's documentation (Tiny Shakespeare)"""
 
@@ -34,7 +31,8 @@ def parse_args(doc):
     ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
     drop_variables()
     args = parse(doc, sys.argv[1:])
-    check_ranks_of_stage(ladder.stage_of(sys.argv[0]), args)
+    if ranks.world_size() > 1:
+        check_ranks_of_stage(args)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     if ranks.is_rank_0():
@@ -48,7 +46,7 @@ def parse_args(doc):
 
 def drop_variables():
     """Remove from the environment what would change a stage, or the rates of this machine."""
-    for name in (*CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
+    for name in (*machine.CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
         os.environ.pop(name, None)
     torch.set_float32_matmul_precision("highest")  # torch has read one of them already
 
@@ -77,14 +75,12 @@ def parse(doc, argv):
     """
     args = new_parser(doc).parse_args(argv)
     args.notes = []
-    if args.save:
+    if args.save and ranks.is_rank_0():
         check_save(args)
     fill_in_device(args)
     fill_in_sizes(args)
     fill_in_techniques(args)
-    slow = machine.variables_set(machine.SLOW)
-    if slow:
-        args.notes.append(f"all is slower, by {', '.join(slow)} in the environment")
+    args.notes += [f"{setting} in the environment changes the speed" for setting in machine.variables_set(machine.SLOW)]
     return args
 
 
@@ -154,6 +150,9 @@ def fill_in_device(args):
         reason = machine.why_no_card()
         if reason:
             args.notes.append(f"this trains on the CPU, since the card can't be used: {reason}")
+    threads, cores = torch.get_num_threads(), machine.cores()
+    if args.device.type == "cpu" and threads > cores:
+        args.notes.append(f"more threads ({threads}) than cores that it may use ({cores}): set OMP_NUM_THREADS={cores}")
 
 
 def fill_in_sizes(args):
@@ -192,20 +191,23 @@ def fill_in_techniques(args):
 # what does not go together
 
 
-def check_ranks_of_stage(stage, args):
-    """Exit with one line if a stage, or its --accum, is not for so many processes as were started."""
+def check_ranks_of_stage(args):
+    """Exit with one line if a stage, or its --accum, is not for as many processes as were started."""
+    from . import ladder  # a single process, as of most learners, needs no table of the stages
+
     world_size = ranks.world_size()
+    stage = ladder.stage_of(sys.argv[0])
     if args.accum % world_size:
         refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
-    if stage and world_size > 1 and not stage.takes_ranks:
+    if stage and not stage.takes_ranks:
         refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
 
 
 def check_save(args):
     """Exit with one line if --save would fail at the end, or replace a file."""
-    folder = args.save.parent
-    if args.save.exists():
-        refuse(f"--save {args.save} is there already: pass the name of a new file")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        refuse(f"--save {args.save}: pass the name of a new file in a folder that you may write to")
+    try:
+        args.save.touch(exist_ok=False)
+        args.save.unlink()
+    except OSError as error:
+        refuse(f"--save {args.save}: {error.strerror}: pass the name of a new file in a folder that you may write to")
     args.notes.append(f"at the end the weights go to {args.save}")

@@ -1,4 +1,4 @@
-"""What this machine is: its device, what that can do natively, and what may slow it down."""
+"""What this machine is: its device, what that can do natively, and what changes its speed."""
 
 import ctypes.util
 import importlib.util
@@ -15,22 +15,19 @@ import torch
 
 from .common import refuse
 
-# Variables of the environment that slow PyTorch down.
-SLOW = (
-    "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
-    "HIP_LAUNCH_BLOCKING",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
-    "PYTORCH_NO_HIP_MEMORY_CACHING",
-    "CUDA_INJECTION64_PATH",  # follows each kernel, as nsys does
-    "ONEDNN_MAX_CPU_ISA",  # leaves units of a CPU unused
-)
-# Variables that turn torch.compile off, replace it, or hide that it fails.
-TURN_COMPILE_OFF = (
-    "TORCH_COMPILE_DISABLE",
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_COMPILE_OVERRIDE_BACKENDS",
-    "TORCHDYNAMO_SUPPRESS_ERRORS",
-)
+# Variables of the environment that change what is measured. Stages drop the first two kinds, and every record names
+# those that a script had.
+CHANGE_FLOAT32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")  # turn TF32 on, or forbid it
+CHANGE_FLOAT32 += ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # multiply in bfloat16, by guides for Arm
+TURN_COMPILE_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+TURN_COMPILE_OFF += ("TORCH_COMPILE_OVERRIDE_BACKENDS",)  # replaces Inductor
+TURN_COMPILE_OFF += ("TORCHDYNAMO_SUPPRESS_ERRORS",)  # hides that a part could not be compiled
+SLOW = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING")  # make each kernel wait
+SLOW += ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")  # give memory back at once
+SLOW += ("CUDA_INJECTION64_PATH",)  # follows each kernel, as nsys does
+SLOW += ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # leave units of a CPU unused
+SLOW += ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")  # the same in MKL, which multiplies in float32
+SLOW += CHANGE_FLOAT32
 # The architectures of AMD that multiply bfloat16 in hardware. Older ones have float16 alone.
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
@@ -180,12 +177,40 @@ def triton_problem(device):
     return None
 
 
+# What this process may use of it
+
+
+def cores():
+    """Return how many CPU cores this process may use, by its affinity and the quotas of the cgroups around it."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for folder in cgroup_folders("cpu"):
+        version_1 = read_text(folder / "cpu.cfs_quota_us") + read_text(folder / "cpu.cfs_period_us")
+        quota = (read_text(folder / "cpu.max") or version_1).split()  # microseconds of CPU time, and of how many
+        if quota and quota[0].isdecimal():  # without a quota it is "max", or "-1"
+            count = min(count, max(1, int(quota[0]) // int(quota[1])))
+    return count
+
+
+def cgroup_folders(controller):
+    """Yield the folder of this process's cgroup, and all folders above it: a limit of any of them counts.
+
+    controller: "cpu" or "memory". In version 1 of cgroups each has a tree of its own, and in version 2 they share one.
+    By cgroups Linux limits what a container or a cluster's job may use.
+    """
+    for line in read_text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_version_2 = controllers == ""
+        if is_version_2 or controller in controllers.split(","):
+            folder = Path("/sys/fs/cgroup", "" if is_version_2 else controller, path.strip("/"))
+            yield from (folder, *folder.parents)
+
+
 # Files, variables and commands, which may be missing
 
 
 def variables_set(names):
-    """Return which of these variables are in the environment, and neither empty nor 0."""
-    return [name for name in names if os.environ.get(name, "") not in ("", "0")]
+    """Return "NAME=value" for those of these variables that are in the environment, and not empty."""
+    return [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 
 def read_text(path):

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import os
 import platform
 import re
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from . import machine
+from .machine import cores
 
 
 def synchronize(device):
@@ -34,13 +34,15 @@ def compiled_graphs():
 def free_memory():
     """Return the bytes of memory that can be taken without swapping; 0 if the system has no such meter.
 
-    Inside a container its limit counts, too (of cgroup v2).
+    The limits of the cgroups around this process count, too, for example those of a container or of a cluster's job.
     """
     free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
-    limit = machine.read_text("/sys/fs/cgroup/memory.max").strip()
-    taken = re.match(r"anon (\d+)", machine.read_text("/sys/fs/cgroup/memory.stat"))  # by processes, without files
-    if taken and limit.isdecimal():  # "max" if there is no limit
-        free = min(free, int(limit) - int(taken[1]))
+    for folder in machine.cgroup_folders("memory"):
+        limit = machine.read_text(folder / "memory.max") or machine.read_text(folder / "memory.limit_in_bytes")
+        # by processes, without files: in version 2 of cgroups, or in version 1
+        taken = re.search(r"^(?:anon|total_rss) (\d+)", machine.read_text(folder / "memory.stat"), re.MULTILINE)
+        if taken and limit.strip().isdecimal():  # "max" if there is no limit
+            free = min(free, int(limit) - int(taken[1]))
     return free
 
 
@@ -126,18 +128,13 @@ def environment(device):
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "driver": driver.split("\n")[0] if cuda and driver else None,
-        "slow": machine.variables_set(machine.SLOW),
+        "slow": machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF),
     }
 
 
-def cores():
-    """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def commit(folder):
-    """Return the commit of a checkout, with a "+" if tracked files differ; "" if git tells none."""
+    """Return the commit of a checkout, with a "+" if tracked files differ; "" for a folder that is no checkout."""
+    if not Path(folder, ".git").exists():  # git would say the commit of another repository, which is around it
+        return ""
     describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     return machine.command_output(["git", "-C", str(folder), *describe])

@@ -1,4 +1,4 @@
-"""Which process of a run this is, where torchrun or another launcher started several, by the environment."""
+"""Which process of a run this is, if torchrun or another launcher started several, by the environment."""
 
 import os
 
@@ -14,29 +14,34 @@ def world_size():
 
 
 def is_rank_0():
-    """Tell whether this is the one process of a run that prints and writes."""
+    """Return whether this is the one process of a run that prints and writes."""
     return world_size() == 1 or os.environ["RANK"] == "0"
 
 
 def check_ranks():
-    """Exit with one line where several processes were started that do not find one another."""
+    """Exit with one line if several processes were started that do not find one another."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", *NUMBERS_OF_TASKS):
+        if not (os.environ.get(name) or "1").isdecimal():
+            refuse(f"{name} is {os.environ[name]!r} in the environment, and no number: unset it, or use torchrun")
     missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
-    if world_size() > 1 and missing:
+    if world_size() != 1 and missing:
         refuse(f"WORLD_SIZE is {world_size()} in the environment, without {missing[0]}: unset it, or use torchrun")
+    if world_size() != 1 and int(os.environ["RANK"]) >= world_size():
+        refuse(f"RANK is {os.environ['RANK']} and WORLD_SIZE {world_size()} in the environment: use torchrun")
     for name in NUMBERS_OF_TASKS:
         if int(os.environ.get(name) or "1") > 1 and not os.environ.get("WORLD_SIZE"):
             refuse(f"{name} is {os.environ[name]}, and each task would train alone: let one task start torchrun")
 
 
 def drop_left_over_ranks():
-    """Remove torchrun's variables that a cluster left over, where this is the only process of its run."""
+    """Remove torchrun's variables that a cluster left over, if this is the only process of its run."""
     if world_size() == 1:
         for name in (*RANK_VARIABLES, "LOCAL_RANK"):
             os.environ.pop(name, None)
 
 
 def become_a_world_of_one():
-    """Let torch.distributed find a process group of this process alone, where no launcher started several."""
+    """Let torch.distributed find a process group of this process alone, if no launcher started several."""
     if world_size() == 1:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # by it a process would wait for torchrun's own port
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
