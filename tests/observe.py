@@ -33,8 +33,8 @@ class Watch:
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
     of its groups and the norm of all gradients that it takes. groups: the settings of its groups at the last step, and
-    as "tensors" how many each holds. keeps_a_graph: whether the loss that is logged does. Whoever watches fills in run,
-    the Ended of the script, and scales_loss, whether its GradScaler is on.
+    as "tensors" how many each holds. Whoever watches fills in run, the Ended of the script, and scales_loss, whether
+    its GradScaler is on.
     """
 
     def __init__(self, patch):
@@ -46,7 +46,6 @@ class Watch:
         self.rates = []
         self.norms = []
         self.groups = []
-        self.keeps_a_graph = None
         self.run = None
         self.scales_loss = None
 
@@ -74,23 +73,12 @@ class Watch:
     def note_zero_grad(self, of, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
 
-    def note_model_to(self, model, device):
-        self.calls.append(f"model to {device}")
-
-    def note_batch_to(self, tensor, *args, **options):
-        if tensor.dtype == torch.int64 and tensor.dim() == 2:  # the ids of a batch, x or y
-            self.calls.append(f"copy to {args[0]}")
-
     def note_attention(self, query, key, value, **options):
         self.calls.append(f"attention with {options}")
 
     def note_backward(self, loss):
         in_autocast = torch.is_autocast_enabled(loss.device.type)
         self.calls.append("backward in autocast" if in_autocast else "backward")
-
-    def note_wait(self, *args, **options):
-        if self.calls:  # else it is what a step prints
-            self.calls.append("wait for a number")
 
     def note_forward(self, module, *inputs):
         """Note the forward of a model, with the dtype of autocast where that is on for the model's device."""
@@ -110,7 +98,7 @@ class Watch:
         for group in optimizer.param_groups:
             self.groups.append(group | {"params": None, "tensors": len(group["params"])})
             gradients += [p.grad for p in group["params"]]
-        self.norms.append(torch.nn.utils.get_total_norm(gradients).tolist())  # not float(), which is noted as a wait
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     def compile(self, model, **options):
         """What torch.compile is in the meantime."""
@@ -141,13 +129,9 @@ def watching():
         watch.note_steps()
         watch.note_calls_of(torch.nn.Module, "__call__", watch.note_forward)
         watch.note_calls_of(torch.optim.AdamW, "step", watch.note_optimizer_step)
-        watch.note_calls_of(torch.nn.Module, "to", watch.note_model_to)
-        watch.note_calls_of(torch.Tensor, "to", watch.note_batch_to)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
         watch.note_calls_of(torch.nn.Module, "zero_grad", watch.note_zero_grad)
         watch.note_calls_of(F, "scaled_dot_product_attention", watch.note_attention)
         watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
-        for name in ("item", "__float__", "cpu"):
-            watch.note_calls_of(torch.Tensor, name, watch.note_wait)
         watch.note_averages()
         yield watch

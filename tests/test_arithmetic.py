@@ -53,11 +53,6 @@ def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
     assert counter.get_total_flops() == seq_len * arithmetic.flops_per_token(shape)
 
 
-def test_the_padding_of_s06_is_no_work():
-    model = GPT(GPTConfig(50304, **SIZES["tiny"]), None)
-    assert arithmetic.shape_of(model, 8)["vocab_size"] == VOCAB
-
-
 def test_flash_attention_has_seven_matmuls_of_half_the_scores():
     """torch counts two in the forward and five in the backward, each with the scores that lie in the future."""
     shape = (B, N_HEAD, T, C // N_HEAD)

@@ -1,12 +1,8 @@
-"""A card without one: what is told of its state, and of one on which nothing runs."""
+"""What is said of a card's state."""
 
 from harness import card
-from harness.bench import probe
-
-from types import SimpleNamespace
 
 import pytest
-from conftest import error_of
 
 
 def steps(*clocks, reasons=4, queued=0.01):
@@ -32,19 +28,3 @@ WAITS = "a step is queued only near its end: the card waits for Python, or Pytho
 )
 def test_a_clock_that_differs_heat_and_a_card_that_waits_are_told(rounds, words):
     assert card.words_on_card(rounds) == words
-
-
-@pytest.mark.parametrize(
-    "message, remedy",
-    [
-        ("CUDA error: no kernel image is available for execution on the device", "install a PyTorch"),
-        ("HIP error: the operation cannot be performed in the present state", "another process"),
-    ],
-)
-def test_a_card_on_which_the_probe_can_run_nothing_ends_the_bench_with_the_remedy(capsys, monkeypatch, message, remedy):
-    def fail(*call):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(probe, "measure", fail)
-    line = error_of(capsys, probe.rates_of, SimpleNamespace(device=None, amp_dtype=None))
-    assert f"nothing runs on this card, so the bench ends here: {remedy}" in line

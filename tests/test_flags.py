@@ -1,6 +1,6 @@
 """The flags: which are refused and how, and what they are by default on each kind of machine."""
 
-from harness import machine, parse_args
+from harness import machine, meters, parse_args
 
 import os
 import sys
@@ -54,17 +54,24 @@ def parse(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "path, problem",
     [
-        (".", "is there already: pass the name of a new file"),
-        ("mine.py", "is there already: pass the name of a new file"),
-        ("link", "is there already: pass the name of a new file"),
-        ("mine.py/w.pt", "pass the name of a new file in a folder that you may write to"),
-        ("gone/w.pt", "pass the name of a new file in a folder that you may write to"),
+        (".", "File exists"),
+        ("mine.py", "File exists"),
+        ("link", "File exists"),
+        ("mine.py/w.pt", "Not a directory"),
+        ("gone/w.pt", "No such file or directory"),
     ],
 )
 def test_a_save_that_would_fail_or_replace_a_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
     (tmp_path / "mine.py").write_text("keep")
-    (tmp_path / "link").symlink_to("mine.py")
-    assert error_of(capsys, parse, "--save", path).endswith(problem)
+    (tmp_path / "link").symlink_to("not there")
+    line = f"error: --save {path}: {problem}: pass the name of a new file in a folder that you may write to"
+    assert error_of(capsys, parse, "--save", path) == line
+    assert (tmp_path / "mine.py").read_text() == "keep"
+
+
+def test_a_save_is_announced_and_leaves_no_file_before_the_end(parse, tmp_path):
+    assert parse("--save", "w.pt").notes == ["at the end the weights go to w.pt"]
+    assert not (tmp_path / "w.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -103,28 +110,11 @@ def test_the_defaults_of_an_accelerator(parse):
     assert (args.device, args.size, args.seq_len, args.steps, args.accum) == (CUDA, "gpt2", 1024, 50, 4)
 
 
-def test_a_sequence_that_no_card_of_this_size_holds_in_s03_is_told(parse):
-    args = parse("--seq-len", "2048", device=CUDA, memory=7.7e9)
-    assert args.batch_size == 1
-    assert args.notes == ["batch size 1, since the stage that needs most takes 8.5 of 7.7 GB"]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_on_cards_of_different_size_take_one_batch(parse, rank):
     start_ranks(2, rank)
     free = 24e9 if rank == 0 else 12e9
     assert parse(stage="s12", device=CUDA, memory=free).batch_size == 4
-
-
-def test_a_card_that_pytorch_can_not_use_is_told_where_the_cpu_was_not_asked_for(parse):
-    told = "this trains on the CPU, since the card can't be used: Torch not compiled with CUDA enabled"
-    assert parse(why_no_card="Torch not compiled with CUDA enabled").notes == [told]
-    assert parse("--device", "cpu", why_no_card="no").notes == []
-
-
-def test_what_is_given_wins_over_a_default(parse):
-    args = parse("--amp-dtype", "float16", "--compile", **NO_UNITS)
-    assert (args.amp_dtype, args.compile, args.notes) == (torch.float16, True, [])
 
 
 @pytest.mark.parametrize("device, ranks, accum", [(CPU, 3, 3), (CUDA, 2, 4)])
@@ -142,22 +132,26 @@ def test_what_the_machine_lacks_is_left_out_with_the_reason(parse):
     ]
 
 
-OFF = ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS", "TORCH_COMPILE_OVERRIDE_BACKENDS"]
+DROPPED = ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS"]
+DROPPED += ["TORCH_COMPILE_OVERRIDE_BACKENDS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]
+DROPPED += ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"]
+NAMED = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_INJECTION64_PATH", "ATEN_CPU_CAPABILITY"]
+NAMED += ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"]
 
 
-@pytest.mark.parametrize("name", OFF)
-def test_what_turns_compile_off_is_dropped(parse, monkeypatch, name):
+@pytest.mark.parametrize("name", DROPPED + NAMED)
+def test_a_variable_that_changes_what_is_measured_is_dropped_by_a_stage_or_named(parse, monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    assert parse().compile
-    assert name not in os.environ
+    assert meters.environment(CPU)["slow"] == [f"{name}=1"]  # a script keeps it
+    args = parse()
+    assert args.compile
+    assert (name in os.environ) == (name in NAMED)
+    assert args.notes == ([f"{name}=1 in the environment changes the speed"] if name in NAMED else [])
 
 
-def test_tf32_stays_off_where_nvidias_containers_allow_it():
-    script = "import harness, os, torch; harness.parse_args('doc')\n"
-    script += "print(torch.get_float32_matmul_precision(), os.getenv('NVIDIA_TF32_OVERRIDE'))"
-    container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
-    run = python("-c", script, PYTHONPATH=str(STAGE_FILES["s01"].parent), **container)
-    assert run.out.endswith("\nhighest None\n"), run.err
+def test_more_threads_than_cores_are_said(parse, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 0)
+    assert parse().notes == ["more threads (1) than cores that it may use (0): set OMP_NUM_THREADS=0"]
 
 
 # Ends without a traceback

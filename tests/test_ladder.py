@@ -5,9 +5,10 @@ from harness import ladder
 import ast
 import difflib
 import re
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, STAGE_FILES
+from conftest import ROOT, STAGE_FILES, python
 
 FILES = [path.stem for path in STAGE_FILES.values()]
 NAMES = [stage.name for stage in ladder.STAGES]
@@ -66,6 +67,19 @@ def test_a_diff_has_exactly_the_lines_of_its_budget(stage):
     added = [line for line in diff if line.startswith("+ ")]
     removed = [line for line in diff if line.startswith("- ")]
     assert (len(added), len(removed)) == BUDGETS[stage], "\n".join(added + removed)
+
+
+def test_a_stage_loads_at_most_1000_lines_of_ours(tmp_path):
+    """Those of all modules, with docstrings: what its reader has to read to know all."""
+    stage = str(STAGE_FILES["s01"])
+    script = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    script += "print(*(getattr(module, '__file__', None) for module in sys.modules.values()), sep='\\n')"
+    flags = ("--size", "tiny", "--steps", "1", "--seq-len", "24", "--data", "docs", "--device", "cpu")
+    ended = python("-c", script, stage, *flags, folder=tmp_path, PYTHONPATH=str(ROOT / "stages"))
+    assert ended.status == 0, ended.err
+    files = {path for path in ended.out.splitlines() if path.startswith(f"{ROOT}/") and "/.venv/" not in path}
+    lines = {path: len(Path(path).read_text("utf-8").splitlines()) for path in (*files, stage)}
+    assert 500 < sum(lines.values()) <= 1000, lines
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)

@@ -1,4 +1,4 @@
-"""What the harness finds out about a machine: devices, units, compilers, memory, the commit."""
+"""What the harness finds out about a machine: devices, units, launchers, cores, memory, the commit."""
 
 from harness import machine, meters, ranks
 
@@ -6,16 +6,12 @@ import mmap
 import os
 import shutil
 import subprocess
-import sys
-import sysconfig
-from unittest import mock
 
 import pytest
 import torch
 from conftest import error_of
 
 CPU = torch.device("cpu")
-MPS = torch.device("mps")
 CUDA_0 = torch.device("cuda", 0)
 CUDA_1 = torch.device("cuda", 1)
 
@@ -24,7 +20,7 @@ CUDA_1 = torch.device("cuda", 1)
 def system(monkeypatch):
     """The text of the system's files by their path, and what a command prints by its name: none until a test says."""
     texts = {}
-    monkeypatch.setattr(machine, "read_text", lambda path: texts.get(path, ""))
+    monkeypatch.setattr(machine, "read_text", lambda path: texts.get(str(path), ""))
     monkeypatch.setattr(machine, "command_output", lambda command: texts.get(command[0], ""))
     return texts
 
@@ -43,13 +39,6 @@ def test_a_process_takes_the_device_that_is_named_or_the_card_of_its_rank(cuda, 
     assert machine.find_device(name) == device
 
 
-@pytest.mark.parametrize("has_mps, device", [(True, MPS), (False, CPU)])
-def test_without_a_card_it_takes_mps_or_the_cpu(monkeypatch, has_mps, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
-    assert machine.find_device() == device
-
-
 @pytest.mark.parametrize("name, missing", [(None, "cuda:2"), ("cuda:x", "cuda:x"), ("xpu", "xpu")])
 def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys, name, missing):
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -57,15 +46,14 @@ def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys,
     assert error_of(capsys, machine.find_device, name) == line
 
 
-def test_a_card_that_pytorch_can_not_start_is_told_in_the_first_sentence_of_its_own_words(system, monkeypatch, capsys):
-    reason = "The NVIDIA driver is too old (found version 12020)"
-    init = mock.Mock(side_effect=RuntimeError(f"{reason}. Please update your driver."))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    assert machine.why_no_card() is None  # no card is here
-    system["nvidia-smi"] = "GPU 0: NVIDIA H100 (UUID: GPU-1)"
-    assert machine.why_no_card() == reason
-    assert error_of(capsys, machine.find_device, "cuda") == f"error: --device cuda:0 is not here: {reason}"
+NO_NUMBERS = ["WORLD_SIZE=abc", "WORLD_SIZE=1.0", "WORLD_SIZE=-1", "WORLD_SIZE=0", "RANK=x", "LOCAL_RANK=x"]
+NO_NUMBERS += ["OMPI_COMM_WORLD_SIZE=abc", "SLURM_STEP_NUM_TASKS=2(x3)"]
+
+
+@pytest.mark.parametrize("setting", NO_NUMBERS)
+def test_a_variable_of_a_launcher_that_is_no_number_is_one_line(capsys, setting):
+    name, os.environ[name] = setting.split("=")
+    assert error_of(capsys, ranks.check_ranks).startswith(f"error: {name} is ")
 
 
 TORCHRUNS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -75,6 +63,11 @@ def test_one_of_several_processes_needs_all_variables_of_torchrun(capsys):
     os.environ |= TORCHRUNS | {"MASTER_PORT": ""}
     line = error_of(capsys, ranks.check_ranks)
     assert line == "error: WORLD_SIZE is 2 in the environment, without MASTER_PORT: unset it, or use torchrun"
+
+
+def test_a_rank_beyond_the_world_is_refused(capsys):
+    os.environ |= TORCHRUNS | {"RANK": "2"}
+    assert error_of(capsys, ranks.check_ranks).startswith("error: RANK is 2 and WORLD_SIZE 2")
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
@@ -93,12 +86,6 @@ def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(world_
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
 
 
-def test_the_first_process_of_another_node_is_not_rank_0():
-    assert ranks.is_rank_0()
-    os.environ |= {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}
-    assert not ranks.is_rank_0()
-
-
 @pytest.mark.parametrize(
     "capability, units", [((8, 0), {"float16", "bfloat16", "tf32"}), ((7, 5), {"float16"}), ((6, 1), set())]
 )
@@ -107,46 +94,39 @@ def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(
     assert machine.units_of(CUDA_0) == units
 
 
+# What this process may use
+
+
+LIMITS_1 = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
+LIMITS_1 |= {"memory.limit_in_bytes": "3000\n", "memory.stat": "cache 7\nrss 9\ntotal_cache 7\ntotal_rss 1000\n"}
+NO_LIMITS_1 = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
+NO_LIMITS_1 |= {"memory.limit_in_bytes": "9223372036854771712\n", "memory.stat": "total_rss 1000\n"}
+LIMITS_2 = {"cpu.max": "150000 100000\n", "memory.max": "3000\n", "memory.stat": "anon 1000\nfile 7\n"}
+NO_LIMITS_2 = {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.stat": "anon 1000\nfile 7\n"}
+
+
 @pytest.mark.parametrize(
-    "avx512_bf16, cpuinfo, amx_fp16, units",
+    "own, above, cores, free",
     [
-        (True, "", False, {"bfloat16"}),
-        (False, "Features: asimd bf16 i8mm", False, {"bfloat16"}),  # Arm
-        (True, "", True, {"bfloat16", "float16", "tf32"}),
-        (False, "flags: avx512f", False, set()),
+        (LIMITS_1, NO_LIMITS_1, 1, 2000),  # 1.5 cores are one whole one, and of 3,000 bytes 1,000 are taken
+        (LIMITS_2, NO_LIMITS_2, 1, 2000),
+        (NO_LIMITS_2, LIMITS_2, 1, 2000),
+        (NO_LIMITS_1, NO_LIMITS_1, 8, 10240),
+        (NO_LIMITS_2, {}, 8, 10240),
     ],
 )
-def test_a_cpu_may_have_units(system, monkeypatch, avx512_bf16, cpuinfo, amx_fp16, units):
-    system["/proc/cpuinfo"] = cpuinfo
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": amx_fp16}, raising=False)
-    assert machine.units_of(CPU) == units
-    assert machine.units_of(torch.device("xpu")) == set()  # a watched script's device, of which nothing is known
-
-
-NATIVE = [({"float16", "bfloat16"}, torch.bfloat16), ({"float16"}, torch.float16), (set(), torch.float32)]
-
-
-@pytest.mark.parametrize("units, dtype", NATIVE)
-def test_bfloat16_is_preferred_and_float32_taken_where_no_unit_is_there(monkeypatch, units, dtype):
-    monkeypatch.setattr(machine, "units_of", lambda device: units)
-    assert machine.native_amp_dtype(CPU) == dtype
-
-
-def test_torch_compile_needs_headers_and_a_compiler_which_may_be_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # a folder of programs
-    monkeypatch.setenv("CXX", "icpx")
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
-    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # which has no blank
-    assert machine.compile_problem(MPS) is None  # Metal's own is used
-    assert machine.compile_problem(CPU) == "Python.h is missing: install python3-dev"
-    (tmp_path / "Python.h").touch()
-    assert "no C++ compiler icpx found: install g++" in machine.compile_problem(CPU)
-    (tmp_path / "icpx").touch(mode=0o755)
-    assert machine.compile_problem(CPU) is None
-    monkeypatch.setattr(torch, "__file__", "/home/me/a clone/torch/__init__.py")
-    assert "the path of PyTorch has a blank (/home/me/a clone/torch)" in machine.compile_problem(CPU)
+def test_cores_and_memory_are_what_the_cgroups_around_this_process_allow(system, monkeypatch, own, above, cores, free):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    system["/proc/meminfo"] = "MemAvailable:   10 kB\n"
+    system["/proc/self/cgroup"] = "4:memory:/job/step\n2:cpu,cpuacct:/job/step\n1:pids:/\n"
+    if "cpu.max" in own:
+        system["/proc/self/cgroup"] = "0::/job/step\n"
+    for folder, files in (("job/step", own), ("job", above)):
+        for name, text in files.items():
+            tree = "" if "cpu.max" in own else name.split(".")[0] + "/"
+            system[f"/sys/fs/cgroup/{tree}{folder}/{name}"] = text
+    assert machine.cores() == cores
+    assert meters.free_memory() == free
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")
@@ -174,3 +154,5 @@ def test_the_commit_says_whether_tracked_files_differ(tmp_path):
     assert meters.commit(tmp_path) == name
     (tmp_path / "model.py").write_text("two\n")
     assert meters.commit(tmp_path) == name + "+"
+    (tmp_path / "from a zip").mkdir()
+    assert meters.commit(tmp_path / "from a zip") == ""  # and not that of the repository around it
