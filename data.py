@@ -46,7 +46,7 @@ class TokenLoader:
             raise TextError(f"{problem}: pass a longer text, or a smaller --seq-len")
 
     def next_batch(self, device):
-        """Return x and y on the device, int64 (batch_size, seq_len), where y holds the token after each one of x.
+        """Return x and y on the device, int64 (batch_size, seq_len), and y holds the token after each one of x.
 
         Raises TextError for an id past the vocabulary.
         """
@@ -69,8 +69,8 @@ def check_ids(ids, name):
         raise TextError(f"{name}: it has ids from {ids.min()} to {ids.max()}, and GPT-2's are from 0 to {VOCAB - 1}")
 
 
-# A text as tokens. name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: those on which no
-# stage trains. source: by which load_tokens() finds the text.
+# A text as tokens. name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: more of them, on
+# which no stage trains. source: what load_tokens() took, or "docs" if Tiny Shakespeare can't be had.
 Corpus = namedtuple("Corpus", ("name", "ids", "held_out", "source"))
 
 

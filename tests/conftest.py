@@ -126,7 +126,7 @@ def steps_in(out):
 
 
 def lines_of(record):
-    """The lines of a record, as dicts; none where it is not there."""
+    """The lines of a record, as dicts; none if there is no record."""
     if not record.exists():
         return []
     return [json.loads(line) for line in record.read_text("utf-8").splitlines()]

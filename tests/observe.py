@@ -61,7 +61,7 @@ class Watch:
         self.patch.setattr(owner, name, noted)
 
     def note_steps(self):
-        """Let the calls of a step end where it waits for the device. What it prints then is a part of the next one."""
+        """Let the calls of a step end when it waits for the device. What it prints then is a part of the next one."""
 
         def noted(device=None):
             self.steps.append(self.calls)
@@ -81,7 +81,7 @@ class Watch:
         self.calls.append("backward in autocast" if in_autocast else "backward")
 
     def note_forward(self, module, *inputs):
-        """Note the forward of a model, with the dtype of autocast where that is on for the model's device."""
+        """Note the forward of a model, with the dtype of autocast if that is on for the model's device."""
         if isinstance(module, Compiled):
             self.calls.append("compiled")
         if isinstance(module, GPT):

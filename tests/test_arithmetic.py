@@ -97,7 +97,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def of(self, numbers, *names):
-        """The bytes that these operations moved, where their largest tensor has so many numbers."""
+        """The bytes that these operations moved, if their largest tensor has this many numbers."""
         return sum(self.moved[f"aten::{name}", numbers] for name in names)
 
 

@@ -26,5 +26,5 @@ WAITS = "a step is queued only near its end: the card waits for Python, or Pytho
         ([steps(1980, queued=0.095)], [WAITS]),
     ],
 )
-def test_a_clock_that_differs_heat_and_a_card_that_waits_are_told(rounds, words):
+def test_a_clock_that_differs_heat_and_a_card_that_waits_are_reported(rounds, words):
     assert card.words_on_card(rounds) == words

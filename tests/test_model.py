@@ -140,7 +140,7 @@ def test_temperature_0_and_top_k_1_take_the_likeliest_token(temperature, top_k):
     model, T = small(), SMALL["block_size"]
     prompt = random_ids(4, T - 2)
     expected = prompt
-    for _ in range(6):  # past block_size, where the model sees the last tokens
+    for _ in range(6):  # past block_size: the model sees the last tokens
         likeliest = model(expected[:, -T:])[:, -1].argmax(-1, keepdim=True)
         expected = torch.cat((expected, likeliest), dim=1)
     assert torch.equal(model.generate(prompt, 6, temperature, top_k), expected)

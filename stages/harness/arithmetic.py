@@ -72,7 +72,7 @@ class Work:
 
 
 def seconds_per_token(work, rates):
-    """Return the seconds per token that all parts of a micro-batch take, or None where a rate is not known.
+    """Return the seconds per token that all parts of a micro-batch take, or None if a rate is not known.
 
     A prediction is the ratio of two of these sums.
     """

@@ -3,12 +3,12 @@
 import statistics
 
 HEAT = 0x20 | 0x40  # of the bits in "reasons": the driver slows the card down because of heat, or the card itself does
-CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is told
+CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is reported
 LAUNCH_BOUND = 0.9  # the card is said to wait if a step is queued only after a larger share of its time
 
 
 def words_on_card(rounds):
-    """Return what is worth telling of the card under a row, a list of words.
+    """Return what is worth saying about the card under a row, a list of words.
 
     rounds: for each round, the step lines of a record that are counted. Some have "card", which is what
     meters.card_state() returned. "queued" is the seconds until all of a step was queued.

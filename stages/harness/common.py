@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]  # where data.py, model.py and stages
 
 
 def set_up_output():
-    """Let each printed line appear at once, also in a file or a pipe, where a kill would lose what is not written."""
+    """Let each printed line appear at once, also in a file or a pipe: a kill would lose what is not written."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # None without a console, or an object that a test has put there
             stream.reconfigure(line_buffering=True, errors="replace")  # "?" for what an ASCII terminal can't show

@@ -6,8 +6,8 @@ UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a st
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # that watch.py takes of a script
 ENOUGH_STEPS = 7  # counted steps that a row of the bench needs in a round
-UNEVEN = 1.2  # a mean of dt above 1.2 medians is told beside the median
-LONG_WAIT = 0.1  # a script that waits for a DataLoader for a larger share of its time is told so
+UNEVEN = 1.2  # a mean of dt above 1.2 medians is shown beside the median
+LONG_WAIT = 0.1  # a script that waits for a DataLoader for a larger share of its time hears of it
 
 
 def figures_of(counted):

@@ -11,9 +11,9 @@ class Stage:
     """One line of the ladder.
 
     name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
-    None for s01, which has none. unpredictable: True where its gain does not follow from FLOPs and bytes. for_the_loss:
+    None for s01, which has none. unpredictable: True if its gain does not follow from FLOPs and bytes. for_the_loss:
     whether it may change the loss; all others leave it as it was up to rounding, accumulation with --accum 1. added_as:
-    "bf16" where "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun may start
+    "bf16" if "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun may start
     several processes of it.
     """
 
@@ -65,12 +65,12 @@ def stage_of(word):
 
 
 def between(above, stage):
-    """Return the Stages after `above`, up to and with `stage`; none where `stage` comes first."""
+    """Return the Stages after `above`, up to and with `stage`; none if `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
 
 
 def words_on_stages(stages):
-    """Return the short names of Stages in words: "s02 to s04" where they are neighbors, and otherwise "s02, s04"."""
+    """Return the short names of Stages in words: "s02 to s04" if they are neighbors, and otherwise "s02, s04"."""
     first, last = stages[0], stages[-1]
     if len(stages) > 1 and tuple(stages) == (first, *between(first, last)):
         return f"{first.short} to {last.short}"
