@@ -185,6 +185,6 @@ def ids_of_bin(path):
     ids = np.memmap(path, dtype=np.uint16, mode="r")
     if start.startswith(HEADER_OF_BIN):
         ids = ids[512:]
-    if 2 * np.sum(ids[1:4096:2] > 3) < len(ids[1:4096:2]):
+    if 2 * np.sum(ids[1:4096:2] > 3) < len(ids[1:4096:2]) and np.any(ids[:4096:2] > 3):
         raise ValueError("every second number is close to 0, as if its ids were of 32 bits")
     return ids
