@@ -182,7 +182,7 @@ def machine_line(env):
     if env["cuda"]:
         line += f", CUDA {env['cuda']}, driver {env['driver'] or 'unknown'}"
     if env["slow"]:
-        line += f". All is slower, because of {', '.join(env['slow'])} in the environment"
+        line += f", with {', '.join(env['slow'])} in the environment"
     return f"{line}."
 
 
