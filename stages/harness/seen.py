@@ -1,5 +1,6 @@
 """What was seen of a training script, a stage or another, and what follows: what it has, lacks, and has to compute."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from .common import ROOT
 # What is typed in a framework, which has no line of its own for it
 IN_FRAMEWORK = {
     ("lightning", "s03_bf16"): '`Trainer(precision="bf16-mixed")`',
-    ("lightning", "s04_compile"): "`self.blocks = torch.compile(self.blocks)`, a part of the model",
+    ("fabric", "s03_bf16"): '`Fabric(precision="bf16-mixed")`',
+    ("fabric", "s04_compile"): "`model = torch.compile(model)` before `fabric.setup()`",
     ("transformers", "s02_tf32"): "`--tf32 True`",
     ("transformers", "s03_bf16"): "`--bf16 True`",
     ("transformers", "s04_compile"): "`--torch_compile True`",
@@ -19,6 +21,10 @@ IN_FRAMEWORK = {
     ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
     ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
 }
+FUSED_IN_LIGHTNING = (
+    "in 16 bits Lightning refuses a fused update beside gradient_clip_val: in place of that, call "
+    "torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0) in on_before_optimizer_step()"
+)
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -29,15 +35,17 @@ class Seen:
     Of flags and calls of PyTorch. unit: what a step is counted in, "tok", "sample" or "step". batch_size, seq_len: of
     the largest batch, or None. accum: micro-batches of a rank for each update. shape: of a GPT, see
     arithmetic.shape_of(), or None. weights: the dtype of the largest parameter. autocast: the 16-bit dtype above
-    weights in float32, or None. enters_autocast: whether it has that dtype by autocast, and not by a policy as of FSDP.
+    weights in float32, or None. enters_autocast: whether it has that dtype by autocast, and not by casts of its own.
     emulated: whether the device has no units for it. compile: whether compiled code multiplied. fused: None if no
     optimizer has such a kernel. optimizer: one that could be fused, if there is one. schedules, groups: whether rates
     change, and whether weights decay by groups. framework: the package that calls the optimizer. loaders: processes and
     threads that it started, most likely to load its data. failed: {an added technique: why it was left out again}.
+    model_name: what the script calls the outermost module that it calls, "model" or "self.net". can_compile_in_place:
+    whether MODEL.compile() compiles it, as it does for a class of the script's own.
 
     Of the operations of one step. profiled: whether they were seen, and else unseen: why not. attention: whether there
-    is any. sdpa: the kernel that scaled_dot_product_attention chose. vocabulary: of how many ids the loss is. busy_ms,
-    reads: on a card, how long it is busy in the step, and how many numbers are read from it.
+    is any. sdpa: the kernel that scaled_dot_product_attention chose. vocabulary: the columns of the last matmul.
+    busy_ms, reads: on a card, how long it is busy in the step, and how many numbers are read from it.
 
     Of the machine, what the script could use. can_tf32: whether it has such units. amp_dtype: the 16-bit dtype that it
     multiplies natively, or "float32". compile_problem: what torch.compile lacks.
@@ -69,6 +77,8 @@ class Seen:
     amp_dtype: str
     compile_problem: str | None
     failed: dict = field(default_factory=dict)
+    model_name: str = "model"
+    can_compile_in_place: bool = False
     profiled: bool = False
     unseen: str | None = None
     attention: bool = False
@@ -166,8 +176,18 @@ def what_to_type(seen, stage):
     call = (seen.framework, stage.name)
     if call in IN_FRAMEWORK:
         return IN_FRAMEWORK[call]
-    if stage.name == "s10_fused":
-        return f"`{seen.optimizer}(..., fused=True)`"
+    name = seen.model_name
+    match stage.name:
+        case "s04_compile" if seen.can_compile_in_place:
+            return f"`{name}.compile()`"
+        case "s04_compile":
+            return f"`{name} = torch.compile({name})`"
+        case "s06_vocab" if seen.vocabulary:
+            size = math.ceil(seen.vocabulary / 64) * 64
+            multiple = 64 if size % 128 else 128
+            return f"`vocab_size={size}`, a multiple of {multiple}"
+        case "s10_fused":
+            return f"`{seen.optimizer}(..., fused=True)`"
     return stage.line
 
 
@@ -184,11 +204,19 @@ def words_on_techniques(seen):
     if seen.weights != "float32":
         remarks.append(f"its weights are {seen.weights}, so that autocast has nothing to do")
     elif seen.autocast and not seen.enters_autocast:
-        remarks.append(f"it computes in {seen.autocast} without autocast, for example by a policy of FSDP")
+        remarks.append(f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP")
     if seen.emulated:
         remarks.append(f"this device has no units for {seen.autocast}, and is slow in it")
-    if seen.sdpa == "math":
-        remarks.append("its scaled_dot_product_attention takes no flash kernel here, as with dropout on a CPU")
+    if seen.sdpa == "math" and seen.device == "cpu":
+        remarks.append(
+            "its attention takes no flash kernel: set its dropout to 0 on a CPU, or train on a card, which has one"
+        )
+    elif seen.sdpa == "math":
+        remarks.append(
+            "its attention takes no flash kernel: compute in 16 bits, and use is_causal=True in place of a mask"
+        )
+    if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
+        remarks.append(FUSED_IN_LIGHTNING)
     if not seen.profiled:
         remarks.append(f"its operations were not looked at, attention among them: {seen.unseen}")
     words_on_has = names_of(has) or "nothing of the ladder"
@@ -204,6 +232,8 @@ def names_of(stages):
 def words_on_missing(seen, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
     reason = seen.failed.get(name, "the script chooses otherwise, or it changes nothing here")
+    if name == "fused" and seen.fused is None:
+        reason = f"PyTorch has no fused kernel for {seen.optimizer}"
     return f"+{name} took no effect: {reason}"
 
 

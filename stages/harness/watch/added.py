@@ -3,7 +3,8 @@
 import contextlib
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+
+from .counting import unwrapped
 
 
 class Added:
@@ -35,7 +36,7 @@ class Added:
     def before_first_update(self, optimizer):
         """Choose the fused kernel of an optimizer that has one, where the script chooses none.
 
-        The optimizer tells no GradScaler of it. So that one unscales the gradients, which Lightning needs to clip them.
+        No GradScaler knows of it. So it unscales the gradients, which Lightning needs to clip them.
         """
         if "fused" not in self.names:
             return
@@ -52,18 +53,17 @@ class Added:
 
 
 def can_be_fused(parameter, optimizer):
-    """Tell whether a fused kernel can update a parameter, by its dtype and the device of its state, if it has one."""
+    """Return whether a fused kernel can update a parameter, by its dtype and the device of its state, if it has one."""
     step = optimizer.state.get(parameter, {}).get("step", parameter)
     return parameter.is_floating_point() and step.device == parameter.device
 
 
 def compile_in_place(module):
     """Let calls of a module run compiled, as module.compile() does. Of DDP it is what that wraps."""
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
+    module = unwrapped(module)
     if isinstance(module, torch.jit.ScriptModule):  # which TorchScript has compiled
         return
-    if not type(module).forward.__module__.startswith("torch.nn.modules"):
+    if not is_of_pytorch(module):
         module.compile()
         return
     # torch.compile skips functions in PyTorch's own files, as of an nn.Sequential, unless one of ours calls them
@@ -75,6 +75,11 @@ def compile_in_place(module):
     module._compiled_call_impl = torch.compile(call_module)
 
 
+def is_of_pytorch(module):
+    """Return whether the forward of a module is PyTorch's own code, of which module.compile() compiles nothing."""
+    return type(module).forward.__module__.startswith("torch.")
+
+
 def is_compiled(module):
-    """Tell whether torch.compile() or module.compile() was called on a module."""
+    """Return whether torch.compile() or module.compile() was called on a module."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

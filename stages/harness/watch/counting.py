@@ -12,32 +12,59 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-NO_TEXT = re.compile("label|target|mask|(^|_)edge|(^|_)adj")  # names of arguments that have integers, but no text
-MOST_BEHIND_SCALE = 3  # operations between backward() and a loss that a GradScaler multiplied, as a division
+# Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids", "edge_index"
+NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)(pos|edge|adj)")
+SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
+
+
+class Loss(NamedTuple):
+    """A loss that backward() was called on. module: that of its micro-batch. is_share: whether it was scaled last."""
+
+    value: torch.Tensor
+    module: nn.Module | None
+    is_share: bool
 
 
 class MicroBatches:
     """What was seen since the last step ended.
 
-    batches: a Call for each micro-batch. losses: what backward() was called on, tensors of one number. in_turn: whether
-    several optimizers train in turn, as in a GAN. Then the largest batch counts, and not all of them.
+    batches: a Call for each micro-batch. losses: a Loss for each. was_used: whether another optimizer has stepped on
+    them than the one that ends a step, as in a GAN. Then what follows replaces them.
     """
 
-    def __init__(self, in_turn=False):
-        self.in_turn = in_turn
+    def __init__(self):
         self.batches = []
         self.losses = []
-        self.unscaled_losses = []  # what a GradScaler multiplied
+        self.was_used = False
+        self.unscaled_loss = None  # what a GradScaler multiplied last
         self.call = None  # the one that counts, of those since the last backward
         self.backwards_of_closure = 0
-        self.is_called_again = False  # whether a module was, before one backward
+        self.is_called_again = False  # whether a module was, before one backward, and its largest call counts
 
     def add_call(self, call):
-        """Keep the largest call since the last backward: a head behind an encoder sees the same batch."""
-        if self.call is not None and call.module is self.call.module:
-            self.is_called_again = True
-        if self.call is None or call.priority > self.call.priority:
+        """Keep what was read since the last backward.
+
+        All ids that a module reads count, also in several calls. Of other calls the largest counts: a head after an
+        encoder sees the same batch.
+        """
+        if self.was_used:
+            self.batches, self.losses, self.was_used = [], [], False
+        last = self.call
+        if last is not None and call.module is last.module and call.is_training == last.is_training:
+            if call.tokens and call.inputs is not last.inputs:
+                call.tokens += last.tokens
+            else:
+                self.is_called_again = True
+        if last is None or call.priority > last.priority:
             self.call = call
+
+    def counts_again(self, module, args):
+        """Return whether a module gets a batch of the size of its last one before one backward, which counts once."""
+        last = self.call
+        if last is None or last.module is not module or last.tokens or not args or not torch.is_tensor(args[0]):
+            return False
+        self.is_called_again = True
+        return args[0].shape == last.inputs.shape
 
     def add_backward(self, loss, in_closure):
         """Close a micro-batch, and keep its loss. loss: what backward() gets, a tensor or several.
@@ -47,24 +74,16 @@ class MicroBatches:
         """
         if in_closure:
             self.backwards_of_closure += 1
-        is_new = self.close()
-        losses = loss if isinstance(loss, (list, tuple)) else [loss]
-        for each in losses:
-            if is_new and torch.is_tensor(each) and each.numel() == 1:
+        module = self.call.module if self.call else None
+        if not self.close():
+            return
+        for each in loss if isinstance(loss, (list, tuple)) else [loss]:
+            if torch.is_tensor(each) and each.numel() == 1:
+                if self.unscaled_loss is not None:
+                    each, self.unscaled_loss = self.unscaled_loss, None
+                is_share = each.grad_fn is not None and each.grad_fn.name() in SHARES
                 # a copy, since a CUDA graph may write into its own again
-                self.losses.append(self.unscaled(each).detach().float().clone())
-
-    def unscaled(self, loss):
-        """Return the loss that a GradScaler multiplied to get this one. Where none did, it is this one."""
-        operation = loss.grad_fn
-        for _ in range(MOST_BEHIND_SCALE):
-            for unscaled in self.unscaled_losses:
-                if operation is not None and unscaled.grad_fn is operation:
-                    return unscaled
-            if operation is None or not operation.next_functions:
-                break
-            operation, _ = operation.next_functions[0]
-        return loss
+                self.losses.append(Loss(each.detach().float().clone(), module, is_share))
 
     def close(self):
         """Take the calls since the last backward for a micro-batch, if it is new. Return whether its loss counts."""
@@ -73,7 +92,7 @@ class MicroBatches:
             return False
         if call is None:
             return True
-        if self.batches and not self.in_turn:
+        if self.batches:
             last = self.batches[-1]
             # SAM: the same batch under changed weights
             if call.module is last.module and call.version != last.version:
@@ -86,23 +105,34 @@ class MicroBatches:
         return True
 
     @property
-    def accum(self):
-        """How many micro-batches make a step."""
-        return 1 if self.in_turn else len(self.batches)
+    def loss(self):
+        """The loss of the step, a float, or None if it has none.
+
+        It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
+        nobody knows whether their sum or their mean is what the script means.
+        """
+        if len(self.losses) > 1:
+            modules = {id(loss.module) for loss in self.losses}
+            if len(modules) > 1 or not all(loss.is_share for loss in self.losses):
+                return None
+        if not self.losses:
+            return None
+        return sum(loss.value for loss in self.losses).item()
 
     @property
     def unit(self):
-        """What can be counted: "tok", "sample" where there are no tokens, or "step" where nothing was seen."""
-        if not self.batches:
-            return "step"
-        return "tok" if any(call.tokens for call in self.batches) else "sample"
+        """What can be counted surely: "tok", "sample" if there are no tokens, or "step"."""
+        if any(call.tokens for call in self.batches):
+            return "tok"
+        if self.batches and all(call.batch_size for call in self.batches):
+            return "sample"
+        return "step"
 
     def count_of(self, unit):
         """Return how many tokens, samples or steps these are. unit: as above, of the first step that was reported."""
         if unit == "step":
             return 1
-        counts = [call.tokens if unit == "tok" else call.batch_size for call in self.batches]
-        return max(counts, default=0) if self.in_turn else sum(counts)
+        return sum(call.tokens if unit == "tok" else call.batch_size or 0 for call in self.batches)
 
 
 @dataclass
@@ -110,55 +140,60 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of that, or of its text.
-    tokens, seq_len: of this text, 0 and None without one.
+    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of its texts, or of all that it
+    gets; None if they are not the same. tokens, seq_len: of its texts, 0 and None without one.
     """
 
     module: nn.Module
     is_training: bool
     version: int
     inputs: torch.Tensor
-    batch_size: int
+    batch_size: int | None = None
     tokens: int = 0
     seq_len: int | None = None
 
     @property
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.tokens, self.batch_size
+        return self.is_training, self.tokens, self.batch_size or 0
 
 
 class Reader(NamedTuple):
-    """What decides which arguments of a module are its text.
+    """What is known of a module, and decides which of its arguments have ids of a text.
 
-    names: of its arguments by position. reads_ids: whether it has an embedding. chooses_ids: whether a layer has as
-    many outputs as the embedding has rows. Without such a layer ids in one dimension are users or products.
+    weight: its first parameter. names: of its arguments by position. reads_ids: whether it has an embedding.
+    chooses_ids: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
+    dimension are users or products.
     """
 
+    weight: nn.Parameter
     names: list
     reads_ids: bool
     chooses_ids: bool
 
     def reads(self, name, tensor):
-        """Tell whether an argument has the ids of a text, by its name, dtype and dimensions."""
+        """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
         is_text = self.reads_ids if tensor.dim() == 2 else self.chooses_ids and tensor.dim() == 1
-        return is_text and is_whole(tensor) and not NO_TEXT.search(name)
+        return is_text and is_whole(tensor) and not NO_IDS.search(name)
 
 
 READERS = weakref.WeakKeyDictionary()  # {module: its Reader}, since a module may have a thousand parts
 
 
 def reader_of(module):
-    """Return the Reader of a module. Without names is what TorchScript has traced."""
+    """Return the Reader of a module, or None if it has no parameters. TorchScript's modules have no names."""
     reader = READERS.get(module)
     if reader is None:
+        weight = next(module.parameters(), None)
+        if weight is None:
+            return None
         try:
             names = list(inspect.signature(unwrapped(module).forward).parameters)
         except ValueError:
             names = []
         modules = list(module.modules())
         reads_ids = any(isinstance(part, nn.Embedding) for part in modules)
-        reader = READERS[module] = Reader(names, reads_ids, vocabulary_of(modules) is not None)
+        reader = READERS[module] = Reader(weight, names, reads_ids, vocabulary_of(modules) is not None)
     return reader
 
 
@@ -169,21 +204,25 @@ def unwrapped(model):
             return part
 
 
-def call_of(module, args, kwargs):
+def call_of(module, reader, args, kwargs):
     """Return the Call of a module with these arguments, or None if they have no tensors."""
-    reader = reader_of(module)
-    by_position = itertools.zip_longest(reader.names[: len(args)], args, fillvalue="")  # "" behind a *args
+    by_position = itertools.zip_longest(reader.names[: len(args)], args, fillvalue="")  # "" after a *args
     tensors = named_tensors([*by_position, *kwargs.items()])
     if not tensors:
         return None
-    _, first = tensors[0]
-    rows = first.size(0) if first.dim() else 1
-    call = Call(module, module.training, next(module.parameters())._version, first, rows)
-    texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
+    call = Call(module, module.training, reader.weight._version, tensors[0][1])
+    texts = []
+    if reader.reads_ids:
+        texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
-        call.tokens, call.seq_len = text.numel(), text.shape[-1]
+        call.seq_len = text.shape[-1]
+        call.tokens = sum(text.numel() for text in texts)
+    else:
+        rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
+        if len(rows) == 1 and any(tensor.is_floating_point() for _, tensor in tensors):
+            call.batch_size = rows.pop()
     return call
 
 
@@ -195,7 +234,7 @@ def vocabulary_of(modules):
 
 
 def is_whole(tensor):
-    """Tell whether a tensor holds whole numbers."""
+    """Return whether a tensor holds whole numbers."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 

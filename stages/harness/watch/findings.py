@@ -12,10 +12,13 @@ from ..seen import has_and_lacks, uses, what_to_type, words_on_missing, words_on
 from .stepprofile import StepProfile, predicted_ms
 from .timeline import KINDS, SYNCHRONIZED_STEPS
 
-LONG = 0.2  # of the time: what takes more is told
+LONG = 0.2  # of the time: what takes more is reported
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
-SLOW_LINE = 0.1  # of the time in the script's own code
-SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to tell
+SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
+SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
+FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
+SLOW_UPDATE = 0.4  # of the time
+MANY_GROUPS = 10  # of an optimizer, with the settings of others
 MOST_LOADERS = 2  # with processes: one to train and one to evaluate
 MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
 
@@ -32,10 +35,15 @@ def answer(watcher, shares):
         lines.append("        of uncounted steps in which each part waited for the card")
     lines += [f"slow    {words}" for words in causes(watcher)]
     has, lacks, remarks = words_on_techniques(seen)
-    lines += [f"has     {has}", f"lacks   {lacks}"]
     _, lacking = has_and_lacks(seen)
+    if lacking and max(shares["data"], shares["rest"]) > FIRST:
+        computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
+        lacks += f": together at most {percent(computation)} of the time, so see to what is slow first"
+    lines += [f"has     {has}", f"lacks   {lacks}"]
     for stage in lacking:
         typed = what_to_type(seen, stage).replace("`", "")
+        if "= torch.compile" in typed:
+            typed += ", whose names in a checkpoint then have _orig_mod."
         lines.append(f"        {stage.short} {typed}")
     for name in watcher.args.added:
         if not uses(seen, name):
@@ -91,10 +99,15 @@ def mean_shares(steps):
     shares = {}
     for kind in KINDS:
         shares[kind] = sum(step["spent"][kind] for step in steps) / total
-    own_code = max(0.0, shares["loss"] - shares["backward"])
-    shares["loss"] -= own_code
-    shares["rest"] += own_code
+    if takes_longer_than_backward(steps):
+        shares["rest"] += shares["loss"] - shares["backward"]
+        shares["loss"] = shares["backward"]
     return shares
+
+
+def takes_longer_than_backward(steps):
+    """Return whether what stands between the forward and backward() takes longer than the backward."""
+    return sum(step["spent"]["loss"] - step["spent"]["backward"] for step in steps) > 0
 
 
 # What slows a script down
@@ -113,24 +126,33 @@ def causes(watcher):
         idle = max(0.0, 1 - watcher.seen.busy_ms / (1e3 * statistics.median(dts)))
     else:
         idle = 0.0
-    data, evaluation, own = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest"))
+    data, evaluation, own, loss = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest", "loss"))
     words = []
     if data > LONG_WAIT and watcher.habits.batches:
-        words += words_on_loaders(watcher.habits, data, len(watcher.log.steps))
+        words += words_on_loaders(watcher.habits, data, len(watcher.log.steps), watcher.device)
     if evaluation > LONG_WAIT:
-        words.append(f"{percent(evaluation)} is forwards without gradients and their batches, as in an evaluation")
-    if own > LONG and own * statistics.mean(dts) > SHORT:
-        # a line that makes a loss is not told from others
-        loss = min(shares["loss"], idle - own)
-        words += words_on_own_code(watcher.clock, own + loss)
+        purposes = "an evaluation, a rollout, or a second model"
+        words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
+    # in a usual step, since other programs may take the core in the middle of some steps
+    usual_own, usual_loss = (
+        statistics.median(mean_shares([step])[kind] for step in steps) for kind in ("rest", "loss")
+    )
+    if min(own, usual_own) > LONG and own * statistics.mean(dts) > SHORT:
+        lines = watcher.clock.lines["rest"]
+        if takes_longer_than_backward(steps):
+            lines = lines + watcher.clock.lines["loss"]
+        words += words_on_lines(lines, own, "is the script's own code, neither forward, loss, backward nor update")
+    if watcher.device.type == "cpu" and min(loss, usual_loss) > max(LONG, shares["forward"]):
+        words += words_on_lines(watcher.clock.lines["loss"], loss, "is the loss, from the forward to backward()")
+    if watcher.device.type == "cpu" and shares["update"] > SLOW_UPDATE:
+        words += words_on_update(watcher.habits.optimizers)
     waits = idle - data - evaluation - own
     if watcher.seen.busy_ms is not None and waits > LONG:
         words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
-    computation = (shares["forward"] + shares["backward"] + shares["update"]) * statistics.mean(dts)
-    return words + words_on_habits(watcher, computation)
+    return words + words_on_habits(watcher)
 
 
-def words_on_loaders(habits, share, steps):
+def words_on_loaders(habits, share, steps, device):
     """Return words on DataLoaders, which take this share of the time of so many steps.
 
     They are on those loaders from which most batches came.
@@ -144,42 +166,53 @@ def words_on_loaders(habits, share, steps):
             words.append("a pass over it begins in each step, as by next(iter(loader)): keep one iterator")
     elif max(passes, default=0) > 1 or len(passes) > MOST_LOADERS:
         words.append(f"its processes were started {sum(passes)} times: persistent_workers=True")
+    else:
+        words[0] += f": more of them, of {meters.cores()} cores, or less work in __getitem__, as by tokenizing once"
+        if device.type != "cpu":
+            words.append("a card may get its batches sooner by pin_memory=True and prefetch_factor=4")
     return words
 
 
-def words_on_own_code(clock, share):
-    """Return words on the loss and the script's own code, and its lines that take the most. share: of the time."""
-    total = clock.own_lines.total()
+def words_on_lines(lines, share, what):
+    """Return words on a part of the script, and on its lines that take the most.
+
+    lines: {a line, "train.py:228": its seconds}. share: of the time that this part takes.
+    """
+    total = lines.total()
     if total < SELDOM_SEEN:
         return []
-    words = [f"{percent(share)} is the loss and the script's own code, neither forward, backward nor update"]
-    for place, seconds in clock.own_lines.most_common(3):
+    words = [f"{percent(share)} {what}"]
+    for place, seconds in lines.most_common(3):
         if seconds > SLOW_LINE * total:
             path, number = place.rsplit(":", 1)
             text = linecache.getline(path, int(number)).strip()
-            line = f"    {percent(share * seconds / total)} {os.path.basename(path)}:{number}  {text}"
-            function = clock.function_at(place)
-            words.append(f"{line}, in {function}" if function else line)
+            words.append(f"    {percent(share * seconds / total)} {os.path.basename(path)}:{number}  {text}")
     return words
 
 
-def words_on_habits(watcher, computation):
-    """Return words on what else slows a script down, a list. computation: its seconds in a step on a CPU."""
+def words_on_update(optimizers):
+    """Return words on optimizers that have many groups of parameters with equal settings, a list."""
+    words = []
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        settings = {repr({name: group[name] for name in group if name != "params"}) for group in groups}
+        if len(groups) - len(settings) > MANY_GROUPS:
+            words.append(f"{len(groups)} groups of an optimizer have {len(settings)} settings: one for each is faster")
+    return words
+
+
+def words_on_habits(watcher):
+    """Return words on what else slows a script down, a list."""
     habits, accum, reads = watcher.habits, watcher.seen.accum, watcher.seen.reads
     sums_often = habits.sums_of_gradients > 2 and accum > 1
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
-    variables = machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF)
     is_on_cpu = watcher.device.type == "cpu"
     has_card = torch.accelerator.is_available() or machine.why_no_card() is not None
-    threads, cores = torch.get_num_threads(), meters.cores()
-    few_threads = is_on_cpu and watcher.world_size == 1 and threads < cores and computation > SHORT
     table = [
         (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
         (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()"),
         (habits.repeats_forward, "forwards run again in the backward: activation checkpointing saves memory for time"),
         (sums_often, f"ranks add up gradients in each of {accum} micro-batches: no_sync() in all but one"),
-        (variables != [], f"{', '.join(variables)} in the environment: unset it"),
         (is_on_cpu and has_card, "it trains on the CPU, and a card is here"),
-        (few_threads, f"{threads} of {cores} cores work: more may help, by OMP_NUM_THREADS or torch.set_num_threads()"),
     ]
     return [words for is_seen, words in table if is_seen]

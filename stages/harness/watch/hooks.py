@@ -1,4 +1,4 @@
-"""Lets PyTorch tell the watcher of each forward, backward and step. Nothing here asks a card anything.
+"""Lets PyTorch call the watcher at each forward, backward and step. Nothing here asks a card anything.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
 of optimizers are kept from it, and the others are skipped while it traces. What other threads and processes of the
@@ -15,15 +15,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from .counting import reader_of
 from .timeline import is_elsewhere
 
 LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
-SILENCE = 60  # seconds without a step that are told
+SILENCE = 60  # seconds without a step, after which this is said
 
 
 def watch_pytorch(watcher):
-    """Let PyTorch tell the watcher of what the script does, until the process ends."""
-    for work in (tell_of_silence, look_at_own_code):
+    """Let PyTorch call the watcher at what the script does, until the process ends."""
+    for work in (report_silence, look_at_own_code):
         threading.Thread(target=work, args=[watcher], daemon=True).start()
     os.register_at_fork(before=watcher.profiler.give_up)
     watch_modules(watcher)
@@ -75,35 +76,38 @@ def call_first(owner, name, note, clock=None, kind=None):
 
 
 def watch_modules(watcher):
-    """Tell of each call of an outermost module. Those without parameters, as losses and transforms, are not told of.
+    """Let each call of an outermost module that has parameters call the watcher first.
 
-    Nor is what a DataLoader calls to make a batch.
+    Losses and transforms have none. What a DataLoader calls to make a batch is left out, too.
 
     torch.compile is told to skip watched_call() itself, and to compile what that calls. All models would share its
     code, and of one code torch.compile makes eight graphs at most.
+
+    A script may call small modules a thousand times in a step. So what this does is short, and not on the clock.
     """
     call_module = torch.nn.Module.__call__
+    clock = watcher.clock
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
         nonlocal is_inside
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_inside or is_elsewhere():
+        if is_inside or torch.compiler.is_compiling() or torch.jit.is_tracing() or is_elsewhere():
             return call_module(module, *args, **kwargs)
-        if watcher.clock.kind == "data" or next(module.parameters(), None) is None:
+        began = time.perf_counter()
+        reader = reader_of(module)
+        if reader is None or clock.kind == "data":
             return call_module(module, *args, **kwargs)
         is_inside = True
         try:
-            kind = watcher.saw_forward(module, args, kwargs)
-            watcher.clock.begin(kind)
+            kind = watcher.saw_forward(module, reader, args, kwargs)
+            clock.leave_out(began)
+            clock.begin(kind)
             try:
-                output = call_module(module, *args, **kwargs)
+                return call_module(module, *args, **kwargs)
             finally:
-                watcher.clock.end(kind)
+                clock.end(kind)
         finally:
             is_inside = False
-        if kind == "forward" and watcher.seen is None:
-            watcher.habits.saw_output(output)
-        return output
 
     torch.nn.Module.__call__ = watched_call
     compiler = torch._C._dynamo.eval_frame  # torch._dynamo would be imported, and take a second
@@ -124,8 +128,8 @@ def look_at_own_code(watcher):
         watcher.clock.look()
 
 
-def tell_of_silence(watcher):
-    """Tell now and then that a script shows no step. It is a thread."""
+def report_silence(watcher):
+    """Say now and then that a script shows no step. This is a thread."""
     clock = watcher.clock
     while True:
         began = clock.began

@@ -14,7 +14,8 @@ The fields of "seen" are those of seen.Seen. On a card a second line "seen", aft
 first. dt is in seconds, memory in bytes and of one rank, a loss in nats. "tokens" counts what "unit" says. "spent" is
 the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On an accelerator a step
 also has "queued", the seconds until all of it was queued, and "card" is meters.card_state(). A figure that is not
-finite is null. A run that failed has a line "error" in place of the summary, with its message and traceback.
+finite or not known is null. A run that failed has a line "error" in place of the summary, with its message and
+traceback.
 """
 
 import contextlib
@@ -31,10 +32,9 @@ from ..card import words_on_card
 from ..common import refuse, say, tell
 from ..figures import ENOUGH_STEPS, UNEVEN, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
 
-# After these steps the meters are read, and the line is renewed, at most so often. They are not on the clock of a step,
-# but make a run of steps of 1 ms take a twentieth longer.
-FIRST_READINGS = 100
-SECONDS_BETWEEN = 0.01
+# The meters are read, and the line is renewed, at most so often. They are not on the clock of a step, but make a run of
+# short steps take longer.
+SECONDS_BETWEEN = 0.1
 SECONDS_BETWEEN_LINES = 0.1
 
 
@@ -99,7 +99,7 @@ class Log:
         on_clock: more figures.
         """
         now = time.monotonic()
-        if len(self.steps) < FIRST_READINGS or now >= self.next_reading:
+        if now >= self.next_reading or len(self.steps) == self.warmup:
             self.next_reading = now + SECONDS_BETWEEN
             memory, meter = meters.peak_memory(self.device)
             self.meters = {"memory": memory, "meter": meter, "card": meters.card_state(self.device)}
@@ -167,8 +167,10 @@ class Log:
 
     def show_line(self):
         """Show how far the run is in one line of the terminal, which hide_line() removes before the script prints."""
+        if not self.has_terminal or not self.steps:
+            return
         now = time.monotonic()
-        if not self.has_terminal or not self.steps or now < self.next_line:
+        if now < self.next_line:
             return
         self.next_line = now + SECONDS_BETWEEN_LINES
         step = self.steps[-1]
@@ -197,7 +199,7 @@ class Log:
                 say(line, self.out)
 
     def notice(self, message):
-        """Tell a remark that belongs in no record on stderr, on rank 0."""
+        """Print a remark that belongs in no record on stderr, on rank 0."""
         self.hide_line()
         if self.is_rank_0:
             tell(message)

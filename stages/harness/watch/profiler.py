@@ -10,9 +10,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
-# A step of some 20,000 operations is profiled no further: their list takes memory and time that are not the script's.
-# They are counted by the nodes of its graph, each of which is some ten operations with its backward.
-MOST_NODES = 2_000
 UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
 
 
@@ -24,9 +21,7 @@ class StepProfiler:
         self.clock = clock
         self.profiler = None
         self.events = None
-        self.is_whole = True  # whether it reaches to the end of its step
         self.script_profiles = False
-        self.first_node = 0  # of the profiled step
 
     @property
     def is_open(self):
@@ -48,15 +43,8 @@ class StepProfiler:
             activities = torch.profiler.supported_activities()
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
         self.profiler.start()
-        self.first_node = torch._C._autograd._get_sequence_nr()
         self.clock.is_profiled = True
         self.clock.name_in_profile()
-
-    def stop_early(self):
-        """Stop where the profiled step has had too many operations. Each forward asks this."""
-        if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
-            self.is_whole = False
-            self.stop()
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""

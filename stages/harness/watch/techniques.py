@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
-from .added import is_compiled
-from .counting import named_tensors, vocabulary_of
+from .added import is_compiled, is_of_pytorch
+from .counting import unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
 from .timeline import count_threads_of_script
@@ -25,21 +25,20 @@ from .timeline import count_threads_of_script
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
-CLOSE = 0.05  # how far the weights of a GPT may be from those that its config tells
-FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate")
+CLOSE = 0.05  # how far the weights of a GPT may be from those of its config
+FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
 @dataclass
 class Habits:
     """What the script was seen to do, beside its steps.
 
-    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None. output_dtype: that
-    of the first tensor that the last module returned.
+    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None.
     """
 
     autocast: str | None = None
     optimizers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)  # {one: its first lr}
-    output_dtype: str | None = None
     clips: bool = False
     repeats_forward: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
@@ -50,12 +49,6 @@ class Habits:
         """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
         if enabled and dtype:
             self.autocast = machine.dtype_name(dtype)
-
-    def saw_output(self, output):
-        """Note the dtype of what a module returns."""
-        dtypes = [tensor.dtype for _, tensor in named_tensors([("", output)]) if tensor.is_floating_point()]
-        if dtypes:
-            self.output_dtype = machine.dtype_name(dtypes[0])
 
     def saw_backward(self, models):
         """Note in how many backwards ranks add up their gradients."""
@@ -78,7 +71,7 @@ class Habits:
 
 
 def find_techniques(watcher):
-    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step tell more: see seen_in()."""
+    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step show more: see seen_in()."""
     habits, micro_batches, device = watcher.habits, watcher.micro_batches, watcher.device
     models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
@@ -88,15 +81,17 @@ def find_techniques(watcher):
     if micro_batches.batches:
         batch = max(micro_batches.batches, key=lambda call: call.priority)
         batch_size, seq_len = batch.batch_size, batch.seq_len
-    if seq_len:
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    if seq_len and trained > sum(p.numel() for p in parameters) / 2:  # arithmetic's FLOPs are those of training all
         shape = gpt_shape(models, seq_len)
+    outermost = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
     units = machine.units_of(device)
     return Seen(
         device=device.type,
         unit=micro_batches.unit,
         batch_size=batch_size,
         seq_len=seq_len,
-        accum=micro_batches.accum,
+        accum=len(micro_batches.batches),
         world_size=watcher.world_size,
         parameters=sum(p.numel() for p in parameters),
         shape=shape,
@@ -107,6 +102,8 @@ def find_techniques(watcher):
         vocabulary=vocabulary_of(modules) if micro_batches.unit == "tok" else None,
         clips=habits.clips,
         framework=framework_of(sys._getframe()),
+        model_name=name_of(outermost, sys._getframe()),
+        can_compile_in_place=outermost is not None and not is_of_pytorch(unwrapped(outermost)),
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         failed=watcher.added.failed,
         can_tf32="tf32" in units,
@@ -120,17 +117,14 @@ def precision_of(habits, weights, units):
 
     weights: the dtype of its largest parameter. units: what machine.units_of() returned.
     """
-    autocast = habits.autocast
-    if autocast is None and weights == "float32" and habits.output_dtype in ("bfloat16", "float16"):
-        autocast = habits.output_dtype
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     return {
         "tf32": "tf32" in precisions,
         "weights": weights,
-        "autocast": autocast,
+        "autocast": habits.autocast,
         "enters_autocast": habits.autocast is not None,
-        "emulated": autocast is not None and autocast not in units,
+        "emulated": habits.autocast is not None and habits.autocast not in units,
     }
 
 
@@ -169,17 +163,34 @@ def parameters_of(models, *optimizers):
 
 
 def framework_of(frame):
-    """Return the outermost package of FRAMEWORKS that called the optimizer in whose step a frame is, or None."""
+    """Return the outermost package of FRAMEWORKS that called the optimizer in whose step a frame is, or None.
+
+    Fabric is a part of Lightning for loops of one's own, and is called "fabric".
+    """
     framework = None
     for caller, _ in traceback.walk_stack(frame):
-        package = caller.f_globals.get("__name__", "").split(".")[0]
-        if package in FRAMEWORKS:
+        module = caller.f_globals.get("__name__", "")
+        package = module.split(".")[0]
+        if module.startswith(("lightning.fabric", "lightning_fabric")):
+            framework = "fabric"
+        elif package in FRAMEWORKS:
             framework = package.removeprefix("pytorch_")
     return framework
 
 
+def name_of(module, frame):
+    """Return what a script calls a module: "self.net" inside of the LightningModule that runs, and else "model"."""
+    for caller, _ in traceback.walk_stack(frame):
+        owner = caller.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            for name, part in owner.named_modules(prefix="self"):
+                if part is module:
+                    return name
+    return "model"
+
+
 def seen_in(profiler, seen, device):
-    """Return what the operations of a step tell, as fields that replace those of a Seen, a dict.
+    """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
     What runs in an evaluation, as a teacher does, is not what is trained. profiler: a StepProfiler that has events.
     """
@@ -187,25 +198,40 @@ def seen_in(profiler, seen, device):
     operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
     fields = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
-    matmuls = [names for _, names in operations if is_matmul(names)]
+    matmuls = [(event, names) for event, names in operations if is_matmul(names)]
+    in_forward = [(event, names) for event, names in matmuls if "python (forward)" in names]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        in_forward = [names for names in matmuls if "python (forward)" in names]
-        fields["compile"] = any(is_in_compiled_code(names) for names in in_forward or matmuls)
-    widths = []
-    for event, names in operations:
-        has_gradients = event.sequence_nr >= 0
-        if names[0] == "aten::_log_softmax" and has_gradients and event.input_shapes[0]:
-            widths.append(event.input_shapes[0][-1])
-    if seen.unit == "tok" and (widths or not seen.compile):  # a compiler leaves no log_softmax to be seen
-        fields["vocabulary"] = max(widths, default=None)
-    if device.type != "cpu" and profiler.is_whole:
+        fields["compile"] = any(is_in_compiled_code(names) for _, names in in_forward or matmuls)
+        dtype = dtype_of_most(matmuls)
+        if seen.weights == "float32" and seen.autocast is None and dtype:
+            fields["autocast"] = dtype
+            fields["emulated"] = dtype not in machine.units_of(device)
+    if seen.unit == "tok" and not fields.get("compile", seen.compile):  # a compiler has other names for the last matmul
+        fields["vocabulary"] = columns_of_last(in_forward)
+    if device.type != "cpu":
         fields["busy_ms"] = busy_ms(profiler.events)
         fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiler.events)
     return fields
 
 
+def dtype_of_most(matmuls):
+    """Return the 16-bit dtype that most matmuls of a step get, as "bfloat16", or None."""
+    dtypes = Counter(DTYPES.get(event.input_dtypes[0]) for event, _ in matmuls if event.input_dtypes)
+    return dtypes.most_common(1)[0][0] if dtypes else None
+
+
+def columns_of_last(matmuls):
+    """Return the columns of the last matmul of matrices, or None. A language model chooses an id by them."""
+    columns = None
+    for event, names in matmuls:
+        if names[0] in ("aten::mm", "aten::addmm") and all(event.input_shapes[:2]):
+            right = event.input_shapes[2 if names[0] == "aten::addmm" else 1]
+            columns = right[1]
+    return columns
+
+
 def is_matmul(names):
-    """Tell whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
+    """Return whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
 
     Some optimizers multiply matrices, as Muon does, and a compiled update is no compiled model.
     """
@@ -223,7 +249,7 @@ def kernel_of_attention(operations):
 
 
 def attends_by_hand(operations):
-    """Tell whether a softmax of what a batched matmul returned goes into another one, as in attention.
+    """Return whether a softmax of what a batched matmul returned goes into another one, as in attention.
 
     operations: pairs of an event and its names, in the order in which they began. Backwards multiply the same shapes.
     """
@@ -249,7 +275,7 @@ def attends_by_hand(operations):
 
 
 def is_in_compiled_code(names):
-    """Tell whether torch.compile made an operation, by its name and those of its callers."""
+    """Return whether torch.compile made an operation, by its name and those of its callers."""
     return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in names)
 
 

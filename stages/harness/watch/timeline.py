@@ -13,11 +13,12 @@ import torch
 
 from .. import meters
 
-# What a step spends its time on: a DataLoader, a forward with gradients, the loss behind it, a backward, an optimizer,
+# What a step spends its time on: a DataLoader, a forward with gradients, the loss after it, a backward, an optimizer,
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
 SYNCHRONIZED_STEPS = 4  # on a card, before this one some steps wait for it in each of their kinds
 PID = os.getpid()
+MAIN_THREAD = threading.main_thread().ident
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), "<")
@@ -28,16 +29,15 @@ class StepClock:
     """Measures on what a step spends its time.
 
     began: when the step did. spent: {kind: seconds} of it. is_running: False between two steps. waits_for: the devices
-    that must be ready before another kind begins; none where kernels are only queued. own_seconds: of the script's own
-    code and of losses. own_lines: the same by the script's line that runs, "train.py:228". own_functions: by that line,
-    how deep a library function lies below it, and that function's name. is_profiled: whether a profile is open, in
-    which each kind gets a name.
+    that must be ready before another kind begins; none where kernels are only queued. own_seconds: of all time so far
+    in the script's own code and in losses. lines: {kind: {the script's line that ran, "train.py:228": seconds}} of the
+    same. is_profiled: whether a profile is open, in which each kind gets a name.
     """
 
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
-        self.rests = threading.Event()  # whether the script is in its own code, on the clock
-        self.is_behind_forward = False
+        self.rests = threading.Event()  # set when the script comes to its own code, on the clock
+        self.is_after_forward = False
         self.is_profiled = False
         self.range = contextlib.ExitStack()  # of the profile
         self.forget_own_code()
@@ -51,6 +51,7 @@ class StepClock:
     def begin_step(self, devices=(), waits_between=False):
         """Begin a step, once the devices are ready. waits_between: whether each kind waits for them, too."""
         self.waits_for = devices if waits_between else ()
+        self.has_queue = any(device.type != "cpu" for device in devices)
         wait_for(devices)
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.began = self.since = time.perf_counter()
@@ -63,24 +64,22 @@ class StepClock:
         wait_for(devices)
         self.count(self.kind)
         self.is_running = False
-        self.rests.clear()
         return self.since - self.began, queued
 
     def begin(self, kind):
         """Count the time from now on as another kind, until that ends."""
-        self.count("loss" if kind == "backward" and self.is_behind_forward else self.kind)
-        self.rests.clear()
+        self.count("loss" if kind == "backward" and self.is_after_forward else self.kinds[-1])
         self.kinds.append(kind)
-        self.is_behind_forward = False
+        self.is_after_forward = False
         if self.is_profiled:
             self.name_in_profile()
 
     def end(self, kind):
         """Count the time from now on as what was open before a kind began."""
-        self.count(self.kind)
-        self.kinds.remove(kind)  # and not pop(): "update" stays open where an optimizer has failed
-        self.is_behind_forward = kind == "forward"
-        if self.kind == "rest":
+        self.count(self.kinds[-1])
+        self.kinds.remove(kind)  # and not pop(): "update" stays open if an optimizer has failed
+        self.is_after_forward = kind == "forward"
+        if self.kinds[-1] == "rest" and not self.rests.is_set():
             self.rests.set()
         if self.is_profiled:
             self.name_in_profile()
@@ -91,37 +90,44 @@ class StepClock:
             wait_for(self.waits_for)
         now = time.perf_counter()
         self.spent[kind] += now - self.since
-        if self.kind == "rest":
+        if self.kinds[-1] == "rest":
             self.own_seconds += now - self.since
         self.since = now
+        if self.looks:
+            looks, self.looks = self.looks, []
+            for place, seconds in looks:
+                self.lines[kind][place] += seconds
+
+    def leave_out(self, began):
+        """Take the time since then, which was the watcher's own, off the clock.
+
+        A card has worked on its queue meanwhile, so there it stays on the clock.
+        """
+        if not self.has_queue:
+            seconds = time.perf_counter() - max(began, self.since)
+            self.began += seconds
+            self.since += seconds
 
     def forget_own_code(self):
         """Forget which lines took the time so far."""
-        self.own_seconds = 0.0
-        self.own_lines, self.own_functions = Counter(), Counter()
+        self.own_seconds = self.looked_at = 0.0
+        self.lines = {kind: Counter() for kind in KINDS}
+        self.looks = []  # since the last count(), which says what kind of time they were
 
     def look(self):
-        """Note the line that runs, where the script is in its own code. Another thread calls this now and then.
+        """Note the line that runs, if the script is in its own code. Another thread calls this now and then.
 
         A look stands for all the time in own code since the look before, because a line that holds the interpreter's
         lock, as sorting or json do, is only seen when it lets go.
         """
         with lock_of_compiler():  # which may take seconds
+            self.rests.clear()
             if not self.is_running or self.kind != "rest":
                 return
-            seconds = self.own_seconds + time.perf_counter() - self.since - self.own_lines.total()
-            place, functions = place_in_script()
-            self.own_lines[place] += seconds
-            for depth, function in enumerate(functions):
-                self.own_functions[place, depth, function] += seconds
-
-    def function_at(self, place):
-        """Return the deepest function of a library that takes half of a line's time, or "" where there is none."""
-        deepest, name = -1, ""
-        for (line, depth, function), seconds in self.own_functions.items():
-            if line == place and seconds >= self.own_lines[place] / 2 and depth > deepest:
-                deepest, name = depth, function
-        return name
+            self.rests.set()
+            own_seconds = self.own_seconds + time.perf_counter() - self.since
+            self.looks.append((place_in_script(), own_seconds - self.looked_at))
+            self.looked_at = own_seconds
 
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
@@ -137,7 +143,7 @@ def wait_for(devices):
 
 
 def is_captured():
-    """Tell whether operations are only noted, for a CUDA graph. Nothing may wait for the card then."""
+    """Return whether operations are only noted, for a CUDA graph. Nothing may wait for the card then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -148,25 +154,15 @@ def lock_of_compiler():
 
 
 def place_in_script():
-    """Return the line of the script's own code that the main thread is in, and the functions of libraries below that.
-
-    As ("/my/train.py:228", ["trainer.py:2712 _save_checkpoint"]), the innermost last. PyTorch's are left out.
-    """
-    frame = sys._current_frames()[threading.main_thread().ident]
-    functions = []
-    while is_of_a_library(frame):
-        caller = frame.f_back
-        if caller is None:  # the outermost one, or one that has returned meanwhile
-            break
-        code = frame.f_code
-        if INSTALLED.search(code.co_filename) and not is_of_torch(frame):
-            functions.insert(0, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {code.co_name}")
-        frame = caller
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", functions
+    """Return the line of the script's own code that the main thread is in, as "/my/train.py:228"."""
+    frame = sys._current_frames()[MAIN_THREAD]
+    while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def is_of_a_library(frame):
-    """Tell whether a frame is not in the reader's own code, to which a script belongs wherever it lies."""
+    """Return whether a frame is not in the reader's own code, to which a script belongs wherever it lies."""
     path = frame.f_code.co_filename
     if frame.f_globals is sys.modules["__main__"].__dict__:
         return False
@@ -174,15 +170,17 @@ def is_of_a_library(frame):
 
 
 def is_of_torch(frame):
-    """Tell whether a frame is in PyTorch's code, or in what torch.compile made, which lies in a cache."""
+    """Return whether a frame is in PyTorch's code, or in what torch.compile made, which lies in a cache."""
     return frame.f_code.co_filename.startswith(TORCH) or str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def is_elsewhere():
-    """Tell whether a thread or a process calls that the script started. Autograd has threads of its own, on a card."""
-    thread = threading.current_thread()
-    is_in_a_thread = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
-    return is_in_a_thread or os.getpid() != PID
+    """Return whether a thread or a process calls that the script started. On a card autograd has threads of its own."""
+    if os.getpid() != PID:
+        return True
+    if threading.get_ident() == MAIN_THREAD:
+        return False
+    return not isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def count_threads_of_script():
@@ -194,6 +192,6 @@ def count_threads_of_script():
     for ident, frame in sys._current_frames().items():
         while frame and is_of_a_library(frame):
             frame = frame.f_back
-        if frame and ident != threading.main_thread().ident:
+        if frame and ident != MAIN_THREAD:
             count += 1
     return count

@@ -1,4 +1,4 @@
-"""Watches a training script from outside: PyTorch tells of its forwards, its backwards and the steps of its optimizer.
+"""Watches a training script from outside: PyTorch calls it at forwards, backwards and the steps of the optimizer.
 
 A step of the optimizer ends a step, and begins the next one. So data, forward, backward, update and whatever else the
 loop does are on the clock. The script is not changed, and what it uses is not guessed from its text.
@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import traceback
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from .profiler import UNSEEN, StepProfiler
 from .techniques import Habits, find_techniques, parameters_of, seen_in
 from .timeline import SYNCHRONIZED_STEPS, StepClock, count_threads_of_script, is_captured, is_elsewhere
 
+MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
 LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's 5 ms another line may run
 
 
@@ -47,48 +47,54 @@ class Watcher:
         self.devices = []  # of all parameters that optimizers have
         # References to optimizers are weak, since a script may delete them.
         self.main_ref = lambda: None  # to the one that ends a step
-        self.updating_ref = lambda: None  # to the one that is in its step
-        self.others = weakref.WeakSet()  # those that stepped since the last step ended
+        self.others = weakref.WeakKeyDictionary()  # {another one: how often it stepped since the last step ended}
+        self.optimizers_take_turns = False  # as in a GAN
         self.is_update_due = False  # by a GradScaler, which may skip it
         self.first_step = None  # what log.step() takes, kept until the second one has shown what is trained
         self.profiles_last_step = False  # on a card or with --profile, in a step that leaves no line
         self.last_dt = None  # seconds of that step
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs = 0  # that torch.compile made before the step
+        self.explains_loss = True  # until it was said why a step has none
         self.seen = None  # a Seen, from the first report on
 
-    # what PyTorch tells
+    # what PyTorch calls
 
-    def saw_forward(self, module, args, kwargs):
-        """Note a call of an outermost module that has parameters, and add to it what is to be added.
+    def saw_forward(self, module, reader, args, kwargs):
+        """Note a call of an outermost module, and add to it what is to be added. reader: its Reader.
 
-        Return what its time counts as: "forward", "evaluation", or "backward" for activation checkpointing.
+        Return what its time counts as: "forward", "evaluation", or "backward" for activation checkpointing. After the
+        first report only what it reads is noted, in a few microseconds.
         """
         if "backward" in self.clock.kinds:
             self.habits.repeats_forward = True
             return "backward"
         if not torch.is_grad_enabled():
             return "evaluation"
-        device_type = next(module.parameters()).device.type
-        if device_type == "meta":  # where nothing is computed, for example to count FLOPs
+        if reader.weight.is_meta:  # where nothing is computed, for example to count FLOPs
             return "forward"
-        self.end_script_if_over()
-        self.profiler.stop_early()
+        if self.is_over:
+            self.end_script()
         self.log.show_line()
         if self.first_step is None and not self.models:
             self.clock.begin_step()  # the first one, without the start of the script
-        call = call_of(module, args, kwargs)
-        if call is not None:
-            self.micro_batches.add_call(call)
+        if self.added.names:
             self.added.before_forward(module)
-            if self.seen is None:
-                self.models[id(module)] = module
-                if torch.is_autocast_enabled(device_type):
-                    self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
+        if self.micro_batches.counts_again(module, args):
+            return "forward"
+        call = call_of(module, reader, args, kwargs)
+        if call is None:
+            return "forward"
+        self.micro_batches.add_call(call)
+        if self.seen is None:
+            self.models[id(module)] = module
+            device_type = reader.weight.device.type
+            if torch.is_autocast_enabled(device_type):
+                self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
 
     def saw_autocast(self, autocast):
-        """Note an autocast that is entered in a forward, or before any. Behind one it may be for the loss alone."""
+        """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
         is_for_model = "forward" in self.clock.kinds or not self.models
         if is_for_model and torch.is_grad_enabled():
             self.habits.saw_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
@@ -97,7 +103,8 @@ class Watcher:
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
         if "backward" in self.clock.kinds:
             return
-        self.end_script_if_over()
+        if self.is_over:
+            self.end_script()
         self.added.autocast.close()
         if not is_captured():
             self.micro_batches.add_backward(tensors, in_closure="update" in self.clock.kinds)
@@ -106,7 +113,7 @@ class Watcher:
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""
         if torch.is_tensor(outputs):
-            self.micro_batches.unscaled_losses.append(outputs)
+            self.micro_batches.unscaled_loss = outputs
 
     def saw_scaler_step(self, scaler, optimizer, *args, **kwargs):
         """Note that a GradScaler is asked to step an optimizer, which it skips where gradients are not finite."""
@@ -124,41 +131,47 @@ class Watcher:
         """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
         if is_elsewhere():
             return
-        self.end_script_if_over()
+        if self.is_over:
+            self.end_script()
         if optimizer not in self.habits.optimizers:
             lr = optimizer.param_groups[0].get("lr")
             self.habits.optimizers[optimizer] = lr.detach().clone() if torch.is_tensor(lr) else lr
             devices = [p.device for p in parameters_of([], optimizer)]
             self.devices = list(dict.fromkeys(self.devices + devices))
             self.added.before_first_update(optimizer)
-        outer = self.updating_ref()
-        if outer is None or not is_in_its_step(outer):
-            self.updating_ref = weakref.ref(optimizer)
         self.micro_batches.backwards_of_closure = 0
-        if "update" not in self.clock.kinds:  # it is inside of another one's step, and where a step has failed
-            self.clock.begin("update")
+        self.clock.begin("update")
 
     @torch._disable_dynamo
     def saw_optimizer_end(self, optimizer, *call):
-        """Note a step of an optimizer. One inside of another's is a part of that.
+        """Note a step of an optimizer.
 
-        A step of the script ends with the first optimizer that stepped. Where that one was deleted, or another one has
-        stepped twice without it, the other one ends the steps from then on.
+        The first optimizer ends all steps of the script, as long as it goes on stepping. If it was deleted, or another
+        one has stepped ten times without it, the other one ends the steps from then on.
         """
-        if optimizer is not self.updating_ref():
+        if is_elsewhere():
             return
-        self.updating_ref = lambda: None
         self.micro_batches.backwards_of_closure = 0
         self.clock.end("update")
         if is_captured():
-            self.log.notice("its step is captured as a CUDA graph, whose replays tell nothing")
-        elif self.main_ref() in (None, optimizer) or optimizer in self.others:
+            self.log.notice("its step is captured as a CUDA graph, whose replays show nothing")
+        elif self.main_ref() in (None, optimizer):
             self.main_ref = weakref.ref(optimizer)
             self.others.clear()
             self.end_step()
         else:
-            self.others.add(optimizer)
-            self.micro_batches.in_turn = self.micro_batches.in_turn or len(self.micro_batches.batches) > 0
+            self.saw_other_step(optimizer)
+
+    def saw_other_step(self, optimizer):
+        """Note a step of an optimizer that ends none. What was trained on up to here is its own batch."""
+        steps = self.others[optimizer] = self.others.get(optimizer, 0) + 1
+        if self.micro_batches.batches:
+            self.micro_batches.was_used = self.optimizers_take_turns = True
+        if steps == MOST_WITHOUT:
+            self.main_ref = weakref.ref(optimizer)
+            self.others.clear()
+            self.micro_batches = MicroBatches()
+            self.clock.begin_step(self.devices)  # anew, so that no step of ten is reported
 
     def saw_process_group(self, *args, world_size=-1, **kwargs):
         """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
@@ -193,11 +206,10 @@ class Watcher:
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         counts = {unit: self.micro_batches.count_of(unit) * self.world_size for unit in UNITS}
-        loss = sum(self.micro_batches.losses).item() if self.micro_batches.losses else None
-        on_clock = {"spent": dict(self.clock.spent), "graphs": meters.compiled_graphs() - self.graphs}
+        on_clock = {"spent": self.clock.spent, "graphs": meters.compiled_graphs() - self.graphs}
         if self.device.type != "cpu":
             on_clock["queued"] = queued
-        step = (loss, dt, counts, on_clock)
+        step = (self.micro_batches.loss, dt, counts, on_clock)
         if self.first_step is None:
             self.first_step = step
             self.begin_steps()
@@ -211,8 +223,20 @@ class Watcher:
             self.is_over = True
         else:
             self.log.step(*step)
+        if self.seen and self.explains_loss and self.micro_batches.loss is None:
+            self.explain_loss()
         if not self.is_over:
             self.begin_next_step()
+
+    def explain_loss(self):
+        """Say once why a step shows no loss."""
+        self.explains_loss = False
+        if self.micro_batches.losses:
+            count = len(self.micro_batches.losses)
+            reason = f"it calls backward() on {count} losses, which are no shares of one batch's loss"
+            self.log.say(f"no loss is shown in a step with several backwards, since {reason}")
+        else:
+            self.log.say("no loss is shown, since backward() gets no tensor of one number")
 
     def begin_steps(self):
         """Let looks at the script come often enough. Exits if it started ranks by itself."""
@@ -244,10 +268,10 @@ class Watcher:
         if self.is_over:
             return
         if steps == self.log.warmup:
-            self.clock.forget_own_code()  # what it did once is not told
+            self.clock.forget_own_code()  # what it did once is not reported
         self.graphs = meters.compiled_graphs()
-        self.micro_batches = MicroBatches(self.micro_batches.in_turn)
-        # some steps of the warm-up tell what kernels belong to
+        self.micro_batches = MicroBatches()
+        # some steps of the warm-up show what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < SYNCHRONIZED_STEPS)
 
     def has_enough(self):
@@ -273,15 +297,11 @@ class Watcher:
         flush_stdout()  # so that the script's own lines stand before ours
         self.log.begin(self.args.title, self.device, self.args.seed, self.seen, tokens)
         if self.seen.unit == "step":
-            self.log.say("steps are counted, since no call of a module with tensors was seen outside of compiled code")
-        if micro_batches.in_turn:
-            self.log.say("optimizers train in turn: a step ends with the first one's, and its largest batch is counted")
+            self.log.say("steps are counted, since neither ids of a text nor a batch of samples was surely seen")
+        if self.optimizers_take_turns:
+            self.log.say("optimizers train in turn: a step ends with the first one's, and has its batch and its loss")
         if micro_batches.is_called_again:
             self.log.say("a module is called more than once before backward(): its largest call is counted")
-        if not micro_batches.losses:
-            self.log.say("no loss is shown, since backward() gets no tensor of one number")
-        if len(micro_batches.losses) > 1:
-            self.log.say(f"the loss is the sum of the {len(micro_batches.losses)} that backward() gets in a step")
         self.models = {}
         self.keep_profile()
         self.profiler.forget()
@@ -307,12 +327,11 @@ class Watcher:
         for line in answer(self, shares) + words_on_profile(self):
             self.log.say(line)
 
-    def end_script_if_over(self):
-        """End the script if it begins a step that is not wanted. What it does after its last step has run by then."""
-        if self.is_over:
-            self.finish()
-            self.log.notice(f"{self.args.title} was stopped after {len(self.log.steps)} steps, when it began another")
-            self.leave(0)
+    def end_script(self):
+        """End the script, which begins a step that is not wanted. What it does after its last step has run by then."""
+        self.finish()
+        self.log.notice(f"{self.args.title} was stopped after {len(self.log.steps)} steps, when it began another")
+        self.leave(0)
 
     def refuse(self, line):
         """End the process with one line and exit status 2."""
@@ -330,14 +349,6 @@ class Watcher:
         for child in multiprocessing.active_children():
             child.terminate()
         os._exit(status)
-
-
-def is_in_its_step(optimizer):
-    """Tell whether step() of an optimizer is running. One that has failed in it is not, and PyTorch tells nothing."""
-    for frame, _ in traceback.walk_stack(None):
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-    return False
 
 
 def flush_stdout():
