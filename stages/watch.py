@@ -6,7 +6,7 @@
     python stages/watch.py -m scripts.base_train --depth=4
     torchrun --standalone --nproc_per_node=2 stages/watch.py train.py
 
-Flags before the script are watch.py's own, and those behind it are the script's. Nothing in the script changes. PyTorch
+Flags before the script are watch.py's own, and those after it are the script's. Nothing in the script changes. PyTorch
 calls watch.py after each step of an optimizer: there a step ends, and the next one begins. +tf32, +bf16, +compile and
 +fused add a technique from outside.
 """
@@ -49,7 +49,7 @@ def main(argv):
     leave_home_to(args)
     status, reason = run(args, watcher)
     if not is_elsewhere():
-        status = tell_end(args, watcher, status, reason)
+        status = report_end(args, watcher, status, reason)
     watcher.profiler.stop()  # which must not be at work when Python ends
     sys.exit(status)
 
@@ -58,7 +58,7 @@ def parse_command(argv):
     """Return watch.py's flags as a namespace, with script, and script_argv, the flags of the script.
 
     It also has folder, where the script runs, and title, the script as it was typed. Exits with one line and status 2
-    where there is no script, or it can't be watched.
+    if there is no script, or it can't be watched.
     """
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
@@ -76,7 +76,7 @@ def parse_command(argv):
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; all behind it is its own")
+    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; all after it is its own")
     args = parser.parse_args(argv)
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
@@ -132,7 +132,7 @@ def run(args, watcher):
 
 
 def in_a_line(error):
-    """Return an exception in one line. Of one in a worker of a DataLoader the last line has the reason."""
+    """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
     return f"{type(error).__name__}: {line}"
@@ -164,8 +164,8 @@ def execute(args, watcher):
     exec(code, main_module.__dict__)
 
 
-def tell_end(args, watcher, status, reason):
-    """Tell how the script ended, beside its figures. Return the exit status, which is 2 where nothing was timed.
+def report_end(args, watcher, status, reason):
+    """Say how the script ended, beside its figures. Return the exit status, which is 2 if nothing was timed.
 
     A script that failed keeps its own.
     """
@@ -173,9 +173,7 @@ def tell_end(args, watcher, status, reason):
     line = f"{reason} after {steps} steps"
     if watcher.first_step is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if watcher.micro_batches.losses:
-            line += ". It calls backward(): only optimizers of torch.optim, and their subclasses, tell of their steps"
-        elif status == 0:
+        if status == 0:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
     watcher.finish()
     print(f"{args.title} {line}", file=sys.stderr)

@@ -55,11 +55,9 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
     [seen] = ended.of_kind("seen")
     assert (seen["batch_size"], seen["seq_len"], seen["accum"], seen["world_size"]) == (4, 8, 2, 1)
     assert ended.figures("tokens") == [64] * 5
-    assert ended.figures("loss")[1:] == pytest.approx(alone[:4], abs=1e-6)
+    assert ended.figures("loss")[1:] == pytest.approx(alone[:4], abs=1e-6)  # a sum of shares
     own = json.loads((tmp_path / "own.json").read_text())
     assert len(own) == 4  # what it does after its fifth step has run, and no other step
-    too_long = [step["dt"] - own_dt for step, (own_dt, _) in zip(ended.of_kind("step")[1:], own, strict=False)]
-    assert min(too_long) < 0.001  # on a busy machine most are disturbed
     for step in ended.of_kind("step")[1:]:
         assert step["spent"]["rest"] >= 0.1  # the pause is on the clock
         assert sum(step["spent"].values()) == pytest.approx(step["dt"], abs=1e-5)
@@ -140,12 +138,6 @@ def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line
     assert "watcher.py" not in ended.err
     if "failed" in told:
         assert ended.of_kind("error")[0]["traceback"] in ended.err
-
-
-def test_ctrl_c_while_the_profile_is_read_is_one_line(tmp_path):
-    interrupt = "def interrupt(profile):\n    raise KeyboardInterrupt\ntorch.profiler.profile.events = interrupt"
-    ended = watch_in_a_fork(tmp_path, TRAIN.replace(START, f"{START}\n{interrupt}"), "--steps", "5", status=130)
-    assert ended.err == "train.py was interrupted after 0 steps\n"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +241,13 @@ def test_a_gpt_of_transformers_has_its_techniques_and_its_shape(tmp_path):
     assert "\n        s04 model" not in ended.out  # what to type is told of what it lacks
 
 
+def test_frozen_weights_are_not_counted_as_trained(tmp_path):
+    frozen = "model.transformer.h.requires_grad_(False)\nmodel.transformer.wte.requires_grad_(False)\noptimizer ="
+    ended = watch_in_a_fork(tmp_path, GPT2.replace("optimizer =", frozen), "--steps", "6")
+    assert ended.of_kind("seen")[0]["shape"] is None
+    assert "tok/sec" in ended.out and "TFLOP/s" not in ended.out
+
+
 LOADERS = """
 import multiprocessing, threading
 multiprocessing.get_context('fork').Process(target=time.sleep, args=[20], daemon=True).start()
@@ -298,12 +297,12 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     """Without a profile nobody knows how long the card waited."""
     spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
     log = SimpleNamespace(steps=[], counted_steps=lambda: 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}])
-    clock = SimpleNamespace(own_lines=Counter({"train.py:3": 0.9}), function_at=lambda place: "")
+    clock = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9})})
     seen = SimpleNamespace(accum=1, busy_ms=None, reads=0)
     watcher = SimpleNamespace(log=log, clock=clock, habits=Habits(), device=torch.device("cuda"), seen=seen)
     assert causes(watcher) == []
     seen.busy_ms = 20.0
-    assert causes(watcher)[0] == "80 % is the loss and the script's own code, neither forward, backward nor update"
+    assert causes(watcher)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
 
 
 def watch_after(change, folder, text):
@@ -330,13 +329,6 @@ def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(t
 def test_a_script_that_shows_no_step_is_told(tmp_path):
     impatient = "import harness\nfrom harness.watch import hooks\nhooks.SILENCE = 0.5"
     assert "no step in the last 0.5 s\n" in watch_after(impatient, tmp_path, "import time\ntime.sleep(0.8)").err
-
-
-def test_a_step_that_is_captured_as_a_graph_is_told_and_not_waited_for(tmp_path):
-    text = TRAIN.replace(PAUSE, "    torch.cuda.is_initialized = lambda: step == 2")
-    text = text.replace(START, f"{START}\ntorch.cuda.is_current_stream_capturing = lambda: True")
-    ended = watch_in_a_fork(tmp_path, text, "--steps", "4")
-    assert ended.err.count("its step is captured as a CUDA graph") == 1
 
 
 def test_a_card_is_busy_while_at_least_one_kernel_runs():

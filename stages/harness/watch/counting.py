@@ -38,7 +38,6 @@ class MicroBatches:
         self.was_used = False
         self.unscaled_loss = None  # what a GradScaler multiplied last
         self.call = None  # the one that counts, of those since the last backward
-        self.backwards_of_closure = 0
         self.is_called_again = False  # whether a module was, before one backward, and its largest call counts
 
     def add_call(self, call):
@@ -66,14 +65,8 @@ class MicroBatches:
         self.is_called_again = True
         return args[0].shape == last.inputs.shape
 
-    def add_backward(self, loss, in_closure):
-        """Close a micro-batch, and keep its loss. loss: what backward() gets, a tensor or several.
-
-        in_closure: whether an optimizer's closure calls backward(). Its first one counts, since LBFGS evaluates one
-        batch again and again.
-        """
-        if in_closure:
-            self.backwards_of_closure += 1
+    def add_backward(self, loss):
+        """Close a micro-batch, and keep its loss if it is new. loss: what backward() gets, a tensor or several."""
         module = self.call.module if self.call else None
         if not self.close():
             return
@@ -86,21 +79,17 @@ class MicroBatches:
                 self.losses.append(Loss(each.detach().float().clone(), module, is_share))
 
     def close(self):
-        """Take the calls since the last backward for a micro-batch, if it is new. Return whether its loss counts."""
+        """Take the calls since the last backward for a micro-batch. Return False if its batch was there already.
+
+        SAM and LBFGS evaluate a batch again under changed weights.
+        """
         call, self.call = self.call, None
-        if self.backwards_of_closure > 1:
-            return False
         if call is None:
             return True
-        if self.batches:
-            last = self.batches[-1]
-            # SAM: the same batch under changed weights
-            if call.module is last.module and call.version != last.version:
-                return False
-            # another model on the same batch, with a loss of its own
-            if call.module is not last.module and call.inputs is last.inputs:
-                return True
-            last.inputs = None  # memory that is the script's
+        call.inputs = None  # memory that is the script's
+        last = self.batches[-1] if self.batches else call
+        if call.module is last.module and call.version != last.version:
+            return False
         self.batches.append(call)
         return True
 

@@ -107,7 +107,7 @@ class Watcher:
             self.end_script()
         self.added.autocast.close()
         if not is_captured():
-            self.micro_batches.add_backward(tensors, in_closure="update" in self.clock.kinds)
+            self.micro_batches.add_backward(tensors)
         self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
@@ -139,7 +139,6 @@ class Watcher:
             devices = [p.device for p in parameters_of([], optimizer)]
             self.devices = list(dict.fromkeys(self.devices + devices))
             self.added.before_first_update(optimizer)
-        self.micro_batches.backwards_of_closure = 0
         self.clock.begin("update")
 
     @torch._disable_dynamo
@@ -151,7 +150,6 @@ class Watcher:
         """
         if is_elsewhere():
             return
-        self.micro_batches.backwards_of_closure = 0
         self.clock.end("update")
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays show nothing")

@@ -1,0 +1,122 @@
+"""What a reader is told to type: it works where it is typed, and it is what + adds."""
+
+from harness import ladder, machine
+from harness.seen import Seen, has_and_lacks, what_to_type, words_on_techniques
+from harness.watch.techniques import framework_of, name_of
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import SMALL, lines_of
+from fixtures.loops import run_in_a_fork, watch_in_a_fork
+from fixtures.records import SEEN
+from torch import nn
+
+CPU = torch.device("cpu")
+can_compile = pytest.mark.skipif(machine.compile_problem(CPU) is not None, reason="torch.compile can't run here")
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer(x).relu()
+
+MODEL
+ADVICE
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(7):
+    model(torch.ones(8, 8)).sum().backward()
+    optimizer.step()
+print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@can_compile
+@pytest.mark.parametrize(
+    "model, advice",
+    [
+        ("model = Net()", "model.compile()"),
+        ("model = nn.Sequential(Net(), Net())", "model = torch.compile(model)"),
+        ("model = nn.TransformerEncoderLayer(8, 2, 8)", "model = torch.compile(model)"),
+    ],
+)
+def test_the_advice_to_compile_compiles(tmp_path, model, advice):
+    """.compile() of PyTorch's own classes would compile nothing, without a word."""
+    script = SCRIPT.replace("MODEL", model)
+    out = watch_in_a_fork(tmp_path, script.replace("ADVICE", ""), "--steps", "99").out
+    assert re.search(r"s04 (.*?)(, whose .*)?\n", out)[1] == advice
+    typed = watch_in_a_fork_anew(tmp_path, script.replace("ADVICE", advice), "--steps", "99").out
+    assert re.search(r"graphs ([1-9])\n", typed) and "has     compile (s04)" in typed
+    added = watch_in_a_fork_anew(tmp_path, script.replace("ADVICE", ""), "+compile", "--steps", "99").out
+    assert re.search(r"graphs \d", added)[0] == re.search(r"graphs \d", typed)[0]
+
+
+def watch_in_a_fork_anew(folder, *words):
+    """The Ended of watch.py in a folder that has a record already."""
+    (folder / "record.jsonl").unlink()
+    return watch_in_a_fork(folder, *words)
+
+
+def frames(*modules):
+    """The innermost of some frames in these modules."""
+    frame = None
+    for module in reversed(modules):
+        frame = SimpleNamespace(f_globals={"__name__": module}, f_locals={}, f_lineno=1, f_back=frame)
+    return frame
+
+
+def test_a_framework_has_its_own_words():
+    assert framework_of(sys._getframe()) is None
+    assert framework_of(frames("torch.optim.adamw", "accelerate.optimizer", "transformers.trainer")) == "transformers"
+    assert framework_of(frames("lightning.fabric.wrappers", "lightning.pytorch.trainer.call")) == "lightning"
+    assert framework_of(frames("lightning.fabric.wrappers", "__main__")) == "fabric"
+    in_a_trainer = Seen(**SEEN | {"framework": "transformers"})
+    in_fabric = Seen(**SEEN | {"framework": "fabric"})
+    assert what_to_type(in_a_trainer, ladder.ADDED["fused"]) == "`--optim adamw_torch_fused`"
+    assert what_to_type(in_fabric, ladder.ADDED["bf16"]) == '`Fabric(precision="bf16-mixed")`'
+    assert what_to_type(in_fabric, ladder.ADDED["compile"]) == "`model = torch.compile(model)` before `fabric.setup()`"
+
+
+def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
+    module = nn.ModuleDict({"net": nn.Linear(3, 3)})
+    frame = frames("torch.optim.adamw", "lightning.pytorch.core.module")
+    frame.f_back.f_locals["self"] = module
+    assert (name_of(module["net"], frame), name_of(nn.Linear(3, 3), frame)) == ("self.net", "model")
+    seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
+    assert what_to_type(seen, ladder.ADDED["fused"]) == "`Adam(..., fused=True)`"
+    assert what_to_type(seen, ladder.stage_of("s06")) == "`vocab_size=5056`, a multiple of 64"
+    assert what_to_type(seen, ladder.ADDED["compile"]) == "`self.net.compile()`"
+
+
+def test_lightning_refuses_a_fused_update_beside_its_clipping():
+    for framework, clips, is_said in (("lightning", True, True), ("lightning", False, False), (None, True, False)):
+        _, _, remarks = words_on_techniques(Seen(**SEEN | {"framework": framework, "clips": clips}))
+        assert any("on_before_optimizer_step()" in remark for remark in remarks) == is_said
+
+
+@pytest.mark.parametrize("stage", ladder.STAGES, ids=lambda stage: stage.short)
+def test_a_stage_has_exactly_the_techniques_up_to_its_own(tmp_path, stage):
+    """As far as a CPU can do them. Compiled are s04 and s12 alone, to save time."""
+    is_compiled = stage.short in ("s04", "s12")
+    if is_compiled and machine.compile_problem(CPU):
+        pytest.skip("torch.compile can't run here")
+    flags = SMALL if is_compiled else (*SMALL, "--no-compile")
+    amp_dtype = machine.dtype_name(machine.native_amp_dtype(CPU))
+    ended = run_in_a_fork(tmp_path, "--steps", "6", "--record", "r.jsonl", stage.path, *flags)
+    assert ended.status == 0, ended.err
+    ended.lines = lines_of(tmp_path / "r.jsonl")
+    has, _ = has_and_lacks(Seen.of_line(ended.of_kind("seen")[-1]))
+    expected = {each.short for each in ladder.STAGES[1 : ladder.STAGES.index(stage) + 1]} - {"s02"}
+    if amp_dtype == "float32":
+        expected.discard("s03")
+    if not is_compiled:
+        expected.discard("s04")
+    assert {each.short for each in has} == expected
