@@ -57,13 +57,19 @@ class MicroBatches:
         if last is None or call.priority > last.priority:
             self.call = call
 
-    def counts_again(self, module, args):
-        """Return whether a module gets a batch of the size of its last one before one backward, which counts once."""
+    def add_again(self, module, args):
+        """Count a module that gets an input of the size of its last one, which is quick. Return whether it does."""
         last = self.call
-        if last is None or last.module is not module or last.tokens or not args or not torch.is_tensor(args[0]):
+        if last is None or last.module is not module or module.training != last.is_training:
             return False
-        self.is_called_again = True
-        return args[0].shape == last.inputs.shape
+        if not args or not torch.is_tensor(args[0]) or args[0].shape != last.inputs.shape:
+            return False
+        if last.tokens and args[0] is not last.inputs:
+            last.tokens += last.own_tokens
+            last.inputs = args[0]
+        else:
+            self.is_called_again = True
+        return True
 
     def add_backward(self, loss):
         """Close a micro-batch, and keep its loss if it is new. loss: what backward() gets, a tensor or several."""
@@ -130,7 +136,8 @@ class Call:
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
     A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of its texts, or of all that it
-    gets; None if they are not the same. tokens, seq_len: of its texts, 0 and None without one.
+    gets; None if they are not the same. seq_len: of its text, or None. tokens: of all its texts, and of those that the
+    module got before it since the last backward. own_tokens: without the latter.
     """
 
     module: nn.Module
@@ -138,8 +145,9 @@ class Call:
     version: int
     inputs: torch.Tensor
     batch_size: int | None = None
-    tokens: int = 0
     seq_len: int | None = None
+    tokens: int = 0
+    own_tokens: int = 0
 
     @property
     def priority(self):
@@ -207,7 +215,7 @@ def call_of(module, reader, args, kwargs):
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
         call.seq_len = text.shape[-1]
-        call.tokens = sum(text.numel() for text in texts)
+        call.tokens = call.own_tokens = sum(text.numel() for text in texts)
     else:
         rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
         if len(rows) == 1 and any(tensor.is_floating_point() for _, tensor in tensors):

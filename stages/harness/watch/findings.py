@@ -130,7 +130,7 @@ def causes(watcher):
     words = []
     if data > LONG_WAIT and watcher.habits.batches:
         words += words_on_loaders(watcher.habits, data, len(watcher.log.steps), watcher.device)
-    if evaluation > LONG_WAIT:
+    if evaluation > LONG_WAIT and not watcher.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
     # in a usual step, since other programs may take the core in the middle of some steps

@@ -80,7 +80,7 @@ class Watcher:
             self.clock.begin_step()  # the first one, without the start of the script
         if self.added.names:
             self.added.before_forward(module)
-        if self.micro_batches.counts_again(module, args):
+        if self.micro_batches.add_again(module, args):
             return "forward"
         call = call_of(module, reader, args, kwargs)
         if call is None:
@@ -116,8 +116,8 @@ class Watcher:
             self.micro_batches.unscaled_loss = outputs
 
     def saw_scaler_step(self, scaler, optimizer, *args, **kwargs):
-        """Note that a GradScaler is asked to step an optimizer, which it skips where gradients are not finite."""
-        if optimizer is self.optimizer:
+        """Note that a GradScaler is asked to step an optimizer, which it skips if gradients are not finite."""
+        if optimizer is self.main_ref():
             self.is_update_due = True
 
     def saw_scaler_update(self, scaler, *args, **kwargs):
@@ -179,11 +179,6 @@ class Watcher:
             os.environ["MASTER_PORT"] = "0"
 
     # a step
-
-    @property
-    def optimizer(self):
-        """The one that ends a step; where there are more, they share its step. None where none is left."""
-        return self.main_ref()
 
     @property
     def device(self):
