@@ -50,15 +50,6 @@ def test_without_a_word_nothing_is_added(tmp_path):
     assert (techniques["autocast"], techniques["compile"], techniques["fused"]) == (None, False, False)
 
 
-@can_compile
-def test_compile_reaches_a_class_whose_forward_is_pytorchs_own(tmp_path):
-    change = (
-        "class Net(nn.Sequential):\n    pass\nmodel = Net(*model)\noptimizer = torch.optim.AdamW(model.parameters())"
-    )
-    techniques, _, _ = techniques_after(tmp_path, ("+compile",), change)
-    assert techniques["compile"] is True
-
-
 def test_bf16_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path):
     techniques, own, _ = techniques_after(tmp_path, ("+bf16",))
     held, hidden, scores, loss, after, weights = own[:6]
@@ -135,11 +126,3 @@ def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_devi
         optimizer.state[parameter]["step"] = step
         Added(["fused"]).before_first_update(optimizer)
         assert optimizer.param_groups[0]["fused"] is fused
-
-
-def test_autocast_is_not_added_to_weights_in_64_bits(tmp_path):
-    change = "model.double()\nones = torch.ones\ntorch.ones = lambda *size: ones(*size, dtype=torch.float64)"
-    out = watch_in_a_fork(tmp_path, PLAIN.replace("CHANGE", change), "+bf16", "--steps", "4").out
-    assert "its weights are float64, so that autocast has nothing to do" in out
-    assert "+bf16 took no effect" in out
-    assert "has     nothing of the ladder" in out

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, lines_of
+from conftest import SMALL, WATCH, lines_of, python
 from fixtures.loops import run_in_a_fork, watch_in_a_fork
 from fixtures.records import SEEN
 from torch import nn
@@ -110,7 +110,8 @@ def test_a_stage_has_exactly_the_techniques_up_to_its_own(tmp_path, stage):
         pytest.skip("torch.compile can't run here")
     flags = SMALL if is_compiled else (*SMALL, "--no-compile")
     amp_dtype = machine.dtype_name(machine.native_amp_dtype(CPU))
-    ended = run_in_a_fork(tmp_path, "--steps", "6", "--record", "r.jsonl", stage.path, *flags)
+    words = ("--steps", "6", "--record", "r.jsonl", stage.path, *flags)
+    ended = python(WATCH, *words, folder=tmp_path) if is_compiled else run_in_a_fork(tmp_path, *words)
     assert ended.status == 0, ended.err
     ended.lines = lines_of(tmp_path / "r.jsonl")
     has, _ = has_and_lacks(Seen.of_line(ended.of_kind("seen")[-1]))

@@ -77,7 +77,7 @@ def compile_in_place(module):
 
 def is_of_pytorch(module):
     """Return whether the forward of a module is PyTorch's own code, of which module.compile() compiles nothing."""
-    return type(module).forward.__module__.startswith("torch.")
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward.__module__.startswith("torch.")
 
 
 def is_compiled(module):

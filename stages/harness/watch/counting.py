@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids", "edge_index"
-NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)(pos|edge|adj)")
+NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)(edge|adj)|(^|_)pos(_|$)")
 SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
 
 
