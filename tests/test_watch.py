@@ -61,6 +61,7 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
     for step in ended.of_kind("step")[1:]:
         assert step["spent"]["rest"] >= 0.1  # the pause is on the clock
         assert sum(step["spent"].values()) == pytest.approx(step["dt"], abs=1e-5)
+    assert sum(ended.summary["shares"].values()) == pytest.approx(1, abs=1e-3)  # what follows the last step is no part
     assert ended.err.splitlines()[-1] == "train.py was stopped after 5 steps, when it began another"
     assert re.search(r"^slow        \d+ % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
 

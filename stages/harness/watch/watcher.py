@@ -199,7 +199,7 @@ class Watcher:
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         counts = {unit: self.micro_batches.count_of(unit) * self.world_size for unit in UNITS}
-        on_clock = {"spent": self.clock.spent, "graphs": meters.compiled_graphs() - self.graphs}
+        on_clock = {"spent": dict(self.clock.spent), "graphs": meters.compiled_graphs() - self.graphs}
         if self.device.type != "cpu":
             on_clock["queued"] = queued
         step = (self.micro_batches.loss, dt, counts, on_clock)
