@@ -28,7 +28,7 @@ def wait(path, bench, steps):
 
 
 def is_gone(process):
-    """Return whether there is no process of this number. On Windows, where a signal would end it, nothing tells."""
+    """Return whether there is no process of this number. On Windows, where a signal would end it, nobody knows."""
     if os.name != "nt":
         try:
             os.kill(process, 0)

@@ -80,7 +80,7 @@ def watch_modules(watcher):
 
     Losses and transforms have none. What a DataLoader calls to make a batch is left out, too.
 
-    torch.compile is told to skip watched_call() itself, and to compile what that calls. All models would share its
+    torch.compile has to skip watched_call() itself, and to compile what that calls. All models would share its
     code, and of one code torch.compile makes eight graphs at most.
 
     A script may call small modules a thousand times in a step. So what this does is short, and not on the clock.

@@ -1,4 +1,4 @@
-"""One step of the script under PyTorch's profiler, which tells the operations that it is made of."""
+"""One step of the script under PyTorch's profiler, which lists the operations that it is made of."""
 
 import contextlib
 import ctypes
