@@ -43,7 +43,7 @@ def answer(watcher, shares):
     for stage in lacking:
         typed = what_to_type(seen, stage).replace("`", "")
         if "= torch.compile" in typed:
-            typed += ", whose names in a checkpoint then have _orig_mod."
+            typed += "; the names in its checkpoints then have _orig_mod."
         lines.append(f"        {stage.short} {typed}")
     for name in watcher.args.added:
         if not uses(seen, name):
