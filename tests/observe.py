@@ -130,7 +130,6 @@ def watching():
         watch.note_calls_of(torch.nn.Module, "__call__", watch.note_forward)
         watch.note_calls_of(torch.optim.AdamW, "step", watch.note_optimizer_step)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
-        watch.note_calls_of(torch.nn.Module, "zero_grad", watch.note_zero_grad)
         watch.note_calls_of(F, "scaled_dot_product_attention", watch.note_attention)
         watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
         watch.note_averages()

