@@ -97,9 +97,7 @@ def test_weights_are_drawn_with_the_stds_of_gpt2(n_layer):
 @pytest.mark.parametrize(
     "size, n_head, parameters",
     [
-        ("gpt2", 12, 124_439_808),  # OpenAI's four
-        ("gpt2-medium", 16, 354_823_168),
-        ("gpt2-large", 20, 774_030_080),
+        ("gpt2", 12, 124_439_808),  # OpenAI's
         ("gpt2-xl", 25, 1_557_611_200),
         ("micro", 4, 16_287_488),  # 4 (12 256^2 + 13 x 256) + (50257 + 1024) 256 + 2 x 256
     ],
@@ -129,30 +127,18 @@ def test_the_loss_is_in_float32_whatever_the_logits_are():
         logits, loss = model(x), model(x, x)
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), x.flatten()))
-    assert model.bfloat16()(x, x).dtype == torch.float32
 
 
 # Generation
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0, None), (1.7, 1), (1e-3, None)])
-def test_temperature_0_and_top_k_1_take_the_likeliest_token(temperature, top_k):
-    model, T = small(), SMALL["block_size"]
-    prompt = random_ids(4, T - 2)
-    expected = prompt
-    for _ in range(6):  # past block_size: the model sees the last tokens
-        likeliest = model(expected[:, -T:])[:, -1].argmax(-1, keepdim=True)
-        expected = torch.cat((expected, likeliest), dim=1)
-    assert torch.equal(model.generate(prompt, 6, temperature, top_k), expected)
-
-
-@pytest.mark.parametrize("temperature, top_k", [(0.5, None), (2.0, 3), (1.0, 100)])
+@pytest.mark.parametrize("temperature, top_k", [(0.5, None), (2.0, 3), (2.0, 1), (1.0, 100)])
 def test_sampling_follows_the_softmax_over_the_top_k(temperature, top_k):
     torch.manual_seed(5)
     model = GPT(GPTConfig(vocab_size=8, block_size=4, n_layer=1, n_head=1, n_embd=8), SDPA)
     torch.nn.init.normal_(model.transformer.wte.weight, std=0.5)
-    prompt = torch.zeros(20_000, 2, dtype=torch.int64)
-    logits = model(prompt[:1])[0, -1].detach() / temperature
+    prompt = torch.tensor([[5, 1, 6, 2, 3, 4]]).repeat(20_000, 1)  # past block_size: the model sees the last tokens
+    logits = model(prompt[:1, -4:])[0, -1].detach() / temperature
     unlikely = logits.argsort(descending=True)[top_k or 8 :]
     logits[unlikely] = -math.inf
     counts = model.generate(prompt, 1, temperature, top_k)[:, -1].bincount(minlength=8)
