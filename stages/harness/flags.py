@@ -80,7 +80,8 @@ def parse(doc, argv):
     fill_in_device(args)
     fill_in_sizes(args)
     fill_in_techniques(args)
-    args.notes += [f"{setting} in the environment changes the speed" for setting in machine.variables_set(machine.SLOW)]
+    for setting in machine.variables_set(machine.CHANGE_SPEED):
+        args.notes.append(f"{setting} in the environment changes the speed")
     return args
 
 

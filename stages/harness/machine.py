@@ -1,6 +1,5 @@
 """What this machine is: its device, what that can do natively, and what changes its speed."""
 
-import ctypes.util
 import importlib.util
 import os
 import platform
@@ -17,20 +16,30 @@ from .common import refuse
 
 # Variables of the environment that change what is measured. Stages drop the first two kinds, and every record names
 # those that a script had.
-CHANGE_FLOAT32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")  # turn TF32 on, or forbid it
-CHANGE_FLOAT32 += ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # multiply in bfloat16, by guides for Arm
-TURN_COMPILE_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-TURN_COMPILE_OFF += ("TORCH_COMPILE_OVERRIDE_BACKENDS",)  # replaces Inductor
-TURN_COMPILE_OFF += ("TORCHDYNAMO_SUPPRESS_ERRORS",)  # hides that a part could not be compiled
-SLOW = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING")  # make each kernel wait
-SLOW += ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")  # give memory back at once
-SLOW += ("CUDA_INJECTION64_PATH",)  # follows each kernel, as nsys does
-SLOW += ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # leave units of a CPU unused
-SLOW += ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")  # the same in MKL, which multiplies in float32
-SLOW += CHANGE_FLOAT32
-# The architectures of AMD that multiply bfloat16 in hardware. Older ones have float16 alone.
-AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-APPLE_WITHOUT_BFLOAT16 = ("Apple M1", "Apple M2")  # they emulate it: float16 is faster, and so is float32
+CHANGE_FLOAT32 = (
+    "NVIDIA_TF32_OVERRIDE",  # turns TF32 on, or forbids it
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",  # multiplies in bfloat16, as guides for Arm advise
+    "DNNL_DEFAULT_FPMATH_MODE",
+)
+TURN_COMPILE_OFF = (
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS",  # replaces Inductor
+    "TORCHDYNAMO_SUPPRESS_ERRORS",  # hides that a part could not be compiled
+)
+CHANGE_SPEED = (
+    "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
+    "CUDA_INJECTION64_PATH",  # follows each kernel, as nsys does
+    "ATEN_CPU_CAPABILITY",  # leaves units of a CPU unused
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",  # the same in MKL, which multiplies in float32
+    "MKL_CBWR",
+    *CHANGE_FLOAT32,
+    *TURN_COMPILE_OFF,
+)
 
 
 # The device
@@ -97,12 +106,14 @@ def units_of(device):
     if device.type == "cpu":
         return units_of_cpu()
     if device.type == "mps":
-        emulates_bfloat16 = device_name(device).startswith(APPLE_WITHOUT_BFLOAT16)
+        emulates_bfloat16 = device_name(device).startswith(("Apple M1", "Apple M2"))
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
     if device.type != "cuda":  # a watched script may have a device of which nothing is known
         return set()
+    if torch.version.hip and not torch.cuda.is_tf32_supported():  # PyTorch asks the current card, and no other one
+        return {"float16", "bfloat16"}
     if torch.version.hip:
-        return units_of_amd(device)
+        return {"float16", "bfloat16", "tf32"}
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 0):  # Ampere
         return {"float16", "bfloat16", "tf32"}
@@ -118,17 +129,6 @@ def units_of_cpu():
     # PyTorch multiplies in TF32 by the units for float16, of which torch 2.11 does not know
     if hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16"):
         units |= {"float16", "tf32"}
-    return units
-
-
-def units_of_amd(device):
-    """Return what a card of AMD multiplies in hardware, as units_of() does."""
-    units = {"float16"}
-    architecture = torch.cuda.get_device_properties(device).gcnArchName  # for example "gfx942:sramecc+:xnack-"
-    if architecture.startswith(AMD_WITH_BFLOAT16):
-        units.add("bfloat16")
-    if torch.cuda.is_tf32_supported():  # PyTorch asks the current card, and no other one
-        units.add("tf32")
     return units
 
 
@@ -169,9 +169,6 @@ def triton_problem(device):
         return "Triton needs a GPU of compute capability 7.0 or more"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    has_libcuda = os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
-    if not (torch.version.hip or has_libcuda):
-        return "Triton finds no libcuda.so: set TRITON_LIBCUDA_PATH to the folder that has it"
     if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang")):
         return "Triton finds no C compiler: install gcc"
     return None

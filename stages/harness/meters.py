@@ -128,7 +128,7 @@ def environment(device):
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "driver": driver.split("\n")[0] if cuda and driver else None,
-        "slow": machine.variables_set(machine.SLOW + machine.TURN_COMPILE_OFF),
+        "slow": machine.variables_set(machine.CHANGE_SPEED),
     }
 
 
