@@ -162,20 +162,16 @@ def run(args, argv):
 
 
 def probe(args):
-    """Return what the probe found out about the machine, a dict: see probe.py. "rates" is None without rates.
-
-    Exits with its status if it ends with a line for the user.
-    """
+    """Return what the probe found out about the machine, a dict: see probe.py. Exits with its status if it fails."""
     program = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "probe")
         words = [str(path), "stages" if args.has_stages else "scripts", "--seed", str(args.seed), *args.flags]
         status = subprocess.run([*program, *words], start_new_session=True).returncode
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    if status == 2 or not lines:
-        raise SystemExit(status or 1)
-    machine, *rates = map(json.loads, lines)
-    return machine | {"rates": rates[0] if rates else None}
+        if status:
+            raise SystemExit(status)
+        machine, rates = map(json.loads, path.read_text("utf-8").splitlines())
+    return machine | {"rates": rates}
 
 
 def new_bench(args, machine, argv):

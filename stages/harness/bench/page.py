@@ -219,9 +219,7 @@ def noise_line(table):
 
 
 def rates_line(rates):
-    """Return what the columns "% of peak" and "predicted" divide by. rates: of the probe, or None."""
-    if rates is None:
-        return "No peak and no predictions, since the speed of matmuls and copies was not measured."
+    """Return what the columns "% of peak" and "predicted" divide by. rates: of the probe."""
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates["peak"].items())]
     copied = rates["copy"] / 1e9
     return f"Before the rows, large matmuls sustained {', '.join(peaks)}, and a large copy moved {copied:,.1f} GB/s."

@@ -10,8 +10,7 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
 
 "rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
 many "turns"; without them each one runs to its end, and a line {"kind": "apart", "reason": ...} says why, if it was
-decided on the way. "flags" are those of all stages, and "variables" of the environment those of all rows. "rates" is
-None if they could not be measured.
+decided on the way. "flags" are those of all stages, and "variables" of the environment those of all rows.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
 "start". The lines of its record follow, which harness/watch/log.py describes. Of the ranks but the first there are only

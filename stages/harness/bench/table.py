@@ -160,9 +160,9 @@ def peak_share(outcome, rates):
     """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
 
     None for a model that is not a GPT or does not count tokens, for a script on another device, and for several ranks,
-    because the probe measures what one process can do. rates: of the probe, or None.
+    because the probe measures what one process can do. rates: of the probe.
     """
-    is_known = rates and outcome.work and outcome.unit == "tok" and outcome.tok_per_sec
+    is_known = outcome.work and outcome.unit == "tok" and outcome.tok_per_sec
     if not is_known or outcome.seen.world_size > 1:
         return None
     return outcome.tok_per_sec * flops_per_token(outcome.seen.shape) / max(rates["peak"].values())
@@ -201,7 +201,7 @@ def predicted_ratio(outcome, base, change, rates):
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
-    if not (rates and base and outcome.work and base.work and outcome.seen.world_size == base.seen.world_size):
+    if not (base and outcome.work and base.work and outcome.seen.world_size == base.seen.world_size):
         return None
     if any(stage.unpredictable for stage in change.stages):
         return None
