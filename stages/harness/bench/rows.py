@@ -29,8 +29,8 @@ LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|dee
 class Row:
     """A process of the bench: a row of the table, or the second run of one.
 
-    name: the command as it was typed, or what a row of ours is called. title: what it is called everywhere. No two rows
-    share a name or a title. script: the name of a stage, the path of another script, or the name of a module.
+    name: the command as it was typed, or what a row of ours is called. No two rows share a name. title: what it is
+    called everywhere. script: the name of a stage, the path of another script, or the name of a module.
     launcher, flags: the words before and after it in the command. added: the techniques that are added to a script from
     outside, for example "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them.
     base: the name of the row that it is compared with. control_of: in a second run, the name of the row that it
@@ -133,8 +133,6 @@ def row_of(command):
     words = [word for word in words if word not in techniques]
     place = place_of_script(words, command)
     launcher, script, flags = words[:place], words[place], words[place + 1 :]
-    if launcher and "=" in launcher[0]:
-        launcher.insert(0, "env")  # as a shell reads A=b
     stage = ladder.stage_of(script)
     if stage:
         script, title = stage.name, stage.short
@@ -201,17 +199,15 @@ def with_plain(rows, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: these, and the control.
 
-    Each row gets its base and a title of its own: its script, or its command if that is not enough. Exits with one line
-    if two rows have one name.
+    Each row gets its base, and its command as its title if another row has the same script. Exits with one line if two
+    rows have one name.
     """
     short_titles = [row.title for row in rows]
     in_order = []
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         title = row.title
-        if short_titles.count(title) > 1 and row.name != title:
+        if short_titles.count(title) > 1:
             title = shortened(row.name, LONGEST_TITLE)
-        if title in [other.title for other in in_order]:
-            title = f"{row.title} #{number}"
         in_order.append(replace(row, title=title, base=base_of(row, in_order)))
     add_control(in_order)
     names = [row.name for row in in_order]
@@ -255,10 +251,8 @@ def shortened(label, most):
 def add_control(rows):
     """Insert the A/A control: a second run of the row in the middle, right after it.
 
-    It repeats a script of the reader's own only if there is no stage, since such a script may fail. Of two rows it
-    repeats the first, since the second may be the one that does not fit into memory.
+    Of two rows it repeats the first, since the second may be the one that does not fit into memory.
     """
-    candidates = [row for row in rows if row.stage] or rows
-    row = candidates[(len(candidates) - 1) // 2]
+    row = rows[(len(rows) - 1) // 2]
     again = replace(row, name=f"{row.name} again", title=f"{row.title} again", base=row.name, control_of=row.name)
     rows.insert(rows.index(row) + 1, again)
