@@ -82,8 +82,6 @@ def parse_command(argv):
         if name is not None and (name.strip(".") == "" or "/" in name):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
     if args.render is not None:
-        if any((words, args.rounds, args.steps, args.out, args.climb)):
-            refuse("--render runs nothing: pass no rows and no other flags")
         return args
     if args.steps and args.steps <= WARMUP:
         refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
@@ -142,11 +140,7 @@ def run(args, argv):
     if path.exists() or path.with_suffix(".md").exists():
         refuse(f"results/{name} is there already: pass another --out")
     bench = new_bench(args, probe(args), argv)
-    try:
-        file = open(path, "x", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        refuse(f"results/{path.name}: {error.strerror}; pass another --out, or mend the folder")
-    with file:
+    with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
         tell(f"all steps go to results/{path.name}; after a kill, draw them by {command}")
         results = Results(bench, file)

@@ -107,7 +107,6 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["s01", "--out=old"], "results/old is there already: pass another --out"),
         (["--render", "old.md"], "results/old.jsonl is no record of this version of the bench"),
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
-        (["--render", "old", "--out", "x"], "--render runs nothing: pass no rows and no other flags"),
         (["--out", "a/b"], "'a/b': pass a name"),
         (["--out", ".."], "'..': pass a name"),
         (["s01 'a"], "No closing quotation"),
