@@ -7,8 +7,6 @@ from ..seen import has_and_lacks, what_to_type
 from .cells import NOTHING, command_cell, in_one_line
 from .rows import CPU_MEMORY, runs_the_same
 
-NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # would add the technique of these stages
-
 
 @dataclass
 class Change:
@@ -39,46 +37,41 @@ def change_of(outcome, base):
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
         code = [f"`{variables}` in front of `python`"]
         return Change(f"{row.title} with memory variables", "three variables of the environment", code)
-    names, claimed = claims_of(row, above)
+    claimed = claims_of(row, above)
+    added = [stage for stage in claimed if stage in techniques_of(outcome) and stage not in techniques_of(base)]
     change = Change(row.title, command_cell(row), stages=claimed)
-    added = [stage for stage in claimed if stage.for_the_loss or takes_effect(stage, outcome, base)]
-    has_same_flags = above is None or row.flags == above.flags
-    if has_same_flags:  # else nobody knows whether the flags or the techniques make a row faster
-        for_speed = [stage for stage in added if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE]
-        change.code = [in_one_line(what_to_type(outcome.seen, stage)) for stage in for_speed]
-    if names:
+    change.code = [in_one_line(what_to_type(outcome.seen, stage)) for stage in added if not stage.for_the_loss]
+    change.is_same_computation = computes_the_same(outcome, base, claimed, added)
+    if claimed and row.added:
         change.typed = ", ".join(change.code) or NOTHING
-        change.in_vain = [name for name in names if ladder.ADDED[name] not in added]
+        change.in_vain = [stage.added_as for stage in claimed if stage.added_as in row.added and stage not in added]
     elif claimed:
-        change.title, change.typed = title_and_typed(row, added, has_same_flags)
-    if above and claimed and has_same_flags and row.launcher == above.launcher and set(above.added) <= set(row.added):
-        change.is_same_computation = computes_the_same(outcome, base, claimed, added)
+        change.title, change.typed = title_and_typed(row, added)
     return change
 
 
 def claims_of(row, above):
-    """Return (names, Stages) of the techniques by which a row's command differs from that of its base.
+    """Return the Stages by whose techniques a row's command differs from that of its base, a list.
 
-    The first stage of a bench claims its own alone. A stage that is compared with an earlier one claims all in between,
-    too. names: those that are added from outside, for example "bf16". Two scripts have nothing in common.
+    A stage that is compared with an earlier one claims all in between, too. Nothing is claimed if another script, other
+    flags or another launcher may be what makes a row faster.
     """
-    if not row.stage and not (above and runs_the_same(row, above)):
-        return [], []
-    names = [name for name in row.added if above is None or name not in above.added]
-    claimed = [ladder.ADDED[name] for name in names]
-    if row.stage and above is None:
-        claimed.append(row.stage)
-    elif row.stage and above.stage:
-        claimed += ladder.between(above.stage, row.stage)
-    return names, claimed
+    if above is None:
+        is_a_stage_alone = row.stage and not (row.flags or row.launcher or row.added)
+        return [row.stage] if is_a_stage_alone else []
+    if (row.flags, row.launcher) != (above.flags, above.launcher) or set(above.added) - set(row.added):
+        return []
+    claimed = [ladder.ADDED[name] for name in row.added if name not in above.added]
+    if row.stage and above.stage:
+        return [*ladder.between(above.stage, row.stage), *claimed]
+    return claimed if row.script == above.script else []
 
 
-def takes_effect(stage, outcome, base):
-    """Return whether the technique of a Stage is seen in a row and not in its base; True if the row never ran."""
-    if stage.technique is None or outcome.seen is None:
-        return True
-    is_in_base = base is not None and base.seen is not None and stage in has_and_lacks(base.seen)[0]
-    return stage in has_and_lacks(outcome.seen)[0] and not is_in_base
+def techniques_of(outcome):
+    """Return the Stages whose techniques are seen in a row. None are if it never ran, or if there is no row."""
+    if outcome is None or outcome.seen is None:
+        return []
+    return has_and_lacks(outcome.seen)[0]
 
 
 def computes_the_same(outcome, base, claimed, added):
@@ -86,25 +79,22 @@ def computes_the_same(outcome, base, claimed, added):
 
     If attention falls back on matmuls, these are others than s04's.
     """
-    ours, theirs = outcome.seen, base.seen
-    if ours is None or theirs is None or any(stage.unpredictable for stage in claimed):
+    if base is None or not claimed or any(stage.unpredictable for stage in claimed):
         return False
-    if ours.sdpa != theirs.sdpa:
+    if outcome.seen is None or base.seen is None or outcome.seen.sdpa != base.seen.sdpa:
         return False
     return not added or (outcome.work is not None and outcome.work == base.work)
 
 
-def title_and_typed(row, added, has_same_flags):
+def title_and_typed(row, added):
     """Return the title of a stage's row with what it adds, and the cell with what its reader types.
 
     Stages between the base and this one are named first, because the ratio includes their gains. added: Stages that do
-    something here. has_same_flags: whether the base has the same flags.
+    something here.
     """
-    title, typed = row.title, command_cell(row)
-    if has_same_flags and not row.launcher and not row.flags:
-        typed = row.stage.line
-        if row.stage.technique:
-            title = f"{row.title} {row.stage.technique}"
+    title, typed = row.title, row.stage.line
+    if row.stage.technique:
+        title = f"{row.title} {row.stage.technique}"
     skipped = [stage for stage in added if stage is not row.stage]
     if skipped:
         title = f"{row.title} with {ladder.words_on_stages(skipped)}"
