@@ -2,7 +2,6 @@
 
 from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance
-from .table import compare
 
 
 def answer(table):
@@ -62,13 +61,11 @@ def all_together(table):
     None if that says no more than the second row does, or if no ± is known.
     """
     first, *others = table.shown
-    compared = [outcome for outcome in others if outcome.seen and outcome.seen.world_size == 1]
-    ratios = {outcome: compare(outcome, first, table) for outcome in compared}
-    compared = [outcome for outcome in compared if ratios[outcome] and ratios[outcome].spread is not None]
+    compared = [outcome for outcome in others if outcome.comparison.ratio_to_first and outcome.seen.world_size == 1]
     if not compared:
         return None
-    fastest = max(compared, key=lambda outcome: ratios[outcome].value)
-    if fastest is others[0]:
+    fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)
+    ratio = fastest.comparison.ratio_to_first
+    if fastest is others[0] or ratio.spread is None:
         return None
-    factor = ratio_cell(ratios[fastest])
-    return f"{quoted(fastest.row.title)} is {factor} times as fast as {quoted(first.row.title)}"
+    return f"{quoted(fastest.row.title)} is {ratio_cell(ratio)} times as fast as {quoted(first.row.title)}"

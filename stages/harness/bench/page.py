@@ -14,7 +14,7 @@ from ..arithmetic import flops_per_token, shape_name
 from .answer import answer
 from .cells import code, escaped, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 from .ratios import NOT_SHOWN_TO_DIFFER
-from .table import compare
+from .results import first_known
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -26,13 +26,12 @@ WIDTH_OF_A_HEADING = 15  # columns: of those in the answer, "no difference" is t
 
 def short_table(table, path_to_stages=None):
     """Yield the lines of a terminal's table; on a page its rows are linked. path_to_stages: from that page."""
-    first = table.shown[0]
     yield ["row", "tok/sec", "x row above", "x first row", "GB", "what you type"]
     for outcome in table.shown:
         title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
-        ratio_to_first = compare(outcome, first, table)
+        ratio_to_first = outcome.comparison.ratio_to_first
         yield [
             title,
             speed_cell(outcome),
@@ -193,7 +192,7 @@ def what_ran(outcome, text):
     """
     if outcome is None:
         return "No row got as far as its first step."
-    seen, header = outcome.seen, outcome.header
+    seen, header = outcome.seen, first_known([run.header for run in outcome.runs])
     line = "The first row that ran trains "
     if seen.shape:
         line += f"{shape_name(seen.shape)}, {flops_per_token(seen.shape) / 1e6:.0f} MFLOP for a token"

@@ -12,9 +12,9 @@ from ..figures import figures_of, speed_of_all, tokens_per_second, waits_for_dat
 from ..seen import Seen, words_on_stage
 from . import ratios
 from .change import Change, change_of
-from .ratios import NOT_SHOWN_TO_DIFFER, Ratio, Scatter, Verdict
+from .ratios import NOT_SHOWN_TO_DIFFER, Ratio, Verdict
 from .results import first_known
-from .rows import Row
+from .rows import Row, runs_the_same
 
 LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
 
@@ -27,6 +27,7 @@ class Comparison:
     change: Change
     predicted: float | None  # what the ratio should be
     ratio: Ratio | None = None  # of their speeds
+    ratio_to_first: Ratio | None = None  # of the speeds of the row and of the first one
     verdict: Verdict | None = None  # on the ratio
     is_with_row_above: bool = True  # whether the base stands right above it in the table
 
@@ -37,10 +38,8 @@ class Outcome:
 
     row: Row
     runs: list  # its Runs, the first round first
-    counted: list  # the steps of all runs, without their warm-up
     error: dict | None  # the line of its first run that failed
     seen: Seen | None
-    header: dict | None
     work: Work | None = None  # of a GPT's micro-batch
     words: str = ""  # what the technique of its stage does here, or which other device a script chose
     times: dict = field(default_factory=dict)  # {round: seconds of a token in each turn, or in the whole round}
@@ -50,6 +49,11 @@ class Outcome:
     loss: float | None = None  # of its first run, at the step that every row has to take, the mean of its ranks
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
     comparison: Comparison | None = None
+
+    @property
+    def counted(self):
+        """The steps of all runs, without their warm-up."""
+        return [step for run in self.runs for step in run.counted]
 
     @property
     def unit(self):
@@ -76,7 +80,6 @@ class Table:
     shown: list = field(default_factory=list)  # Outcomes without that of the control
     first: Outcome | None = None  # the first one that got as far as a step
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
-    scatter: Scatter | None = None  # of the ratios of all rows to their bases
     least: float = 0.0  # how far from 1 a ratio has to be, since the control came out so far from it
 
 
@@ -90,15 +93,16 @@ def table_of(results):
         outcome.comparison = Comparison(base, change, predicted_ratio(outcome, base, change, results.bench["rates"]))
         table.outcomes[row.name] = outcome
     outcomes = table.outcomes.values()
-    table.scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
+    table.shown = [outcome for outcome in outcomes if not outcome.row.control_of]
+    table.first = first_known([outcome if outcome.seen else None for outcome in table.shown])
+    scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
     for outcome in outcomes:
-        outcome.comparison.ratio = compare(outcome, outcome.comparison.base, table)
+        outcome.comparison.ratio = ratios.ratio_of(logs_of(outcome, outcome.comparison.base), scatter)
+        outcome.comparison.ratio_to_first = ratios.ratio_of(logs_of(outcome, table.shown[0]), scatter)
         if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
             table.pairs.append(outcome)
-            if outcome.row.control_of and ratios.judge(outcome.comparison.ratio) not in NOT_SHOWN_TO_DIFFER:
-                table.least = ratios.distance(outcome.comparison.ratio.value)
-    table.shown = [outcome for outcome in outcomes if not outcome.row.control_of]
-    table.first = first_known([outcome if outcome.header else None for outcome in table.shown])
+        if outcome.row.control_of:
+            table.least = least_of(outcome.comparison.ratio)
     above = None
     for outcome in table.shown:
         outcome.comparison.verdict = verdict_on(outcome.comparison, table.least)
@@ -113,16 +117,14 @@ def table_of(results):
 def outcome_of(row, results):
     """Return the Outcome of a row, without its Comparison."""
     runs, bench = results.runs_of(row.name), results.bench
-    counted = [step for run in runs for step in run.counted]
     seen = first_known([run.seen for run in runs])
-    header = first_known([run.header for run in runs])
-    outcome = Outcome(row, runs, counted, results.error(row), seen, header)
+    outcome = Outcome(row, runs, results.error(row), seen)
     if seen and seen.device != bench["environment"]["device"]:
         outcome.words = f"ran on the {seen.device}: pass --device {seen.device}"
     elif seen:
         outcome.work = seen.work
         outcome.words = words_on_stage(row.stage, seen) if row.stage else ""
-    if counted:
+    if outcome.counted:
         add_figures(outcome, bench)
     return outcome
 
@@ -171,11 +173,6 @@ def peak_share(outcome, rates):
 # Beside another row
 
 
-def compare(outcome, base, table):
-    """Return the Ratio of the speeds of two rows, or None if they have none. base: an Outcome, or None."""
-    return ratios.ratio_of(logs_of(outcome, base), table.scatter)
-
-
 def logs_of(outcome, base):
     """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
 
@@ -183,16 +180,11 @@ def logs_of(outcome, base):
     are compared only if both rows run the same script with the same flags, since with another batch a step is of
     another size.
     """
-    if base is None or base is outcome or base.error or outcome.error or not can_be_compared(outcome, base):
+    if base is None or base is outcome or base.error or outcome.error or outcome.model != base.model:
+        return []
+    if outcome.unit == "step" and not runs_the_same(outcome.row, base.row):
         return []
     return ratios.logs_of_rounds(outcome.times, base.times)
-
-
-def can_be_compared(outcome, base):
-    """Return whether the speeds of two Outcomes count the same."""
-    ours, theirs = outcome.row, base.row
-    is_same_command = (ours.script, ours.flags, ours.launcher) == (theirs.script, theirs.flags, theirs.launcher)
-    return outcome.model == base.model and (outcome.unit != "step" or is_same_command)
 
 
 def predicted_ratio(outcome, base, change, rates):
@@ -212,6 +204,13 @@ def predicted_ratio(outcome, base, change, rates):
 
 
 # Verdicts
+
+
+def least_of(ratio):
+    """Return how far from 1 a ratio has to be, if that of the control is called different; else 0."""
+    if ratio is None or ratios.judge(ratio) in NOT_SHOWN_TO_DIFFER:
+        return 0.0
+    return ratios.distance(ratio.value)
 
 
 def verdict_on(comparison, least):
