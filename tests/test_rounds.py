@@ -64,13 +64,6 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
     assert all_have_ended(tmp_path / "lock")
 
 
-def test_a_row_that_cannot_be_started_says_so(tmp_path):
-    gone = row("b", launcher=[str(tmp_path / "gone")])
-    results = results_of(rows=[gone])
-    rounds.run_one_after_the_other(0, results)
-    assert results.error(gone)["message"].startswith("it can't be started: [Errno 2] No such file or directory")
-
-
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
     monkeypatch.setattr(rounds, "PATIENCE", 2)

@@ -58,10 +58,7 @@ def report(number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
     share = len(results.runs) / (results.bench["rounds"] * len(results.rows))
     minutes = (time.monotonic() - results.began) * (1 / share - 1) / 60
-    words = f"round {number + 1}: {what}"
-    if minutes:
-        words += f"; about {math.ceil(minutes)} min left"
-    tell(words)
+    tell(f"round {number + 1}: {what}; about {math.ceil(minutes)} min left")
 
 
 def take_turns(number, results):
@@ -128,10 +125,7 @@ def in_order(number, results):
 
 
 class RowProcess:
-    """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
-
-    has_ended: whether it has ended, or could not be started.
-    """
+    """A process of a row in a round. It gives the Results the lines of its record, and why it failed."""
 
     def __init__(self, row, results, number):
         self.row, self.results, self.number = row, results, number
@@ -140,21 +134,17 @@ class RowProcess:
         self.gate.touch()
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
-        self.process = None
         self.has_ended = False
         self.keep({"kind": "start"})
-        try:
-            with self.output.open("wb") as out:
-                self.process = subprocess.Popen(
-                    row.command(results.bench, number, Path(self.folder.name)),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=row.environment(results.bench),
-                    start_new_session=True,  # Ctrl-C reaches the bench alone
-                )
-        except OSError as error:  # too many files or processes are open, or the launcher is gone
-            self.fail(error_line(f"it can't be started: {error}"))
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(
+                row.command(results.bench, number, Path(self.folder.name)),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=row.environment(results.bench),
+                start_new_session=True,  # Ctrl-C reaches the bench alone
+            )
 
     @property
     def run(self):
@@ -201,7 +191,7 @@ class RowProcess:
                 deadline = time.monotonic() + PATIENCE
             elif time.monotonic() > deadline and not self.has_ended:
                 self.fail(error_line(f"no step in {PATIENCE} s: stopped", last_lines(self.printed)))
-        if self.has_ended and self.process and not self.run.error:
+        if self.has_ended and not self.run.error:
             self.check_end()
 
     def check_end(self):
@@ -245,8 +235,7 @@ class RowProcess:
 
     def close(self):
         """End it and what it has started."""
-        if self.process:
-            end(self.process)
+        end(self.process)
         for file in self.records.values():
             file.close()
         self.folder.cleanup()
