@@ -86,7 +86,6 @@ def beside(start, text):
     Code loses its backticks, and stays on one line, so that it can be copied.
     """
     text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
-    text = text.replace("+ ", "+\u00a0")  # "+ bf16" stays on one line, too
     width = max(TERMINAL_WIDTH - len(start), NARROWEST)
     lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return start + ("\n" + " " * len(start)).join(lines).replace("\u00a0", " ")
@@ -164,10 +163,7 @@ def how_it_ran(bench):
     """Return how the rows ran. bench: the first line of a record."""
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
-        warmup = f"{bench['warmup']} steps of warm-up"
-        if bench["rows"][0]["name"] == "plain":
-            warmup += f" (plain {bench['steps'] - bench['turns']})"
-        return f"{rounds}, all rows took {warmup}, and then {bench['turns']} turns."
+        return f"{rounds}, all rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
     line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
     if "reason" in bench:
         line += f", since {bench['reason']}"
