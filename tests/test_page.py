@@ -12,11 +12,6 @@ from fixtures.records import A100, CPU, failure, probed, row, run, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
-# the smallest of all models: on CUDA, s01 takes 90 FLOP and 1552 bytes for a token of it
-ONE = {"vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "seq_len": 1}
-RATES = {"float32": 1e12, "tf32": 3e12, "bfloat16": 6e12, "copy": 1e13}
-
-
 # whole pages
 
 
@@ -57,25 +52,6 @@ def test_a_page_and_its_picture_are_byte_for_byte_what_they_were(name, drawn):
     assert text == (FIXTURES / name).read_text(encoding="utf-8")
 
 
-def test_each_figure_of_a_row_stands_in_its_column_and_each_unit_below():
-    """The ratios are 1.6, 2.5 and 2 to s02 (an sd of 0.224 in logarithms), and 4, 5 and 5 to s01.
-
-    A token should take 30 + 155.2 ps in s02, and 15 + 167 ps in s03."""
-    times = {"s01": (1.0, 1.0, 1.0), "s02": (0.4, 0.5, 0.4), "s02 again": (0.4, 0.5, 0.4), "s03": (0.25, 0.2, 0.2)}
-    about = {"shape": ONE, "environment": A100, "batch_size": 1, "shows": {"compile": False}}
-    runs = []
-    for number in range(3):
-        for i, (name, dts) in enumerate(times.items()):
-            runs.append(run(name, [dts[number]], number, memory=30 + i, tokens=10**9, **about))
-    drawn = page.page(table_from(*runs, rates=probed(**RATES), environment=A100), "x")
-    drawn = drawn.replace("\u00a0", " ")
-    figures = "5,000,000,000 | 2.00 ± 0.74 | 4.64 | 33.00 | `with torch.autocast(...):`"
-    assert f"| [s03](../stages/s03_bf16.py) | {figures} |" in drawn
-    assert "| s03 | 1.02 | 200.0 | 7.5 | 4.60 | active: bfloat16 |" in drawn
-    assert "6.00 TFLOP/s in bfloat16, 1.00 TFLOP/s in float32, 3.00 TFLOP/s in tf32" in drawn
-    assert "a large copy moved 10,000.0 GB/s." in drawn
-
-
 # cells
 
 
@@ -91,16 +67,6 @@ def test_what_you_type_is_a_stages_line_where_it_adds_that_and_names_what_it_ski
     rows = [row(above), row_below]
     table = table_from(*[run(each.name, [1.0], environment=A100) for each in rows], rows=rows)
     assert table.shown[-1].comparison.change.typed == typed
-
-
-def test_a_stage_that_does_nothing_here_is_not_among_those_that_a_row_skips_nor_typed():
-    """s02 without TF32 units and s04 without a compiler; s07 to s09 are there for the loss."""
-    not_compiled = {"shows": {"problem": "no compiler"}}
-    dts = {"s01": 1.0, "s01 again": 1.0, "s05": 0.5, "s06": 0.5, "s10": 0.25}
-    table = table_from(*[run(name, [dt] * 3, **not_compiled) for name, dt in dts.items()])
-    assert table.outcomes["s05"].comparison.change.typed.startswith("s03, ")
-    code = [text for heading, text in answer(table) if heading == "what to type"]
-    assert code == ["`with torch.autocast(...):`", "`F.scaled_dot_product_attention(...)`", "`AdamW(..., fused=True)`"]
 
 
 # The answer

@@ -50,7 +50,6 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     [
         ("crash", "RuntimeError: boom", False),
         ("end", "ended after 1 steps, and the first 4 are warm-up", False),
-        ("leave a child", "exit status 3", False),
         ("refuse", "exit status 1; last printed: error: no, thanks", False),
         ("be killed", "killed by SIGKILL, most likely because memory was short", True),
         ("segfault", "killed by signal 11, Segmentation fault", False),
@@ -109,8 +108,6 @@ def test_a_row_that_dies_in_a_turn_costs_only_itself(tmp_path):
     assert len(results.runs["b", 0].counted) == 3
 
 
-def test_rows_take_no_turns_if_one_loads_ahead_or_memory_is_short(tmp_path, monkeypatch):
-    _, reason = in_turn(tmp_path, a={"loaders": 2})
-    assert reason == "the workers of a load its data ahead, while others have their turns"
+def test_rows_take_no_turns_if_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
     assert in_turn(tmp_path)[1] == "memory does not hold all 2 processes at once"

@@ -87,14 +87,16 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
     assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), None]
 
 
-def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work():
-    """In bfloat16 the matmuls, which are nearly all of a step here, should take half the time."""
-    rows = [row("t.py"), row("+ bf16", base="t.py", script="t.py"), row("other.py", base="+ bf16")]
-    runs = [run(name, [1.0]) for name in ("t.py", "other.py")]
-    runs.append(run("+ bf16", [1.0], autocast="bfloat16"))
-    table = table_from(*runs, rates=probed(float32=1e9, bfloat16=2e9, copy=1e15), rows=rows)
+@pytest.mark.parametrize("device, gain", [("cpu", pytest.approx(2, rel=0.05)), ("cuda", None)])
+def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work(device, gain):
+    """In bfloat16 the matmuls, which are nearly all of a step, should take half the time. It runs on the CPU."""
+    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py"), row("other.py", base="+bf16")]
+    runs = [run("t.py", [1.0]), run("+bf16", [1.0], autocast="bfloat16"), run("other.py", [1.0])]
+    rates = probed(float32=1e9, bfloat16=2e9, copy=1e15)
+    table = table_from(*runs, rows=rows, rates=rates, environment=CPU | {"device": device})
     predicted = [outcome.comparison.predicted for outcome in table.shown]
-    assert predicted == [None, pytest.approx(2, rel=0.05), None]  # who knows what else another script does
+    assert predicted == [None, gain, None]  # who knows what else another script does
+    assert (table.shown[1].peak_share is None) == (gain is None)
 
 
 def test_between_one_process_and_several_nothing_is_predicted():
@@ -157,8 +159,8 @@ def test_a_row_that_should_be_as_fast_as_its_base_is_never_called_slower(dt, ver
 
 def test_steps_are_compared_only_between_rows_of_one_command():
     """Of a model whose batches are not seen a step may be of any size."""
-    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py"), row("t.py --b 2", script="t.py")]
-    rows[2] = row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16")
+    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
+    rows.append(row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16"))
     table = table_from(*[run(each.name, [1.0], unit="step", tokens=1) for each in rows], rows=rows)
     assert [outcome.comparison.ratio is not None for outcome in table.shown] == [False, True, False]
 
@@ -178,28 +180,10 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "all together", "what to type"]
 
 
-def test_a_gain_with_other_flags_or_another_launcher_is_no_stages_and_no_techniques():
-    rows = [row("s10"), row("s11 --batch-size 64", script="s11_accum", flags=("--batch-size", "64"), base="s10")]
-    rows.append(row("s12", base="s11 --batch-size 64"))
-    rows.append(row("t.py"))
-    rows.append(row("+bf16 torchrun t.py", script="t.py", launcher=("torchrun",), added=("bf16",), base="t.py"))
-    table = table_from(*[run(each.name, [1.0] * 3) for each in rows[:3]], rows=rows)
-    assert [outcome.comparison.change.code for outcome in table.shown[1:]] == [[], [], [], []]
-
-
 def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_rows_model():
     others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=failure("boom"))]
     runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.75, "c": 0.5, "g": 0.6}.items()]
     assert dict(answer(table_from(*runs, *others)))["all together"] == "c is 2.00 ± 0.00 times as fast as a"
-
-
-@pytest.mark.parametrize("device, is_known", [("cpu", True), ("cuda", False)])
-def test_a_script_on_another_device_than_the_bench_has_no_prediction_and_no_share_of_the_peak(device, is_known):
-    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
-    runs = [run("t.py", [1.0]), run("+bf16", [1.0], autocast="bfloat16")]
-    rates = probed(float32=1e9, bfloat16=2e9, copy=1e15)
-    outcome = table_from(*runs, rows=rows, rates=rates, environment=CPU | {"device": device}).outcomes["+bf16"]
-    assert (outcome.comparison.predicted is not None) == (outcome.peak_share is not None) == is_known
 
 
 def test_a_row_whose_base_is_not_right_above_says_so():
