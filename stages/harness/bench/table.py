@@ -86,28 +86,21 @@ class Table:
 def table_of(results):
     """Return the Table of the Results of a bench."""
     table = Table(results.bench)
+    above = None
     for row in results.rows.values():
         outcome = outcome_of(row, results)
         base = table.outcomes.get(row.base)
         change = change_of(outcome, base)
-        outcome.comparison = Comparison(base, change, predicted_ratio(outcome, base, change, results.bench["rates"]))
+        predicted = predicted_ratio(outcome, base, change, results.bench["rates"])
+        outcome.comparison = Comparison(base, change, predicted, is_with_row_above=base is above)
         table.outcomes[row.name] = outcome
-    outcomes = table.outcomes.values()
-    table.shown = [outcome for outcome in outcomes if not outcome.row.control_of]
+        if not row.control_of:
+            table.shown.append(outcome)
+            above = outcome
+    add_ratios(table)
     table.first = first_known([outcome if outcome.seen else None for outcome in table.shown])
-    scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
-    for outcome in outcomes:
-        outcome.comparison.ratio = ratios.ratio_of(logs_of(outcome, outcome.comparison.base), scatter)
-        outcome.comparison.ratio_to_first = ratios.ratio_of(logs_of(outcome, table.shown[0]), scatter)
-        if outcome.comparison.ratio and outcome.comparison.change.is_same_computation:
-            table.pairs.append(outcome)
-        if outcome.row.control_of:
-            table.least = least_of(outcome.comparison.ratio)
-    above = None
     for outcome in table.shown:
         outcome.comparison.verdict = verdict_on(outcome.comparison, table.least)
-        outcome.comparison.is_with_row_above = outcome.comparison.base is above
-        above = outcome
     return table
 
 
@@ -173,6 +166,23 @@ def peak_share(outcome, rates):
 # Beside another row
 
 
+def add_ratios(table):
+    """Fill in the ratios of all rows, and what those of equal rows say of the noise.
+
+    The ± of a ratio rests on the scatter of all rows.
+    """
+    outcomes = table.outcomes.values()
+    scatter = ratios.scatter_of([logs_of(outcome, outcome.comparison.base) for outcome in outcomes])
+    for outcome in outcomes:
+        comparison = outcome.comparison
+        comparison.ratio = ratios.ratio_of(logs_of(outcome, comparison.base), scatter)
+        comparison.ratio_to_first = ratios.ratio_of(logs_of(outcome, table.shown[0]), scatter)
+        if comparison.ratio and comparison.change.is_same_computation:
+            table.pairs.append(outcome)
+            if outcome.row.control_of and ratios.judge(comparison.ratio) not in NOT_SHOWN_TO_DIFFER:
+                table.least = ratios.distance(comparison.ratio.value)
+
+
 def logs_of(outcome, base):
     """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
 
@@ -204,13 +214,6 @@ def predicted_ratio(outcome, base, change, rates):
 
 
 # Verdicts
-
-
-def least_of(ratio):
-    """Return how far from 1 a ratio has to be, if that of the control is called different; else 0."""
-    if ratio is None or ratios.judge(ratio) in NOT_SHOWN_TO_DIFFER:
-        return 0.0
-    return ratios.distance(ratio.value)
 
 
 def verdict_on(comparison, least):
