@@ -10,7 +10,6 @@ from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import shortened
 
 NOTHING = "–"  # a cell without a figure
-MOST_OF_A_COMMAND = 40  # letters of a cell
 MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
 
@@ -68,11 +67,6 @@ def quoted(title):
 def escaped(text):
     """Return a text for a page, on which markdown shows its signs as they are. A single _ is no sign in a word."""
     return re.sub(r"[\\`*<>\[\]]|_(?=_)|(?<=_)_", r"\\\g<0>", in_one_line(text))
-
-
-def command_cell(row):
-    """Return the command of a row, a long one without its middle; the page has the whole command of the bench."""
-    return code(shortened(row.name, MOST_OF_A_COMMAND))
 
 
 # Notes

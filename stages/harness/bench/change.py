@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from .. import ladder
 from ..seen import has_and_lacks, what_to_type
-from .cells import NOTHING, command_cell, in_one_line
-from .rows import CPU_MEMORY, runs_the_same
+from .cells import NOTHING, code, in_one_line
+from .rows import CPU_MEMORY, runs_the_same, shortened
+
+MOST_OF_A_COMMAND = 40  # letters of a cell; the page has the whole command of the bench
 
 
 @dataclass
@@ -35,11 +37,11 @@ def change_of(outcome, base):
         return Change(row.title, "without the memory variables")
     if above and not above.keeps_memory and runs_the_same(row, above):
         variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
-        code = [f"`{variables}` in front of `python`"]
-        return Change(f"{row.title} with memory variables", "three variables of the environment", code)
+        typed = f"`{variables}` in front of `python`"
+        return Change(f"{row.title} with memory variables", "three variables of the environment", [typed])
     claimed = claims_of(row, above)
     added = [stage for stage in claimed if stage in techniques_of(outcome) and stage not in techniques_of(base)]
-    change = Change(row.title, command_cell(row), stages=claimed)
+    change = Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)), stages=claimed)
     change.code = [in_one_line(what_to_type(outcome.seen, stage)) for stage in added if not stage.for_the_loss]
     change.is_same_computation = computes_the_same(outcome, base, claimed, added)
     if claimed and row.added:

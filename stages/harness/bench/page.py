@@ -86,6 +86,7 @@ def beside(start, text):
     Code loses its backticks, and stays on one line, so that it can be copied.
     """
     text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
+    text = text.replace("+ ", "+\u00a0")  # "+ bf16" stays on one line, too
     width = max(TERMINAL_WIDTH - len(start), NARROWEST)
     lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return start + ("\n" + " " * len(start)).join(lines).replace("\u00a0", " ")
