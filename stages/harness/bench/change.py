@@ -8,6 +8,7 @@ from .cells import NOTHING, code, in_one_line
 from .rows import CPU_MEMORY, runs_the_same, shortened
 
 MOST_OF_A_COMMAND = 40  # letters of a cell; the page has the whole command of the bench
+NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # would add the technique of these stages
 
 
 @dataclass
@@ -42,7 +43,9 @@ def change_of(outcome, base):
     claimed = claims_of(row, above)
     added = [stage for stage in claimed if stage in techniques_of(outcome) and stage not in techniques_of(base)]
     change = Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)), stages=claimed)
-    change.code = [in_one_line(what_to_type(outcome.seen, stage)) for stage in added if not stage.for_the_loss]
+    for stage in added:
+        if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE:
+            change.code.append(in_one_line(what_to_type(outcome.seen, stage)))
     change.is_same_computation = computes_the_same(outcome, base, claimed, added)
     if claimed and row.added:
         change.typed = ", ".join(change.code) or NOTHING
