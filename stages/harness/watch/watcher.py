@@ -55,7 +55,6 @@ class Watcher:
         self.last_dt = None  # seconds of that step
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs = 0  # that torch.compile made before the step
-        self.explains_loss = True  # until it was said why a step has none
         self.seen = None  # a Seen, from the first report on
 
     # what PyTorch calls
@@ -216,20 +215,8 @@ class Watcher:
             self.is_over = True
         else:
             self.log.step(*step)
-        if self.seen and self.explains_loss and self.micro_batches.loss is None:
-            self.explain_loss()
         if not self.is_over:
             self.begin_next_step()
-
-    def explain_loss(self):
-        """Say once why a step shows no loss."""
-        self.explains_loss = False
-        if self.micro_batches.losses:
-            count = len(self.micro_batches.losses)
-            reason = f"it calls backward() on {count} losses, which are no shares of one batch's loss"
-            self.log.say(f"no loss is shown in a step with several backwards, since {reason}")
-        else:
-            self.log.say("no loss is shown, since backward() gets no tensor of one number")
 
     def begin_steps(self):
         """Let looks at the script come often enough. Exits if it started ranks by itself."""
