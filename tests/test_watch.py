@@ -327,11 +327,6 @@ def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(t
     assert "\n[] False\n" in ended.out
 
 
-def test_a_script_that_shows_no_step_is_told(tmp_path):
-    impatient = "import harness\nfrom harness.watch import hooks\nhooks.SILENCE = 0.5"
-    assert "no step in the last 0.5 s\n" in watch_after(impatient, tmp_path, "import time\ntime.sleep(0.8)").err
-
-
 def test_a_card_is_busy_while_at_least_one_kernel_runs():
     def event(kind, start, end):
         span = SimpleNamespace(start=start, end=end)

@@ -19,13 +19,11 @@ from .counting import reader_of
 from .timeline import is_elsewhere
 
 LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
-SILENCE = 60  # seconds without a step, after which this is said
 
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
-    for work in (report_silence, look_at_own_code):
-        threading.Thread(target=work, args=[watcher], daemon=True).start()
+    threading.Thread(target=look_at_own_code, args=[watcher], daemon=True).start()
     os.register_at_fork(before=watcher.profiler.give_up)
     watch_modules(watcher)
     habits, clock = watcher.habits, watcher.clock
@@ -126,13 +124,3 @@ def look_at_own_code(watcher):
         watcher.clock.rests.wait()  # else it would take the interpreter from a forward a hundred times a second
         time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
         watcher.clock.look()
-
-
-def report_silence(watcher):
-    """Say now and then that a script shows no step. This is a thread."""
-    clock = watcher.clock
-    while True:
-        began = clock.began
-        time.sleep(SILENCE)
-        if clock.began == began and clock.is_running:
-            watcher.log.notice(f"no step in the last {SILENCE} s")
