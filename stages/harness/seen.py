@@ -25,6 +25,7 @@ FUSED_IN_LIGHTNING = (
     "in 16 bits Lightning refuses a fused update beside gradient_clip_val: in place of that, call "
     "torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0) in on_before_optimizer_step()"
 )
+UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -80,7 +81,6 @@ class Seen:
     model_name: str = "model"
     can_compile_in_place: bool = False
     profiled: bool = False
-    unseen: str | None = None
     attention: bool = False
     sdpa: str | None = None
     vocabulary: int | None = None
@@ -90,7 +90,7 @@ class Seen:
     @classmethod
     def of_line(cls, line):
         """Return the Seen of a line of a record."""
-        return cls(**{name: value for name, value in line.items() if name not in ("kind", "name", "round")})
+        return cls(**{name: value for name, value in line.items() if name in cls.__dataclass_fields__})
 
     @property
     def has_flash_attention(self):
@@ -218,7 +218,7 @@ def words_on_techniques(seen):
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
     if not seen.profiled:
-        remarks.append(f"its operations were not looked at, attention among them: {seen.unseen}")
+        remarks.append(f"its operations were not looked at, attention among them: {UNSEEN}")
     words_on_has = names_of(has) or "nothing of the ladder"
     words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
     return words_on_has, words_on_lacks, remarks

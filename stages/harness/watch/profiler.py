@@ -10,7 +10,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
-UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
 
 
 class StepProfiler:

@@ -20,7 +20,7 @@ from . import gate
 from .added import Added
 from .counting import MicroBatches, call_of
 from .findings import answer, shares_of, words_on_profile
-from .profiler import UNSEEN, StepProfiler
+from .profiler import StepProfiler
 from .techniques import Habits, find_techniques, parameters_of, seen_in
 from .timeline import SYNCHRONIZED_STEPS, StepClock, count_threads_of_script, is_captured, is_elsewhere
 
@@ -291,7 +291,6 @@ class Watcher:
         self.profiler.stop()
         if self.profiler.events is not None:
             self.seen = replace(self.seen, **seen_in(self.profiler, self.seen, self.device))
-        self.seen.unseen = None if self.seen.profiled else UNSEEN
         self.log.write("seen", **asdict(self.seen))
 
     # the end
