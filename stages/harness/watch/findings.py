@@ -19,7 +19,6 @@ SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to s
 FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 SLOW_UPDATE = 0.4  # of the time
 MANY_GROUPS = 10  # of an optimizer, with the settings of others
-MOST_LOADERS = 2  # with processes: one to train and one to evaluate
 MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
 
 
@@ -129,7 +128,7 @@ def causes(watcher):
     data, evaluation, own, loss = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest", "loss"))
     words = []
     if data > LONG_WAIT and watcher.habits.batches:
-        words += words_on_loaders(watcher.habits, data, len(watcher.log.steps), watcher.device)
+        words.append(words_on_loader(watcher.habits.batches, data))
     if evaluation > LONG_WAIT and not watcher.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
@@ -152,25 +151,17 @@ def causes(watcher):
     return words + words_on_habits(watcher)
 
 
-def words_on_loaders(habits, share, steps, device):
-    """Return words on DataLoaders, which take this share of the time of so many steps.
+def words_on_loader(batches, share):
+    """Return words on the DataLoader from which most batches came, where loaders take this share of the time.
 
-    They are on those loaders from which most batches came.
+    batches: {num_workers of a DataLoader: how many batches came from it}.
     """
-    processes = max(habits.batches, key=habits.batches.get)
-    passes = [count for (num_workers, _), count in habits.passes.items() if num_workers == processes]
-    words = [f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"]
+    processes = max(batches, key=batches.get)
+    words = f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"
     if processes == 0:
-        words[0] += ": DataLoader(..., num_workers=2) may load ahead"
-        if sum(passes) >= steps:
-            words.append("a pass over it begins in each step, as by next(iter(loader)): keep one iterator")
-    elif max(passes, default=0) > 1 or len(passes) > MOST_LOADERS:
-        words.append(f"its processes were started {sum(passes)} times: persistent_workers=True")
-    else:
-        words[0] += f": more of them, of {meters.cores()} cores, or less work in __getitem__, as by tokenizing once"
-        if device.type != "cpu":
-            words.append("a card may get its batches sooner by pin_memory=True and prefetch_factor=4")
-    return words
+        return f"{words}: DataLoader(..., num_workers=2, persistent_workers=True) may load ahead"
+    remedy = f"more of them, of {meters.cores()} cores, kept by persistent_workers=True"
+    return f"{words}: {remedy}, or less work in __getitem__, as by tokenizing once"
 
 
 def words_on_lines(lines, share, what):

@@ -27,7 +27,7 @@ def watch_pytorch(watcher):
     os.register_at_fork(before=watcher.profiler.give_up)
     watch_modules(watcher)
     habits, clock = watcher.habits, watcher.clock
-    call_first(dataloader.DataLoader, "__iter__", habits.saw_loader, clock, "data")
+    call_first(dataloader.DataLoader, "__iter__", None, clock, "data")
     call_first(dataloader._BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
     call_first(dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers", None, clock, "data")
     call_first(torch.autograd, "backward", watcher.saw_backward, clock, "backward")

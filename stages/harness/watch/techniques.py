@@ -43,7 +43,6 @@ class Habits:
     repeats_forward: bool = False
     sums_of_gradients: int = 0  # over ranks, in the first two steps
     batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
-    passes: Counter = field(default_factory=Counter)  # {(num_workers, id of a DataLoader): how often it began}
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
         """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
@@ -59,11 +58,6 @@ class Habits:
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured."""
         self.clips = self.clips or max_norm < math.inf
-
-    def saw_loader(self, loader):
-        """Note that a DataLoader begins, where it does not keep its processes."""
-        if not (loader.persistent_workers and loader._iterator):
-            self.passes[loader.num_workers, id(loader)] += 1
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch."""
