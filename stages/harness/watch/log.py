@@ -89,6 +89,8 @@ class Log:
         hardware = environment["device_name"]
         if device.type == "cpu":
             hardware += f", threads {environment['threads']}"
+        if environment["slow"]:
+            hardware += f", with {', '.join(environment['slow'])} in the environment"
         self.say(title, model, hardware)
         self.write("header", script=title, seed=seed, started=started, environment=environment)
 
