@@ -209,8 +209,12 @@ def seen_in(profiler, seen, device):
 
 
 def dtype_of_most(matmuls):
-    """Return the 16-bit dtype that most matmuls of a step get, as "bfloat16", or None."""
-    dtypes = Counter(DTYPES.get(event.input_dtypes[0]) for event, _ in matmuls if event.input_dtypes)
+    """Return the 16-bit dtype that most matmuls of a step get, as "bfloat16", or None. Torch 2.11 does not show it."""
+    dtypes = Counter()
+    for event, _ in matmuls:
+        input_dtypes = getattr(event, "input_dtypes", None)
+        if input_dtypes:
+            dtypes[DTYPES.get(input_dtypes[0])] += 1
     return dtypes.most_common(1)[0][0] if dtypes else None
 
 
