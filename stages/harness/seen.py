@@ -21,10 +21,7 @@ IN_FRAMEWORK = {
     ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
     ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
 }
-FUSED_IN_LIGHTNING = (
-    "in 16 bits Lightning refuses a fused update beside gradient_clip_val: in place of that, call "
-    "torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0) in on_before_optimizer_step()"
-)
+FUSED_IN_LIGHTNING = "in 16 bits a fused update raises beside gradient_clip_val: clip in on_before_optimizer_step()"
 UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
