@@ -75,17 +75,10 @@ def shares_of(watcher):
 
     On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card.
     """
-    steps = usual_steps(watcher.log)
+    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
     if watcher.device.type != "cpu":
         steps = watcher.log.steps[2:SYNCHRONIZED_STEPS] or steps
     return mean_shares(steps)
-
-
-def usual_steps(log):
-    """Return the counted steps, without those in which torch.compile made a graph, where these are the fewer."""
-    steps = log.counted_steps() or log.steps[-1:]
-    without_graphs = [step for step in steps if not step["graphs"]]
-    return without_graphs if len(without_graphs) > len(steps) / 2 else steps
 
 
 def mean_shares(steps):
@@ -114,7 +107,7 @@ def takes_longer_than_backward(steps):
 
 def causes(watcher):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    steps = usual_steps(watcher.log)
+    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)
     # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card is
