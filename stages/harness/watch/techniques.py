@@ -80,6 +80,8 @@ def find_techniques(watcher):
         shape = gpt_shape(models, seq_len)
     outermost = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
     units = machine.units_of(device)
+    # torch.get_float32_matmul_precision() raises if a script set these newer flags
+    precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     return Seen(
         device=device.type,
         unit=micro_batches.unit,
@@ -89,7 +91,11 @@ def find_techniques(watcher):
         world_size=watcher.world_size,
         parameters=sum(p.numel() for p in parameters),
         shape=shape,
-        **precision_of(habits, machine.dtype_name(largest.dtype), units),
+        tf32="tf32" in precisions,
+        weights=machine.dtype_name(largest.dtype),
+        autocast=habits.autocast,
+        enters_autocast=habits.autocast is not None,
+        emulated=habits.autocast is not None and habits.autocast not in units,
         **update_of(habits.optimizers),
         compile=any(is_compiled(module) for module in modules),
         ddp=any(isinstance(module, DistributedDataParallel) for module in modules),
@@ -104,22 +110,6 @@ def find_techniques(watcher):
         amp_dtype=machine.dtype_name(machine.native_amp_dtype(device)),
         compile_problem=machine.compile_problem(device),
     )
-
-
-def precision_of(habits, weights, units):
-    """Return in which dtypes a model computes, fields of a Seen, a dict.
-
-    weights: the dtype of its largest parameter. units: what machine.units_of() returned.
-    """
-    # torch.get_float32_matmul_precision() raises if a script set these newer flags
-    precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-    return {
-        "tf32": "tf32" in precisions,
-        "weights": weights,
-        "autocast": habits.autocast,
-        "enters_autocast": habits.autocast is not None,
-        "emulated": habits.autocast is not None and habits.autocast not in units,
-    }
 
 
 def update_of(optimizers):
