@@ -44,16 +44,16 @@ class Added:
             is_open = "fused" in group and group["fused"] is None
             if not is_open or group.get("foreach") or group.get("differentiable"):
                 continue
-            if any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
-                self.failed["fused"] = "PyTorch has no fused kernel for sparse gradients"
-            elif all(can_be_fused(p, optimizer) for p in group["params"]):
+            if all(can_be_fused(p, optimizer) for p in group["params"]):
                 group["fused"] = True
             else:
-                self.failed["fused"] = "some parameters are whole numbers, or their state is on another device"
+                self.failed["fused"] = "no kernel for sparse gradients, whole numbers or a state on another device"
 
 
 def can_be_fused(parameter, optimizer):
-    """Return whether a fused kernel can update a parameter, by its dtype and the device of its state, if it has one."""
+    """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        return False
     step = optimizer.state.get(parameter, {}).get("step", parameter)
     return parameter.is_floating_point() and step.device == parameter.device
 
