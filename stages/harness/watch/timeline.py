@@ -21,7 +21,7 @@ PID = os.getpid()
 MAIN_THREAD = threading.main_thread().ident
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 # Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
-LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), "<")
+LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, "<")
 INSTALLED = re.compile("(site|dist)-packages")
 
 
@@ -166,12 +166,8 @@ def is_of_a_library(frame):
     path = frame.f_code.co_filename
     if frame.f_globals is sys.modules["__main__"].__dict__:
         return False
-    return is_of_torch(frame) or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
-
-
-def is_of_torch(frame):
-    """Return whether a frame is in PyTorch's code, or in what torch.compile made, which lies in a cache."""
-    return frame.f_code.co_filename.startswith(TORCH) or str(frame.f_globals.get("__name__")).startswith("torch.")
+    is_of_torch = str(frame.f_globals.get("__name__")).startswith("torch.")  # also what torch.compile made, in a cache
+    return is_of_torch or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
 
 
 def is_elsewhere():
