@@ -173,7 +173,9 @@ def report_end(args, watcher, status, reason):
     line = f"{reason} after {steps} steps"
     if watcher.first_step is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if status == 0:
+        if watcher.micro_batches.losses:
+            line += ". It calls backward(): the steps of optimizers of torch.optim, and of their subclasses, are seen"
+        elif status == 0:
             line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
     watcher.finish()
     print(f"{args.title} {line}", file=sys.stderr)

@@ -23,6 +23,7 @@ IN_FRAMEWORK = {
 }
 FUSED_IN_LIGHTNING = "in 16 bits a fused update raises beside gradient_clip_val: clip in on_before_optimizer_step()"
 UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
+NO_FLASH = "its attention takes no flash kernel"
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
@@ -41,8 +42,9 @@ class Seen:
     model_name: what the script calls the outermost module that it calls, "model" or "self.net". can_compile_in_place:
     whether MODEL.compile() compiles it, as it does for a class of the script's own.
 
-    Of the operations of one step. profiled: whether they were seen, and else unseen: why not. attention: whether there
-    is any. sdpa: the kernel that scaled_dot_product_attention chose. vocabulary: the columns of the last matmul.
+    Of the operations of one step. profiled: whether they were seen. attention: whether there
+    is any. sdpa: the kernel that scaled_dot_product_attention chose. attention_drops: whether
+    it has dropout, if that kernel is "math". vocabulary: the columns of the last matmul.
     busy_ms, reads: on a card, how long it is busy in the step, and how many numbers are read from it.
 
     Of the machine, what the script could use. can_tf32: whether it has such units. amp_dtype: the 16-bit dtype that it
@@ -80,6 +82,7 @@ class Seen:
     profiled: bool = False
     attention: bool = False
     sdpa: str | None = None
+    attention_drops: bool = False
     vocabulary: int | None = None
     busy_ms: float | None = None
     reads: int = 0
@@ -204,14 +207,13 @@ def words_on_techniques(seen):
         remarks.append(f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP")
     if seen.emulated:
         remarks.append(f"this device has no units for {seen.autocast}, and is slow in it")
-    if seen.sdpa == "math" and seen.device == "cpu":
-        remarks.append(
-            "its attention takes no flash kernel: set its dropout to 0 on a CPU, or train on a card, which has one"
-        )
-    elif seen.sdpa == "math":
-        remarks.append(
-            "its attention takes no flash kernel: compute in 16 bits, and use is_causal=True in place of a mask"
-        )
+    if seen.sdpa == "math":
+        if seen.device != "cpu":
+            remarks.append(f"{NO_FLASH}: compute in 16 bits, and use is_causal=True in place of a mask")
+        elif seen.attention_drops:
+            remarks.append(f"{NO_FLASH}: set its dropout to 0 on a CPU, or train on a card, which has one")
+        else:
+            remarks.append("attention ran as matmuls, PyTorch has no flash kernel for it here")
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
     if not seen.profiled:

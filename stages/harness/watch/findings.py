@@ -3,6 +3,7 @@
 import linecache
 import os
 import statistics
+from collections import Counter
 
 import torch
 
@@ -18,7 +19,7 @@ SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
 FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 SLOW_UPDATE = 0.4  # of the time
-MANY_GROUPS = 10  # of an optimizer, with the settings of others
+MANY_GROUPS = 10  # of an optimizer, with the same settings
 MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
 
 
@@ -175,13 +176,15 @@ def words_on_lines(lines, share, what):
 
 
 def words_on_update(optimizers):
-    """Return words on optimizers that have many groups of parameters with equal settings, a list."""
+    """Return words on optimizers that have many groups of parameters with the same settings, a list."""
     words = []
     for optimizer in optimizers:
-        groups = optimizer.param_groups
-        settings = {repr({name: group[name] for name in group if name != "params"}) for group in groups}
-        if len(groups) - len(settings) > MANY_GROUPS:
-            words.append(f"{len(groups)} groups of an optimizer have {len(settings)} settings: one for each is faster")
+        settings = Counter()
+        for group in optimizer.param_groups:
+            settings[repr({name: group[name] for name in group if name != "params"})] += 1
+        count = max(settings.values())
+        if count > MANY_GROUPS:
+            words.append(f"{count} parameter groups have the same settings: one group makes the update faster")
     return words
 
 

@@ -10,6 +10,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
+MOST_NODES = 5_000  # of the graph for the backward: above, to list a step's operations takes seconds and GBs
 
 
 class StepProfiler:
@@ -42,6 +43,7 @@ class StepProfiler:
             activities = torch.profiler.supported_activities()
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
         self.profiler.start()
+        self.first_node = torch._C._autograd._get_sequence_nr()
         self.clock.is_profiled = True
         self.clock.name_in_profile()
 
@@ -53,6 +55,11 @@ class StepProfiler:
             self.clock.range.close()
             profiler.stop()
             self.events = profiler.events()
+
+    def stop_early(self):
+        """End the profile, and keep what it saw, if the forwards of the step have very many operations."""
+        if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
+            self.stop()
 
     def give_up(self):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""

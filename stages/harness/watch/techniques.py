@@ -24,6 +24,7 @@ from .timeline import count_threads_of_script
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
+MATH_KERNEL = "aten::_scaled_dot_product_attention_math"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
 CLOSE = 0.05  # how far the weights of a GPT may be from those of its config
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
@@ -182,6 +183,7 @@ def seen_in(profiler, seen, device):
     operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
     kernel = kernel_of_attention(operations)
     fields = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
+    fields["attention_drops"] = any(names[0] == "aten::bernoulli_" and MATH_KERNEL in names for _, names in operations)
     matmuls = [(event, names) for event, names in operations if is_matmul(names)]
     in_forward = [(event, names) for event, names in matmuls if "python (forward)" in names]
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton

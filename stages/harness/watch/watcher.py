@@ -87,6 +87,7 @@ class Watcher:
         self.micro_batches.add_call(call)
         if self.seen is None:
             self.models[id(module)] = module
+            self.profiler.stop_early()
             device_type = reader.weight.device.type
             if torch.is_autocast_enabled(device_type):
                 self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
@@ -105,6 +106,8 @@ class Watcher:
         if self.is_over:
             self.end_script()
         self.added.autocast.close()
+        if self.seen is None:
+            self.profiler.stop_early()
         if not is_captured():
             self.micro_batches.add_backward(tensors)
         self.habits.saw_backward(self.models.values())
