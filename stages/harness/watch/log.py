@@ -92,7 +92,7 @@ class Log:
         if environment["slow"]:
             hardware += f", with {', '.join(environment['slow'])} in the environment"
         self.say(title, model, hardware)
-        self.write("header", script=title, seed=seed, started=started, environment=environment)
+        self.write("header", script=os.path.basename(title), seed=seed, started=started, environment=environment)
 
     def step(self, loss, dt, counts, on_clock):
         """Record a step.
