@@ -99,7 +99,7 @@ def how_to_read(table):
     if ratios and all(ratio.spread is None for ratio in ratios):
         lines.append("No row is called faster or slower before three rounds have ended.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-        lines.append("In brackets: this bench can't tell the number from 1.")
+        lines.append("In brackets: not shown to differ from 1.")
     if table.least:
         lines.append(
             f"The bench was disturbed: it ran the same code twice, and one run was {100 * table.least:.1f} % faster. "
