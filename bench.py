@@ -17,7 +17,7 @@ scripts. A script chooses its own device, so --device cpu hides all cards, and -
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
-Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 10 steps of warm-up they
+Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 6 steps of warm-up they
 take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
 each runs to its end: until it has counted 7 steps that took six seconds together, and at most 160.
 """
@@ -51,8 +51,10 @@ def main(argv):
     It is 1 if a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
     """
     set_up_output()
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, interrupt)
     try:
         args = parse_command(argv)
         if args.render is not None:
@@ -83,8 +85,8 @@ def parse_command(argv):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
     if args.render is not None:
         return args
-    if args.steps and args.steps <= WARMUP:
-        refuse(f"--steps {args.steps}: the first {WARMUP} steps are warm-up, pass more")
+    if args.steps and args.steps <= WARMUP + 1:
+        refuse(f"--steps {args.steps}: the first {WARMUP} are warm-up, and the last may be profiled: pass more")
     commands = list(itertools.takewhile(is_row, words))
     args.flags = words[len(commands) :]
     args.rows = [row_of(command) for command in commands]
@@ -164,8 +166,7 @@ def probe(args):
         status = subprocess.run([*program, *words], start_new_session=True).returncode
         if status:
             raise SystemExit(status)
-        machine, rates = map(json.loads, path.read_text("utf-8").splitlines())
-    return machine | {"rates": rates}
+        return json.loads(path.read_text("utf-8"))
 
 
 def new_bench(args, machine, argv):
@@ -190,11 +191,11 @@ def new_bench(args, machine, argv):
         "warmup": warmup,
         "steps": steps,
         "turns": turns,
-        "seconds": rounds.ENOUGH_SECONDS,
-        "loss_step": min(steps, warmup + ENOUGH_STEPS) - 1,  # the last one that every row has to take
+        "loss_step": min(steps - 1, warmup + ENOUGH_STEPS) - 1,  # the last one that every row has to take
         "seed": args.seed,
         "flags": ["--steps", str(steps), "--seed", str(args.seed), *args.flags, *machine["flags"]],
         "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
+        "started": datetime.now().isoformat(timespec="seconds"),
         "environment": machine["environment"],
         "rates": machine["rates"],
         "text": machine["text"],

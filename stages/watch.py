@@ -13,7 +13,7 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, set_up_output
-from harness.figures import COUNTED_STEPS, ENOUGH_STEPS, WARMUP
+from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
 from harness.seen import folder_of
 from harness.watch import hooks
@@ -22,7 +22,6 @@ from harness.watch.timeline import is_elsewhere
 from harness.watch.watcher import Watcher
 
 import builtins
-import math
 import os
 import random
 import runpy
@@ -43,7 +42,7 @@ def main(argv):
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
     args.log = Log(args.record_path, out, args.warmup)
     watcher = Watcher(args)
-    args.log.say(f"watching {args.title} in {args.folder} for {args.steps} steps")
+    args.log.say(f"watching {args.title} in {args.folder} for {'the' if args.gate else args.steps} steps")
     args.log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)
     leave_home_to(args)
@@ -66,12 +65,10 @@ def parse_command(argv):
     steps_help = "stop it when it begins another step after so many (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="of these, how many are not counted (%(default)s)")
-    seconds_help = f"stop it sooner, when {ENOUGH_STEPS} counted steps or more took so long; needs --record"
-    add("--seconds", type=float, metavar="S", help=seconds_help)
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    gate_help = "begin a step only if FILE has more bytes than steps were taken, and none when FILE is gone"
+    gate_help = "instead of --steps: begin a step if FILE has more bytes than steps were taken, and none if it is gone"
     add("--gate", nargs=2, metavar=("FILE", "PID"), help=gate_help)
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
@@ -83,7 +80,6 @@ def parse_command(argv):
         refuse(f"there is no script {args.script}")
     if args.gate:
         args.gate = os.path.abspath(args.gate[0]), int(args.gate[1])
-        args.steps = math.inf  # the gate says how many
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script

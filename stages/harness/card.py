@@ -1,17 +1,16 @@
-"""What the steps of a row say of the card under it: whether it waited and, on NVIDIA's, its clock and its heat."""
+"""What the steps of a row say of the card under it: on NVIDIA's, its clock and its heat."""
 
 import statistics
 
 HEAT = 0x20 | 0x40  # of the bits in "reasons": the driver slows the card down because of heat, or the card itself does
 CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another is reported
-LAUNCH_BOUND = 0.9  # the card is said to wait if a step is queued only after a larger share of its time
 
 
 def words_on_card(rounds):
     """Return what is worth saying about the card under a row, a list of words.
 
     rounds: for each round, the step lines of a record that are counted. Some have "card", which is what
-    meters.card_state() returned. "queued" is the seconds until all of a step was queued.
+    meters.card_state() returned.
     """
     words, clocks, hot = [], [], []
     for steps in rounds:
@@ -23,7 +22,4 @@ def words_on_card(rounds):
         words.append(f"the card's clock differs between rounds: {min(clocks):.0f} to {max(clocks):.0f} MHz")
     if hot:
         words.append(f"slowed by heat: {hot[-1]['mhz']} MHz at {hot[-1]['celsius']} °C")
-    shares = [step["queued"] / step["dt"] for step in sum(rounds, []) if "queued" in step]
-    if shares and statistics.median(shares) > LAUNCH_BOUND:
-        words.append("a step is queued only near its end: the card waits for Python, or Python for its numbers")
     return words

@@ -2,11 +2,14 @@
 
 import statistics
 
+import numpy as np
+
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # that watch.py takes of a script
 ENOUGH_STEPS = 7  # counted steps that a row of the bench needs in a round
-UNEVEN = 1.2  # a mean of dt above 1.2 medians is shown beside the median
+UNEVEN = 1.2  # with a mean of dt above 1.2 medians, no step is typical
+LONG = 0.2  # of the time: what takes more is reported
 LONG_WAIT = 0.1  # a script that waits for a DataLoader for a larger share of its time hears of it
 
 
@@ -17,10 +20,7 @@ def figures_of(counted):
     quartiles (ms), the mean of dt (ms), tokens per second, and memory (bytes, 0 without a meter).
     """
     dts = [step["dt"] for step in counted]
-    if len(dts) > 1:
-        first_quartile, median, third_quartile = statistics.quantiles(dts, n=4, method="inclusive")
-    else:
-        first_quartile = median = third_quartile = dts[0]
+    first_quartile, median, third_quartile = np.percentile(dts, [25, 50, 75])
     return {
         "dt_ms": 1e3 * median,
         "dt_q1_ms": 1e3 * first_quartile,
@@ -48,11 +48,6 @@ def speed_of_all(steps):
 def waiting_share(steps):
     """Return the share of their time for which some steps waited for a DataLoader."""
     return sum(step["spent"]["data"] for step in steps) / sum(step["dt"] for step in steps)
-
-
-def waits_for_data(steps):
-    """Return whether some steps wait much for a DataLoader."""
-    return waiting_share(steps) > LONG_WAIT
 
 
 def seconds_of_warmup(steps, warmup=WARMUP):

@@ -122,7 +122,6 @@ def environment(device):
         "device_name": machine.device_name(device),
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        "tf32": "tf32" in machine.units_of(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

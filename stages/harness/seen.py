@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import ladder
-from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work
+from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work, shape_name
 from .common import ROOT
 
 # What is typed in a framework, which has no line of its own for it
@@ -97,6 +97,10 @@ class Seen:
         """Whether its attention ran as one kernel."""
         return self.sdpa not in (None, "math")
 
+    def idle_share(self, dt_ms):
+        """Return for which share of a step of dt_ms a card has nothing to do; None if that is not known."""
+        return None if self.busy_ms is None else max(0.0, 1 - self.busy_ms / dt_ms)
+
     @property
     def work(self):
         """The Work of a GPT's micro-batch; None for a model that is not a GPT."""
@@ -163,8 +167,6 @@ def has_and_lacks(seen):
 
 def uses(seen, name):
     """Return whether a script used what "+NAME" adds from outside."""
-    if name == "tf32":  # the flag alone counts, since ROCm's libraries may choose another kernel by it
-        return seen.tf32
     has, _ = has_and_lacks(seen)
     return ladder.ADDED[name] in has
 
@@ -192,6 +194,18 @@ def what_to_type(seen, stage):
 
 
 # In words
+
+
+def words_on_model(seen):
+    """Return what a script trains: its model and its batch, of which not all may be known."""
+    words = f"{seen.parameters:,} parameters"
+    if seen.shape:
+        words = f"{shape_name(seen.shape)}, {words}"
+    if seen.batch_size:
+        words += f", B {seen.batch_size}"
+    if seen.seq_len:
+        words += f", T {seen.seq_len}"
+    return words
 
 
 def words_on_techniques(seen):
@@ -239,30 +253,24 @@ def words_on_missing(seen, name):
 def words_on_stage(stage, seen):
     """Return what the technique of a Stage does on this machine, in words, or "" if nothing is to be said."""
     match stage.name:
-        case "s02_tf32":
-            return "active" if seen.can_tf32 else "this device has no TF32 units"
-        case "s03_bf16" if seen.autocast == "float16":
-            return "active: float16, loss scaled"
+        case "s02_tf32" if not seen.can_tf32:
+            return "this device has no TF32 units"
         case "s03_bf16" if seen.autocast:
-            return f"active: {seen.autocast}"
+            return f"in {seen.autocast}"
         case "s03_bf16" if seen.amp_dtype == "float32":
             return f"this {seen.device} has no 16-bit arithmetic, so float32 stays"
         case "s03_bf16":
             return "float32 was asked for"
-        case "s04_compile" if seen.compile:
-            return "active"
-        case "s04_compile" if seen.compile_problem:
-            return f"left out, {seen.compile_problem}"
-        case "s04_compile":
+        case "s04_compile" if not seen.compile and seen.compile_problem:
+            return f"not compiled: {seen.compile_problem}"
+        case "s04_compile" if not seen.compile:
             return "nothing was compiled"
         case "s05_flash" if seen.sdpa == "math":
             return "no kernel for it here: PyTorch falls back on matmuls"
         case "s05_flash" if seen.sdpa:
-            return f"active: the {seen.sdpa} kernel"
-        case "s11_accum" if seen.accum * seen.world_size == 1:
-            return "one micro-batch per step"
+            return f"the {seen.sdpa} kernel"
         case "s11_accum":
-            return f"{seen.accum * seen.world_size} micro-batches per step"
+            return f"micro-batches per step: {seen.accum * seen.world_size}"
         case "s12_ddp" if seen.world_size == 1:
             return "one process: what DDP itself costs"
     return "for the loss, not for speed" if stage.for_the_loss else ""

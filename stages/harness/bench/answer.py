@@ -1,4 +1,4 @@
-"""What a bench has shown, in words: what is worth it, what is slower, what it can't tell, and what to type."""
+"""What a bench has shown, in words: what is worth it, what is slower, and what it can't tell."""
 
 from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance
@@ -13,13 +13,12 @@ def answer(table):
             rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
         if rows:
             lines.append((verdict.value, ", ".join(words_on_verdict(outcome) for outcome in rows)))
-    for heading, text in (("to tell more", cost_of_more(table)), ("all together", all_together(table))):
-        if text:
-            lines.append((heading, text))
-    for outcome in table.shown:
-        if outcome.comparison.verdict is Verdict.FASTER:
-            typed = [("what to type", code) for code in outcome.comparison.change.code]
-            lines += [line for line in typed if line not in lines]
+    if any(outcome.comparison.verdict is Verdict.UNCLEAR for outcome in table.shown):
+        rounds = 2 * table.bench["rounds"]
+        lines.append(("to tell more", f"--rounds {rounds} makes each ± smaller, and takes twice as long"))
+    all_rows = all_together(table)
+    if all_rows:
+        lines.append(("all together", all_rows))
     return lines
 
 
@@ -42,17 +41,6 @@ def reason_of_verdict(outcome):
     if is_same_computation or comparison.verdict is Verdict.SLOWER:
         return outcome.words
     return None
-
-
-def cost_of_more(table):
-    """Return what would tell more of what is unclear, and how long it takes.
-
-    None if nothing is unclear, or if more rounds do not help, since a row was disturbed.
-    """
-    unclear = [outcome for outcome in table.shown if outcome.comparison.verdict is Verdict.UNCLEAR]
-    if all(reason_of_verdict(outcome) for outcome in unclear):
-        return None
-    return f"twice the rounds, by --rounds {2 * table.bench['rounds']}, make each ± smaller, and take twice as long"
 
 
 def all_together(table):

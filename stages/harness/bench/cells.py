@@ -4,7 +4,7 @@ import re
 import sys
 
 from ..card import words_on_card
-from ..figures import UNITS, seconds_of_warmup, waiting_share, waits_for_data
+from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
 from ..seen import uses, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import shortened
@@ -81,6 +81,9 @@ def note_cell(outcome, bench):
     if outcome.words:
         parts.append(outcome.words)
     parts += words_on_card([run.counted for run in outcome.runs])
+    idle = outcome.seen.idle_share(outcome.dt_ms) if outcome.dt_ms else None
+    if idle and idle > LONG:
+        parts.append(f"the card waits for Python or for data in {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
     warmup = seconds_of_warmup(outcome.runs[0].steps) if outcome.runs else 0
@@ -116,10 +119,10 @@ def remarks_on_script(outcome):
     words = []
     for name in change.in_vain:
         words.append(f"{name} is in it already" if uses(seen, name) else words_on_missing(seen, name))
-    if not (outcome.row.stage or change.code or change.in_vain):
+    if not (outcome.row.stage or change.stages):
         has, lacks, others = words_on_techniques(seen)
         words += [f"has {has}", f"lacks {lacks}", *others]
-    if outcome.counted and waits_for_data(outcome.counted):
+    if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
 

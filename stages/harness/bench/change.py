@@ -1,4 +1,4 @@
-"""What a row changes beside its base: the code that its reader types, and whether both compute the same."""
+"""What a row changes beside its base: what its reader types, and whether both compute the same."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,6 @@ from .cells import NOTHING, code, in_one_line
 from .rows import CPU_MEMORY, runs_the_same, shortened
 
 MOST_OF_A_COMMAND = 40  # letters of a cell; the page has the whole command of the bench
-NO_SINGLE_LINE = ("s11_accum", "s12_ddp")  # would add the technique of these stages
 
 
 @dataclass
@@ -16,14 +15,13 @@ class Change:
     """What a row changes beside its base, the row that it is compared with.
 
     title: the row's title, and what it adds if that does not say it. typed: the cell with what its reader types, in
-    markdown. code: the lines of code to which it owes its gain. stages: those whose techniques it claims to add, even
-    if they do nothing here. in_vain: the techniques, for example "bf16", that were added to a script and do nothing
-    there. is_same_computation: whether both should be as fast.
+    markdown. stages: those whose techniques it claims to add, even if they do nothing here. in_vain: the techniques,
+    for example "bf16", that were added to a script and do nothing there. is_same_computation: whether both should be as
+    fast.
     """
 
     title: str
     typed: str
-    code: list = field(default_factory=list)
     stages: list = field(default_factory=list)
     in_vain: list = field(default_factory=list)
     is_same_computation: bool = False
@@ -37,18 +35,15 @@ def change_of(outcome, base):
     if not row.keeps_memory:
         return Change(row.title, "without the memory variables")
     if above and not above.keeps_memory and runs_the_same(row, above):
-        variables = " ".join(f"{name}={value}" for name, value in CPU_MEMORY.items())
-        typed = f"`{variables}` in front of `python`"
-        return Change(f"{row.title} with memory variables", "three variables of the environment", [typed])
+        variables = " ".join(f"`{name}={value}`" for name, value in CPU_MEMORY.items())
+        return Change(f"{row.title} with memory variables", f"{variables} in front of `python`")
     claimed = claims_of(row, above)
     added = [stage for stage in claimed if stage in techniques_of(outcome) and stage not in techniques_of(base)]
     change = Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)), stages=claimed)
-    for stage in added:
-        if not stage.for_the_loss and stage.name not in NO_SINGLE_LINE:
-            change.code.append(in_one_line(what_to_type(outcome.seen, stage)))
     change.is_same_computation = computes_the_same(outcome, base, claimed, added)
     if claimed and row.added:
-        change.typed = ", ".join(change.code) or NOTHING
+        typed = [in_one_line(what_to_type(outcome.seen, stage)) for stage in added]
+        change.typed = ", ".join(typed) or NOTHING
         change.in_vain = [stage.added_as for stage in claimed if stage.added_as in row.added and stage not in added]
     elif claimed:
         change.title, change.typed = title_and_typed(row, added)

@@ -10,11 +10,10 @@ import re
 import textwrap
 import urllib.parse
 
-from ..arithmetic import flops_per_token, shape_name
+from ..seen import words_on_model
 from .answer import answer
 from .cells import code, escaped, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
 from .ratios import NOT_SHOWN_TO_DIFFER
-from .results import first_known
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -152,7 +151,7 @@ def conditions(table):
     bench = table.bench
     return [
         escaped(machine_line(bench["environment"])),
-        escaped(what_ran(table.first, bench["text"])),
+        escaped(what_ran(table.first, bench)),
         escaped(how_it_ran(bench)),
         noise_line(table),
         escaped(rates_line(bench["rates"])),
@@ -182,27 +181,17 @@ def machine_line(env):
     return f"{line}."
 
 
-def what_ran(outcome, text):
+def what_ran(outcome, bench):
     """Return the model, the batch, the text, the seed and the date of the first row that ran.
 
-    outcome: its Outcome, or None. text: the name of the stages' own, or None without a stage.
+    outcome: its Outcome, or None. bench: the first line of a record.
     """
     if outcome is None:
         return "No row got as far as its first step."
-    seen, header = outcome.seen, first_known([run.header for run in outcome.runs])
-    line = "The first row that ran trains "
-    if seen.shape:
-        line += f"{shape_name(seen.shape)}, {flops_per_token(seen.shape) / 1e6:.0f} MFLOP for a token"
-    else:
-        line += f"{seen.parameters:,} parameters"
-    # of a script not all of these are known
-    if seen.batch_size:
-        line += f", B {seen.batch_size}"
-    if seen.seq_len:
-        line += f", T {seen.seq_len}"
-    if text:
-        line += f", {text}"
-    return f"{line}, seed {header['seed']}, {header['started'][:10]}."
+    line = f"The first row that ran trains {words_on_model(outcome.seen)}"
+    if bench["text"]:  # the stages' own
+        line += f", {bench['text']}"
+    return f"{line}, seed {bench['seed']}, {bench['started'][:10]}."
 
 
 def noise_line(table):

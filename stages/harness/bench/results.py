@@ -3,8 +3,8 @@
 results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
 
     {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "rounds": 3,
-     "warmup": 10, "steps": 27, "turns": 7, "seconds": 6.0, "loss_step": 16, "seed": 5, "flags": ["--steps", "27"],
-     "variables": {"MALLOC_MMAP_MAX_": "0"}, "environment": {...},
+     "warmup": 6, "steps": 27, "turns": 7, "loss_step": 12, "seed": 5, "flags": ["--steps", "27"],
+     "variables": {"MALLOC_MMAP_MAX_": "0"}, "started": "2026-11-21T02:13:12", "environment": {...},
      "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
@@ -40,7 +40,6 @@ class Run:
 
     round: int
     warmup: int
-    header: dict | None = None
     seen: Seen | None = None
     steps: list = field(default_factory=list)
     steps_of_other_ranks: list = field(default_factory=list)
@@ -97,7 +96,7 @@ class Results:
                 self.runs[key].steps_of_other_ranks.append(line)
             case "seen":  # a later one replaces the first
                 self.runs[key].seen = Seen.of_line(line)
-            case "header" | "summary" | "error" as field_name:
+            case "summary" | "error" as field_name:
                 setattr(self.runs[key], field_name, line)
 
     def write(self, line):

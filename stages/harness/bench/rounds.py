@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
+from ..figures import ENOUGH_STEPS
 from . import page, picture
 from .failure import error_line, error_of, last_lines
 from .table import table_of
@@ -23,10 +24,11 @@ from .table import table_of
 ROUNDS = 3  # fewer would give no ±
 TURNS = 7  # of a row in a round
 # On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are: see Row.warmup().
-WARMUP_ON_CPU, WARMUP_OF_PLAIN = 10, 20
+WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160  # on a card
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
+BETWEEN_LOOKS = 1.0  # seconds for which a row that takes no turns goes on before the bench decides on more
 # Seconds without a step after which a row is stopped. The first one includes the start and the compilation, and NCCL
 # waits 600 s for a rank before it says which one is missing.
 PATIENCE = 660
@@ -78,7 +80,10 @@ def take_turns(number, results):
                 return reason
             if not process.has_ended:
                 report(number, f"{row.title} has warmed up", results)
-        steps = {process: process.steps_of_a_turn() for process in processes}
+        steps = {}
+        for process in processes:
+            # a stage takes one in any case, since --steps sets its schedule
+            steps[process] = 1 if process.row.takes_flags else process.steps_in(SHORTEST_TURN)
         for _ in range(turns):
             for process in processes:
                 process.take(steps[process])
@@ -103,9 +108,13 @@ def why_not_in_turn(processes, results):
 
 
 def run_one_after_the_other(number, results):
-    """Run a fresh process of each row to its end."""
+    """Run a fresh process of each row, until it has counted enough steps."""
     for row in in_order(number, results):
         with contextlib.closing(RowProcess(row, results, number)) as process:
+            process.take(row.warmup(results.bench))
+            while steps := process.steps_to_go():
+                process.take(steps)
+            process.gate.unlink(missing_ok=True)
             process.wait()
         report(number, f"{row.title} has ended", results)
 
@@ -163,15 +172,19 @@ class RowProcess:
             return 0
         return len(self.records) * (self.run.steps[-1]["memory"] or 0)
 
-    def steps_of_a_turn(self):
-        """Return how many steps it takes in a turn: one, or as many short ones as fill 20 ms.
-
-        A stage takes one in any case, since --steps sets its schedule.
-        """
+    def steps_in(self, seconds):
+        """Return how many steps fill so many seconds, at least 1."""
         dts = [step["dt"] for step in self.run.steps[-5:]]
-        if self.row.takes_flags or not dts:
-            return 1
-        return math.ceil(SHORTEST_TURN / statistics.median(dts))
+        return math.ceil(seconds / statistics.median(dts)) if dts else 1
+
+    def steps_to_go(self):
+        """Return how many more steps it should take now, 0 if it has counted steps for long enough, or has ended."""
+        counted = self.run.counted
+        is_long = len(counted) >= ENOUGH_STEPS and sum(step["dt"] for step in counted) >= ENOUGH_SECONDS
+        if self.has_ended or is_long:
+            return 0
+        steps_left = self.results.bench["steps"] - 1 - len(self.run.steps)  # on a card watch.py profiles one more
+        return min(self.steps_in(BETWEEN_LOOKS), steps_left)
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""

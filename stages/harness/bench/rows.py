@@ -82,10 +82,7 @@ class Row:
             words.append(sys.executable)
         words += [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
         words += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
-        if bench["turns"]:
-            words += ["--gate", str(folder / "gate"), str(os.getpid())]
-        else:
-            words += ["--steps", str(bench["steps"]), "--seconds", str(bench["seconds"])]
+        words += ["--gate", str(folder / "gate"), str(os.getpid())]
         words += [f"+{name}" for name in self.added]
         script = str(self.stage.path) if self.stage else self.script
         words += [script] if script.endswith(".py") else ["-m", script]

@@ -8,15 +8,13 @@ import statistics
 from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
-from ..figures import figures_of, speed_of_all, tokens_per_second, waits_for_data
+from ..figures import UNEVEN, figures_of, speed_of_all, tokens_per_second
 from ..seen import Seen, words_on_stage
 from . import ratios
 from .change import Change, change_of
 from .ratios import NOT_SHOWN_TO_DIFFER, Ratio, Verdict
 from .results import first_known
 from .rows import Row, runs_the_same
-
-LONG_STEPS = 2  # with a mean step above two medians, long steps such as rollouts take most of the time
 
 
 @dataclass
@@ -125,10 +123,9 @@ def outcome_of(row, results):
 def add_figures(outcome, bench):
     """Fill in the figures of a row, from its counted steps."""
     figures = figures_of(outcome.counted)
-    has_long_steps = figures["dt_mean_ms"] > LONG_STEPS * figures["dt_ms"]
-    waits_for_batches = outcome.seen.loaders > 0 and waits_for_data(outcome.counted)  # some come at once, and some late
-    no_step_is_typical = outcome.row.stage is None and (has_long_steps or waits_for_batches)
-    speed_of = speed_of_all if no_step_is_typical else tokens_per_second
+    # of a script a few steps may be long, such as rollouts, or those that wait for a batch
+    is_uneven = outcome.row.stage is None and figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]
+    speed_of = speed_of_all if is_uneven else tokens_per_second
     outcome.tok_per_sec = speed_of(outcome.counted) or None  # 0: no step has tokens
     for run in outcome.runs:
         speeds = [speed_of(steps) for steps in turns_of(run, bench)]

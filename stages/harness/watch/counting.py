@@ -20,7 +20,7 @@ SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that i
 class Loss(NamedTuple):
     """A loss that backward() was called on. module: that of its micro-batch. is_share: whether it was scaled last."""
 
-    value: torch.Tensor
+    value: float | torch.Tensor
     module: nn.Module | None
     is_share: bool
 
@@ -81,8 +81,9 @@ class MicroBatches:
                 if self.unscaled_loss is not None:
                     each, self.unscaled_loss = self.unscaled_loss, None
                 is_share = each.grad_fn is not None and each.grad_fn.name() in SHARES
-                # a copy, since a CUDA graph may write into its own again
-                self.losses.append(Loss(each.detach().float().clone(), module, is_share))
+                # on a card a copy, which does not wait for it, and into which no CUDA graph writes
+                value = each.item() if each.device.type == "cpu" else each.detach().float().clone()
+                self.losses.append(Loss(value, module, is_share))
 
     def close(self):
         """Take the calls since the last backward for a micro-batch. Return False if its batch was there already.
@@ -112,7 +113,7 @@ class MicroBatches:
                 return None
         if not self.losses:
             return None
-        return sum(loss.value for loss in self.losses).item()
+        return float(sum(loss.value for loss in self.losses))
 
     @property
     def unit(self):

@@ -8,12 +8,11 @@ from collections import Counter
 import torch
 
 from .. import machine, meters, rates
-from ..figures import LONG_WAIT
+from ..figures import LONG, LONG_WAIT
 from ..seen import has_and_lacks, uses, what_to_type, words_on_missing, words_on_techniques
 from .stepprofile import StepProfile, predicted_ms
 from .timeline import KINDS, SYNCHRONIZED_STEPS
 
-LONG = 0.2  # of the time: what takes more is reported
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
@@ -113,12 +112,9 @@ def causes(watcher):
     shares = mean_shares(steps)
     # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card is
     # idle. Without a profile nothing is known of it.
-    if watcher.device.type == "cpu":
-        idle = 1.0
-    elif watcher.seen.busy_ms is not None:
-        idle = max(0.0, 1 - watcher.seen.busy_ms / (1e3 * statistics.median(dts)))
-    else:
-        idle = 0.0
+    idle = 1.0
+    if watcher.device.type != "cpu":
+        idle = watcher.seen.idle_share(1e3 * statistics.median(dts)) or 0.0
     data, evaluation, own, loss = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest", "loss"))
     words = []
     if data > LONG_WAIT and watcher.habits.batches:
@@ -126,21 +122,17 @@ def causes(watcher):
     if evaluation > LONG_WAIT and not watcher.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
-    # in a usual step, since other programs may take the core in the middle of some steps
-    usual_own, usual_loss = (
-        statistics.median(mean_shares([step])[kind] for step in steps) for kind in ("rest", "loss")
-    )
-    if min(own, usual_own) > LONG and own * statistics.mean(dts) > SHORT:
+    if own > LONG and own * statistics.mean(dts) > SHORT:
         lines = watcher.clock.lines["rest"]
         if takes_longer_than_backward(steps):
             lines = lines + watcher.clock.lines["loss"]
         words += words_on_lines(lines, own, "is the script's own code, neither forward, loss, backward nor update")
-    if watcher.device.type == "cpu" and min(loss, usual_loss) > max(LONG, shares["forward"]):
+    if watcher.device.type == "cpu" and loss > max(LONG, shares["forward"]):
         words += words_on_lines(watcher.clock.lines["loss"], loss, "is the loss, from the forward to backward()")
     if watcher.device.type == "cpu" and shares["update"] > SLOW_UPDATE:
         words += words_on_update(watcher.habits.optimizers)
     waits = idle - data - evaluation - own
-    if watcher.seen.busy_ms is not None and waits > LONG:
+    if watcher.device.type != "cpu" and waits > LONG:
         words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
     return words + words_on_habits(watcher)
 

@@ -34,6 +34,4 @@ def is_gone(process):
             os.kill(process, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # it is another user's, for example under sudo
-            pass
     return False

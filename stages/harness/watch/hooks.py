@@ -39,7 +39,6 @@ def watch_pytorch(watcher):
     call_first(torch.amp.autocast_mode, "_enter_autocast", habits.saw_autocast)  # which runs outside of its traces
     call_first(torch.profiler.profile, "start", watcher.profiler.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
-    call_first(torch.distributed, "init_process_group", watcher.saw_process_group)
     call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
     call_first(torch.nn.utils, "clip_grads_with_norm_", habits.saw_clipping)
     register_optimizer_step_pre_hook(watcher.saw_optimizer_begin)

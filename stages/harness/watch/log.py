@@ -1,10 +1,8 @@
 """What a watched run leaves: its record, the line that shows how far it is, and a summary in words.
 
-A record is a text file with one JSON object in each line, which `watch.py --record FILE` writes: a header, what was
-seen, a line for each step, and a summary. An example of each, wrapped:
+A record is a text file with one JSON object in each line, which `watch.py --record FILE` writes: what was seen, a line
+for each step, and a summary. An example of each, wrapped:
 
-    {"kind": "header", "script": "train.py", "seed": 1337, "started": "2026-11-21T02:13:12+00:00",
-     "environment": {"device": "cpu", "device_name": "AMD EPYC", "threads": 2, "torch": "2.13.0+cpu", ...}}
     {"kind": "seen", "unit": "tok", "batch_size": 1, "seq_len": 1024, "compile": false, ...}
     {"kind": "step", "step": 1, "loss": 10.94, "dt": 0.465, "tokens": 1024, "graphs": 0,
      "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
@@ -12,30 +10,30 @@ seen, a line for each step, and a summary. An example of each, wrapped:
 
 The fields of "seen" are those of seen.Seen. On a card a second line "seen", after the profiled last step, replaces the
 first. dt is in seconds, memory in bytes and of one rank, a loss in nats. "tokens" counts what "unit" says. "spent" is
-the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On an accelerator a step
-also has "queued", the seconds until all of it was queued, and "card" is meters.card_state(). A figure that is not
-finite or not known is null. A run that failed has a line "error" in place of the summary, with its message and
-traceback.
+the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On an NVIDIA card "card" is
+meters.card_state(). A figure that is not finite or not known is null. A run that failed has a line "error" in place of
+the summary, with its message and traceback.
 """
 
 import contextlib
-import datetime
 import json
 import math
 import os
 import sys
 import time
 
-from .. import meters, ranks
-from ..arithmetic import flops_per_token, shape_name
+import torch
+
+from .. import machine, meters, ranks
+from ..arithmetic import flops_per_token
 from ..card import words_on_card
 from ..common import refuse, say, tell
-from ..figures import ENOUGH_STEPS, UNEVEN, figures_of, seconds_of_warmup, speed_of_all, waits_for_data
+from ..figures import UNEVEN, UNITS, figures_of, seconds_of_warmup, speed_of_all
+from ..seen import words_on_model
 
 # The meters are read, and the line is renewed, at most so often. They are not on the clock of a step, but make a run of
 # short steps take longer.
 SECONDS_BETWEEN = 0.1
-SECONDS_BETWEEN_LINES = 0.1
 
 
 class Log:
@@ -71,34 +69,27 @@ class Log:
 
     # a run, from its first line to its last
 
-    def begin(self, title, device, seed, seen, tokens):
-        """Print what runs, and write the header.
+    def begin(self, title, device, seen, tokens):
+        """Print what runs.
 
         title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks.
         """
         self.device, self.seen = device, seen
-        environment = meters.environment(device)
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        model = f"{seen.parameters:,} parameters"
-        if seen.shape:
-            model = f"{shape_name(seen.shape)}, {model}"
-        if seen.unit == "tok":
-            model += f" | B {seen.batch_size}, T {seen.seq_len}, {tokens:,} tokens per step"
-        elif seen.unit == "sample":
-            model += f" | B {seen.batch_size}, {tokens:,} samples per step"
-        hardware = environment["device_name"]
+        model = words_on_model(seen)
+        if seen.unit != "step":
+            model += f" | {tokens:,} {UNITS[seen.unit]} per step"
+        hardware = machine.device_name(device)
         if device.type == "cpu":
-            hardware += f", threads {environment['threads']}"
-        if environment["slow"]:
-            hardware += f", with {', '.join(environment['slow'])} in the environment"
+            hardware += f", threads {torch.get_num_threads()}"
+        slow = machine.variables_set(machine.CHANGE_SPEED)
+        if slow:
+            hardware += f", with {', '.join(slow)} in the environment"
         self.say(title, model, hardware)
-        self.write("header", script=os.path.basename(title), seed=seed, started=started, environment=environment)
 
-    def step(self, loss, dt, counts, on_clock):
+    def step(self, loss, dt, tokens, on_clock):
         """Record a step.
 
-        loss: a float, or None if it is not known. dt: seconds. counts: {unit: how many of these it trained on}.
-        on_clock: more figures.
+        loss: a float, or None if it is not known. dt: seconds. tokens: or samples, or steps. on_clock: more figures.
         """
         now = time.monotonic()
         if now >= self.next_reading or len(self.steps) == self.warmup:
@@ -110,7 +101,7 @@ class Log:
             "step": len(self.steps),
             "loss": loss if loss is not None and math.isfinite(loss) else None,  # JSON has no infinity
             "dt": dt,
-            "tokens": counts[self.seen.unit],
+            "tokens": tokens,
             **self.meters,
         }
         self.steps.append(entry)
@@ -127,11 +118,6 @@ class Log:
         """Return the steps after the warm-up."""
         return self.steps[self.warmup :]
 
-    def has_enough(self, seconds):
-        """Return whether ENOUGH_STEPS were counted, which took so many seconds together."""
-        counted = self.counted_steps()
-        return len(counted) >= ENOUGH_STEPS and sum(step["dt"] for step in counted) >= seconds
-
     # in words
 
     def lines_of_figures(self):
@@ -147,10 +133,7 @@ class Log:
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
             speed = self.words_on_speed(speed_of_all(steps))[0]
             lines.append(f"mean {figures['dt_mean_ms']:.2f} ms, {speed}: some steps take far longer than the median")
-        speed = figures["tok_per_sec"]
-        if waits_for_data(steps):  # a loader may bring some batches together and none for a while
-            speed = speed_of_all(steps)
-        words = self.words_on_speed(speed)
+        words = self.words_on_speed(figures["tok_per_sec"])
         meter = steps[-1]["meter"]
         words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
@@ -174,7 +157,7 @@ class Log:
         now = time.monotonic()
         if now < self.next_line:
             return
-        self.next_line = now + SECONDS_BETWEEN_LINES
+        self.next_line = now + SECONDS_BETWEEN
         step = self.steps[-1]
         words = f"step {step['step']}: {1e3 * step['dt']:.1f} ms"
         if self.seen.unit != "step":

@@ -16,6 +16,7 @@ from .. import meters
 # What a step spends its time on: a DataLoader, a forward with gradients, the loss after it, a backward, an optimizer,
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
+WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
 SYNCHRONIZED_STEPS = 4  # on a card, before this one some steps wait for it in each of their kinds
 PID = os.getpid()
 MAIN_THREAD = threading.main_thread().ident
@@ -37,6 +38,7 @@ class StepClock:
     def __init__(self):
         self.kinds = ["rest"]  # those that are open, each inside of the one before
         self.rests = threading.Event()  # set when the script comes to its own code, on the clock
+        self.looks_at_lines = False  # whether own code took long in the step before: each look disturbs a little
         self.is_after_forward = False
         self.is_profiled = False
         self.range = contextlib.ExitStack()  # of the profile
@@ -56,15 +58,17 @@ class StepClock:
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.began = self.since = time.perf_counter()
         self.is_running = True
-        self.rests.set()
+        if self.looks_at_lines:
+            self.rests.set()
 
     def end_step(self, devices):
-        """End a step, once the devices are ready. Return (its seconds, those until all of it was queued)."""
-        queued = time.perf_counter() - self.began
+        """End a step, once the devices are ready. Return its seconds."""
         wait_for(devices)
         self.count(self.kind)
         self.is_running = False
-        return self.since - self.began, queued
+        dt = self.since - self.began
+        self.looks_at_lines = self.spent["rest"] + self.spent["loss"] > WORTH_A_LOOK * dt
+        return dt
 
     def begin(self, kind):
         """Count the time from now on as another kind, until that ends."""
@@ -79,7 +83,7 @@ class StepClock:
         self.count(self.kinds[-1])
         self.kinds.remove(kind)  # and not pop(): "update" stays open if an optimizer has failed
         self.is_after_forward = kind == "forward"
-        if self.kinds[-1] == "rest" and not self.rests.is_set():
+        if self.looks_at_lines and self.kinds[-1] == "rest":
             self.rests.set()
         if self.is_profiled:
             self.name_in_profile()
@@ -139,7 +143,8 @@ class StepClock:
 def wait_for(devices):
     """Wait until all devices have done what was queued."""
     for device in devices:
-        meters.synchronize(device)
+        if device.type != "cpu":
+            meters.synchronize(device)
 
 
 def is_captured():

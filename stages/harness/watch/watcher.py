@@ -10,12 +10,10 @@ import os
 import sys
 import weakref
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
-from .. import meters, ranks
-from ..figures import UNITS
+from .. import meters
 from . import gate
 from .added import Added
 from .counting import MicroBatches, call_of
@@ -50,11 +48,12 @@ class Watcher:
         self.others = weakref.WeakKeyDictionary()  # {another one: how often it stepped since the last step ended}
         self.optimizers_take_turns = False  # as in a GAN
         self.is_update_due = False  # by a GradScaler, which may skip it
-        self.first_step = None  # what log.step() takes, kept until the second one has shown what is trained
+        self.first_step = None  # what record() takes, kept until the second one has shown what is trained
         self.profiles_last_step = False  # on a card or with --profile, in a step that leaves no line
         self.last_dt = None  # seconds of that step
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs = 0  # that torch.compile made before the step
+        self.world_size = 1  # how many processes train together, from the first step on
         self.seen = None  # a Seen, from the first report on
 
     # what PyTorch calls
@@ -173,13 +172,6 @@ class Watcher:
             self.micro_batches = MicroBatches()
             self.clock.begin_step(self.devices)  # anew, so that no step of ten is reported
 
-    def saw_process_group(self, *args, world_size=-1, **kwargs):
-        """Let a process group of a single process take a free port, so that several rows of a script can be alive."""
-        if world_size < 0:
-            world_size = ranks.world_size()
-        if world_size == 1 and not self.was_launched:
-            os.environ["MASTER_PORT"] = "0"
-
     # a step
 
     @property
@@ -187,43 +179,44 @@ class Watcher:
         """The device of the first optimizer's first parameter."""
         return self.devices[0]
 
-    @property
-    def world_size(self):
-        """How many processes train together."""
-        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
     def end_step(self):
         """End a step: stop the clock, report, and start the clock again. The first step began with a forward."""
         self.is_update_due = False
         self.added.autocast.close()  # if the script calls no backward()
-        dt, queued = self.clock.end_step(self.devices)
+        dt = self.clock.end_step(self.devices)
         self.log.hide_line()
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
-        counts = {unit: self.micro_batches.count_of(unit) * self.world_size for unit in UNITS}
-        on_clock = {"spent": dict(self.clock.spent), "graphs": meters.compiled_graphs() - self.graphs}
-        if self.device.type != "cpu":
-            on_clock["queued"] = queued
-        step = (self.micro_batches.loss, dt, counts, on_clock)
+        graphs = meters.compiled_graphs()
+        on_clock = {"spent": self.clock.spent, "graphs": graphs - self.graphs}
+        self.graphs = graphs
+        step = (self.micro_batches, dt, on_clock)
         if self.first_step is None:
             self.first_step = step
             self.begin_steps()
         elif self.seen is None:
             self.begin_report()
-            self.log.step(*self.first_step)
-            self.log.step(*step)
+            self.record(*self.first_step)
+            self.record(*step)
         elif self.profiles_last_step:
             self.last_dt = dt
             self.keep_profile()
             self.is_over = True
         else:
-            self.log.step(*step)
+            self.record(*step)
         if not self.is_over:
             self.begin_next_step()
+
+    def record(self, micro_batches, dt, on_clock):
+        """Let the log record a step. dt: its seconds. on_clock: more figures, a dict."""
+        tokens = micro_batches.count_of(self.seen.unit) * self.world_size
+        self.log.step(micro_batches.loss, dt, tokens, on_clock)
 
     def begin_steps(self):
         """Let looks at the script come often enough. Exits if it started ranks by itself."""
         self.clock.forget_own_code()
+        if torch.distributed.is_initialized():
+            self.world_size = torch.distributed.get_world_size()
         if count_threads_of_script() == 0:  # these share the interpreter as without us
             sys.setswitchinterval(LOOK_WITHIN)
         if self.world_size > 1 and not self.was_launched:
@@ -233,44 +226,30 @@ class Watcher:
     def begin_next_step(self):
         """Start the clock of the next step, if one is wanted.
 
-        On a CPU the second step is profiled. On a card it is the last one, since what profiles a card slows all steps
-        that follow.
+        On a CPU the second step is profiled. On a card it is one more after all others, since what profiles a card
+        slows all steps that follow.
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
         profiles_at_the_end = on_card or self.args.profile
-        if steps >= self.args.steps - profiles_at_the_end or self.has_enough():
+        if self.args.gate:
+            is_wanted = gate.wait(*self.args.gate, steps)
+        else:
+            is_wanted = steps < self.args.steps - profiles_at_the_end
+        if is_wanted and steps == 0 and not on_card:
+            self.profiler.start(self.device)
+        elif not is_wanted:
             if profiles_at_the_end:
                 self.profiler.start(self.device)
             self.profiles_last_step = self.profiler.is_open
             self.is_over = not self.profiler.is_open
-        elif steps == 0 and not on_card:
-            self.profiler.start(self.device)
-        if self.args.gate and not self.is_over and not gate.wait(*self.args.gate, steps):
-            self.is_over = True
-        if self.is_over:
-            return
+            if self.is_over:
+                return
         if steps == self.log.warmup:
             self.clock.forget_own_code()  # what it did once is not reported
-        self.graphs = meters.compiled_graphs()
         self.micro_batches = MicroBatches()
         # some steps of the warm-up show what kernels belong to
         self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < SYNCHRONIZED_STEPS)
-
-    def has_enough(self):
-        """Return whether --seconds is over.
-
-        Of several ranks the first decides it one step ahead, in a file, so that all of them end after the same step.
-        """
-        seconds, steps = self.args.seconds, len(self.log.steps)
-        if seconds is None or self.world_size == 1:
-            return seconds is not None and self.log.has_enough(seconds)
-        last = Path(self.args.record_path).with_name("last")
-        if self.log.is_rank_0 and not last.exists() and self.log.has_enough(seconds):
-            unfinished = last.with_name("last.unfinished")
-            unfinished.write_text(str(steps + 1))
-            unfinished.rename(last)
-        return last.exists() and steps >= int(last.read_text())
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
@@ -278,7 +257,7 @@ class Watcher:
         self.seen = find_techniques(self)
         tokens = micro_batches.count_of(self.seen.unit) * self.world_size
         flush_stdout()  # so that the script's own lines stand before ours
-        self.log.begin(self.args.title, self.device, self.args.seed, self.seen, tokens)
+        self.log.begin(self.args.title, self.device, self.seen, tokens)
         if self.seen.unit == "step":
             self.log.say("steps are counted, since neither ids of a text nor a batch of samples was surely seen")
         if self.optimizers_take_turns:
