@@ -44,12 +44,6 @@ def techniques_after(tmp_path, words, change=""):
     return ended.of_kind("seen")[0], own.split(), ended.out
 
 
-def test_without_a_word_nothing_is_added(tmp_path):
-    techniques, own, _ = techniques_after(tmp_path, ())
-    assert own == ["float32"] * 6 + ["None", "highest"]
-    assert (techniques["autocast"], techniques["compile"], techniques["fused"]) == (None, False, False)
-
-
 def test_bf16_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path):
     techniques, own, _ = techniques_after(tmp_path, ("+bf16",))
     held, hidden, scores, loss, after, weights = own[:6]
@@ -95,27 +89,6 @@ def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):
     _, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
     assert f"+fused took no effect: {reason}\n" in out
     assert f"+tf32 took no effect: {CHOOSES_OTHERWISE}\n" in out
-
-
-SPARSE = """
-model = nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-
-
-def test_a_fused_update_that_fails_in_the_first_step_goes_on_without(tmp_path):
-    techniques, own, out = techniques_after(tmp_path, ("+fused",), SPARSE)
-    assert own[-2] == "None" and techniques["fused"] is False
-    assert "+fused took no effect: no kernel for sparse gradients, whole numbers or a state on another device" in out
-
-
-def test_any_optimizer_with_such_a_setting_is_fused(tmp_path):
-    """A GradScaler still unscales before the step, without which Lightning refuses to clip."""
-    change = "optimizer = torch.optim.Adagrad(model.parameters())\n"
-    change += "optimizer.register_step_post_hook(lambda *call: print(hasattr(optimizer, '_step_supports_amp_scaling')))"
-    techniques, own, out = techniques_after(tmp_path, ("+fused",), change)
-    assert "False\n" in out and "True\n" not in out
-    assert own[-2] == "True" and techniques["fused"]
 
 
 def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_device():

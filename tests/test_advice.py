@@ -1,7 +1,7 @@
 """What a reader is told to type: it works where it is typed, and it is what + adds."""
 
 from harness import ladder, machine
-from harness.seen import Seen, has_and_lacks, what_to_type, words_on_techniques
+from harness.seen import Seen, has_and_lacks, what_to_type
 from harness.watch.techniques import framework_of, name_of
 
 import re
@@ -94,12 +94,6 @@ def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
     assert what_to_type(seen, ladder.ADDED["fused"]) == "`Adam(..., fused=True)`"
     assert what_to_type(seen, ladder.stage_of("s06")) == "`vocab_size=5056`, a multiple of 64"
     assert what_to_type(seen, ladder.ADDED["compile"]) == "`self.net.compile()`"
-
-
-def test_lightning_refuses_a_fused_update_beside_its_clipping():
-    for framework, clips, is_said in (("lightning", True, True), ("lightning", False, False), (None, True, False)):
-        _, _, remarks = words_on_techniques(Seen(**SEEN | {"framework": framework, "clips": clips}))
-        assert any("on_before_optimizer_step()" in remark for remark in remarks) == is_said
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES, ids=lambda stage: stage.short)
