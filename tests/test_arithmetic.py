@@ -204,16 +204,3 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor):
 def test_a_part_takes_what_the_sum_by_hand_says(stage, part, ms):
     parts = arithmetic.seconds_of_parts(work_of(stage), A100)
     assert 1e3 * parts[part] == pytest.approx(ms, rel=0.005)
-
-
-def test_a_token_takes_its_share_of_all_parts_and_none_where_a_rate_is_unknown():
-    work = work_of("s11")
-    seconds = 38.9e-3 + 3.47e-3 + 10.85e-3 + 2.42e-3 + 1.16e-3  # of a micro-batch: the parts above
-    assert arithmetic.seconds_per_token(work, A100) == pytest.approx(seconds / 16_384, rel=0.005)
-    assert arithmetic.seconds_per_token(replace(work, matmul_dtype="float16"), A100) is None
-
-
-def test_float16_has_two_bytes_and_unscales_its_gradients():
-    bfloat16, float16 = work_of("s03"), work_of("s03", amp_dtype="float16")
-    assert float16 == replace(bfloat16, matmul_dtype="float16", update=20 + 2)
-    assert arithmetic.bytes_moved(float16) == arithmetic.bytes_moved(bfloat16)

@@ -4,11 +4,10 @@ from harness.bench import page, picture
 from harness.bench.answer import answer
 
 import os
-import re
 from pathlib import Path
 
 import pytest
-from fixtures.records import A100, CPU, failure, probed, row, run, table_from
+from fixtures.records import failure, probed, run, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -52,23 +51,6 @@ def test_a_page_and_its_picture_are_byte_for_byte_what_they_were(name, drawn):
     assert text == (FIXTURES / name).read_text(encoding="utf-8")
 
 
-# cells
-
-
-@pytest.mark.parametrize(
-    "above, row_below, typed",
-    [
-        ("s01", row("s05", base="s01"), "s02 to s04, `F.scaled_dot_product_attention(...)`"),
-        ("s11", row("s05", base="s11"), "`s05`"),
-        ("s04", row("s05 --accum 2", script="s05_flash", flags=("--accum", "2"), base="s04"), "`s05 --accum 2`"),
-    ],
-)
-def test_what_you_type_is_a_stages_line_where_it_adds_that_and_names_what_it_skips(above, row_below, typed):
-    rows = [row(above), row_below]
-    table = table_from(*[run(each.name, [1.0], environment=A100) for each in rows], rows=rows)
-    assert table.shown[-1].comparison.change.typed == typed
-
-
 # The answer
 
 
@@ -93,25 +75,3 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         ("what to type", "`model = torch.compile(model)`"),
         ("what to type", "`AdamW(..., fused=True)`"),
     ]
-
-
-# What somebody else wrote
-
-
-def test_a_record_of_somebody_else_puts_no_heading_link_or_html_into_a_page():
-    hostile = "x\n\n# heading <b> [link](http://a.b) ` <img src=x>"
-    about = dict.fromkeys(("text", "command", "commit", "loss_step"), hostile)
-    about["environment"] = CPU | {"device_name": hostile, "torch": hostile}
-    failed, slower = run(hostile, [1.0], end=failure(hostile)), run("s04", [2.0], compile_problem=hostile)
-    table = table_from(failed, run("s01", [1.0]), slower, **about)
-    drawn = page.page(table, "my (first) bench")
-    assert drawn.count("\n#") == 0
-    outside_of_code = re.sub(r"`[^`\n]*`|\\.", "", drawn)
-    links = re.findall(r"\]\((?!../stages)(.*?)\)|<", outside_of_code)
-    assert links == ["my%20%28first%29%20bench.svg", "README.md"]
-    assert "<b>" not in picture.draw(table, "x")
-
-
-def test_code_is_on_one_line_in_the_terminal():
-    code = f"`A={'1' * 70} python`"
-    assert page.beside("type: ", f"{code} or {code}") == f"type: {code}\n      or\n      {code}".replace("`", "")

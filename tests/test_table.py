@@ -104,17 +104,6 @@ def test_between_one_process_and_several_nothing_is_predicted():
     assert table_from(*runs, rates=probed(**RATES), rows=rows).outcomes["two s12"].comparison.predicted is None
 
 
-def test_the_share_of_the_peak_is_by_the_models_shape():
-    """A token takes 6 (12 * 2 * 3**2 + 5 * 3) + 12 * 2 * 3 * 7 = 1890 FLOP at T 7, and 1962 at T 8."""
-    shape = {"vocab_size": 5, "n_layer": 2, "n_head": 1, "n_embd": 3, "seq_len": 7}
-    a_gpt, no_gpt = run("a GPT", [1.0] * 2, shape=shape), run("no GPT", [1.0] * 2, shape=None)
-    several = run("several ranks", [1.0] * 2, shape=shape, world_size=2)
-    longer = run("a longer sequence", [1.0] * 2, shape=shape | {"seq_len": 8})
-    table = table_from(a_gpt, no_gpt, several, longer, rates=probed(float32=1e7, bfloat16=1e8))
-    shares = [outcome.peak_share for outcome in table.shown]
-    assert shares == [pytest.approx(1890 * 1000 / 1e8), None, None, pytest.approx(1962 * 1000 / 1e8)]
-
-
 # noise and verdicts
 
 
