@@ -1,7 +1,7 @@
 """The bench: its command line, what it measures in which order, and what is left when it or a row fails."""
 
 from harness import ladder
-from harness.bench import probe, rounds, rows
+from harness.bench import rows
 from harness.bench.results import Results
 from harness.figures import WARMUP
 
@@ -12,7 +12,7 @@ import signal
 import tempfile
 
 import pytest
-from conftest import ROOT, Ended, error_of, lines_of
+from conftest import ROOT, Ended, lines_of
 from fixtures.records import SEEN
 
 import bench
@@ -112,21 +112,6 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--seq-len", "64", "s01"], "unrecognized arguments: s01; --help lists the flags"),
-        (["--data", "short.bin"], "short.bin has 90 tokens to train on"),
-    ],
-)
-def test_the_probe_ends_with_one_line_if_a_stage_would(tmp_path, capsys, flags, message):
-    (tmp_path / "short.bin").write_bytes(bytes(200))
-    words = [word.replace("short", str(tmp_path / "short")) for word in flags]
-    line = error_of(capsys, probe.main, tmp_path / "out", "stages", "--device=cpu", *words)
-    assert message in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_probe_that_ends_with_a_line_ends_the_bench(repo):
     repo.plan(probe={"do": "refuse", "at": "start"})
     repo.run(status=1)
@@ -210,26 +195,11 @@ def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, how):
 # Ends that nobody planned, and --render
 
 
-def test_a_page_that_can_not_be_written_costs_nothing_that_is_measured(repo, monkeypatch):
-    monkeypatch.setattr(rounds.page, "page", "a mistake")
-    ended = repo.run()
-    assert ended.err.count("x.jsonl: 'str' object is not callable") == 3
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
-
-
 def test_a_record_whose_last_line_was_cut_off_by_a_kill_can_be_drawn(repo):
     repo.run(flags=("--rounds=1",))
     with repo.records.open("a") as record:
         record.write('{"kind": "step", "rou')
     assert re.search(r"^s01 .* 8,000 ", repo.command("--render", "x").out, re.MULTILINE)
-
-
-def test_a_bench_ends_with_its_first_round_if_no_row_takes_a_step(repo):
-    refuse = {"do": "refuse", "at": "start"}
-    repo.plan(**{"s01": refuse, "s01 again": refuse})
-    ended = repo.run("s01", status=1)
-    assert ended.err.splitlines()[-1] == "no row has taken a step, so the bench ends here"
-    assert {line["round"] for line in repo.lines("start")} == {0}
 
 
 # Scripts of the reader's own, in real processes

@@ -1,10 +1,9 @@
 """A real row writes the lines that these tests and the pages use."""
 
-from harness.bench.results import Results
 from harness.bench.rows import row_of
 
 from conftest import FLOAT32, run_by_the_bench
-from fixtures.records import ENDED, SEEN, header, results_of, row, run
+from fixtures.records import ENDED, SEEN, header, run
 
 
 def test_a_row_writes_what_the_records_of_these_tests_have():
@@ -15,10 +14,3 @@ def test_a_row_writes_what_the_records_of_these_tests_have():
     assert SEEN.keys() <= ran.of_kind("seen")[0].keys()
     steps_of_tests = [line for line in run("s10", [1.0]) if line["kind"] == "step"]
     assert steps_of_tests[0].keys() <= ran.of_kind("step")[0].keys()
-
-
-def test_a_full_disk_ends_the_record_and_not_the_bench(capsys):
-    results = Results(results_of(rows=[row("s01")]).bench, open("/dev/full", "w"))  # noqa: SIM115
-    results.add({"kind": "start", "name": "s01", "round": 0})
-    assert list(results.runs) == [("s01", 0)]
-    assert capsys.readouterr().err == "the record ends here: No space left on device\n"

@@ -79,35 +79,7 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
     assert outcome.loss == pytest.approx((4.6 + 5.6) / 2)
 
 
-def in_turn(tmp_path, launcher=(), **plans):
-    """Return the Results of a round of turns of two rows that do as planned, and why they could not, or None."""
-    both = [planned(name, launcher, plans.get(name, {})) for name in "ab"]
-    results = results_of(rows=both, turns=3)
-    reason = rounds.take_turns(0, results)
-    assert all_have_ended(tmp_path / "lock")
-    return results, reason
-
-
-@pytest.mark.parametrize("launcher", [(), TWO_RANKS])
-def test_rows_take_one_step_each_in_turn(launcher, tmp_path):
-    results, reason = in_turn(tmp_path, launcher)
-    assert reason is None
-    assert [len(results.runs[name, 0].counted) for name in "ab"] == [3, 3]
-    assert all(results.runs[name, 0].summary for name in "ab")
-
-
-def test_a_script_with_short_steps_takes_several_in_a_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows.Row, "takes_flags", False)
-    results, _ = in_turn(tmp_path, b={"dt": 0.006})
-    assert [len(results.runs[name, 0].counted) for name in "ab"] == [3, 12]
-
-
-def test_a_row_that_dies_in_a_turn_costs_only_itself(tmp_path):
-    results, _ = in_turn(tmp_path, a={"do": "crash", "at": WARMUP + 1})
-    assert results.runs["a", 0].error["message"] == "RuntimeError: boom"
-    assert len(results.runs["b", 0].counted) == 3
-
-
-def test_rows_take_no_turns_if_memory_is_short(tmp_path, monkeypatch):
+def test_rows_take_no_turns_if_memory_is_short(monkeypatch):
     monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
-    assert in_turn(tmp_path)[1] == "memory does not hold all 2 processes at once"
+    results = results_of(rows=[row("s01"), row("s02")], turns=3)
+    assert rounds.take_turns(0, results) == "memory does not hold all 2 processes at once"

@@ -98,13 +98,6 @@ def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypa
     assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_rows_that_wait_for_their_turns_do_not_spin(monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    for turns in (0, 7):
-        assert (name in row_of("s05").environment({"turns": turns, "variables": {}})) == (turns == 0)
-
-
 @pytest.mark.parametrize(
     "word, reason",
     [
