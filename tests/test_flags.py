@@ -54,24 +54,15 @@ def parse(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "path, problem",
     [
-        (".", "File exists"),
         ("mine.py", "File exists"),
-        ("link", "File exists"),
-        ("mine.py/w.pt", "Not a directory"),
         ("gone/w.pt", "No such file or directory"),
     ],
 )
 def test_a_save_that_would_fail_or_replace_a_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
     (tmp_path / "mine.py").write_text("keep")
-    (tmp_path / "link").symlink_to("not there")
     line = f"error: --save {path}: {problem}: pass the name of a new file in a folder that you may write to"
     assert error_of(capsys, parse, "--save", path) == line
     assert (tmp_path / "mine.py").read_text() == "keep"
-
-
-def test_a_save_is_announced_and_leaves_no_file_before_the_end(parse, tmp_path):
-    assert parse("--save", "w.pt").notes == ["at the end the weights go to w.pt"]
-    assert not (tmp_path / "w.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -132,11 +123,8 @@ def test_what_the_machine_lacks_is_left_out_with_the_reason(parse):
     ]
 
 
-DROPPED = ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS"]
-DROPPED += ["TORCH_COMPILE_OVERRIDE_BACKENDS", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"]
-DROPPED += ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"]
-NAMED = ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_INJECTION64_PATH", "ATEN_CPU_CAPABILITY"]
-NAMED += ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"]
+DROPPED = ["TORCH_COMPILE_DISABLE", "NVIDIA_TF32_OVERRIDE"]
+NAMED = ["CUDA_LAUNCH_BLOCKING"]
 
 
 @pytest.mark.parametrize("name", DROPPED + NAMED)
