@@ -4,8 +4,6 @@ from harness import machine, meters, ranks
 
 import mmap
 import os
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -46,8 +44,7 @@ def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys,
     assert error_of(capsys, machine.find_device, name) == line
 
 
-NO_NUMBERS = ["WORLD_SIZE=abc", "WORLD_SIZE=1.0", "WORLD_SIZE=-1", "WORLD_SIZE=0", "RANK=x", "LOCAL_RANK=x"]
-NO_NUMBERS += ["OMPI_COMM_WORLD_SIZE=abc", "SLURM_STEP_NUM_TASKS=2(x3)"]
+NO_NUMBERS = ["WORLD_SIZE=abc", "WORLD_SIZE=0", "LOCAL_RANK=x", "SLURM_STEP_NUM_TASKS=2(x3)"]
 
 
 @pytest.mark.parametrize("setting", NO_NUMBERS)
@@ -63,11 +60,6 @@ def test_one_of_several_processes_needs_all_variables_of_torchrun(capsys):
     os.environ |= TORCHRUNS | {"MASTER_PORT": ""}
     line = error_of(capsys, ranks.check_ranks)
     assert line == "error: WORLD_SIZE is 2 in the environment, without MASTER_PORT: unset it, or use torchrun"
-
-
-def test_a_rank_beyond_the_world_is_refused(capsys):
-    os.environ |= TORCHRUNS | {"RANK": "2"}
-    assert error_of(capsys, ranks.check_ranks).startswith("error: RANK is 2 and WORLD_SIZE 2")
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
@@ -141,18 +133,3 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
     assert meter == "peak RSS"
     assert during > before + 90e6
     assert after < during - 90e6
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_says_whether_tracked_files_differ(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c"]
-    (tmp_path / "model.py").write_text("one\n")
-    for words in ("init", "add model.py", "commit --no-verify --message first"):
-        subprocess.run([*git, *words.split()], check=True, capture_output=True)
-    name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:12]
-    (tmp_path / "notes.txt").write_text("git does not track it\n")
-    assert meters.commit(tmp_path) == name
-    (tmp_path / "model.py").write_text("two\n")
-    assert meters.commit(tmp_path) == name + "+"
-    (tmp_path / "from a zip").mkdir()
-    assert meters.commit(tmp_path / "from a zip") == ""  # and not that of the repository around it

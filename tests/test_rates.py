@@ -3,13 +3,11 @@
 from harness import rates
 from harness.bench import probe
 
-from functools import partial
-
 import pytest
 import torch
 from conftest import ROOT, lines_of, python
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def test_a_rate_is_what_was_done_over_the_seconds_that_it_took_without_the_first_call(monkeypatch):
@@ -21,13 +19,6 @@ def test_a_rate_is_what_was_done_over_the_seconds_that_it_took_without_the_first
     assert rates.matmul_peak(CPU, torch.float32, 64, seconds=0.5) == pytest.approx(2 * 64**3 / 0.01)
     assert rates.copy_bandwidth(CPU, 1000, copies=7) == pytest.approx(8 * 1000 / 0.01)
     assert done == ["matmul", 1, 51, "copy", 7]  # one matmul on the clock tells how many fill half a second
-
-
-def test_a_clock_waits_for_the_device_before_and_after(monkeypatch):
-    queued = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: queued.append("wait"))
-    rates.seconds_of(2, CARD, partial(queued.append, "work"))
-    assert queued == ["wait", "work", "work", "wait"]
 
 
 def test_the_probe_says_what_the_bench_needs_and_how_fast_the_machine_is(tmp_path):
