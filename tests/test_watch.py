@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FLOAT32, ROOT, STAGE_FILES, WATCH, lines_of, python, run_script
+from conftest import ROOT, WATCH, lines_of, python, run_script
 from fixtures.loops import LOOPS, WORDS, run_in_a_fork, watch_in_a_fork
 from torch.autograd import DeviceType
 
@@ -64,14 +64,6 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
     assert sum(ended.summary["shares"].values()) == pytest.approx(1, abs=1e-3)  # what follows the last step is no part
     assert ended.err.splitlines()[-1] == "train.py was stopped after 5 steps, when it began another"
     assert re.search(r"^slow        \d+ % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
-
-
-def test_a_stage_that_is_watched_prints_its_last_line_and_saves(tmp_path):
-    flags = (*FLOAT32, "--save", "w.pt")
-    ended = run_in_a_fork(tmp_path, "--steps", "5", STAGE_FILES["s01"], *flags)
-    assert ended.status == 0, ended.err
-    assert re.findall(r"^step +(\d+) ", ended.out, re.MULTILINE) == ["0", "1", "2", "3", "4"]
-    assert (tmp_path / "w.pt").exists()
 
 
 AT_HOME = """
@@ -139,20 +131,6 @@ def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line
     assert "watcher.py" not in ended.err
     if "failed" in told:
         assert ended.of_kind("error")[0]["traceback"] in ended.err
-
-
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (("nothing.py",), "there is no script nothing.py"),
-        (("-m", "nothing.at.all"), "No module named 'nothing'"),
-    ],
-)
-def test_a_wrong_command_is_one_line(tmp_path, words, told):
-    (tmp_path / "train.py").write_text(TRAIN)
-    ended = run_in_a_fork(tmp_path, *words)
-    [line] = ended.err.splitlines()
-    assert ended.status == 2 and line.startswith("error: ") and told in line
 
 
 DDP = """
@@ -260,14 +238,6 @@ threading.Thread(target=time.sleep, args=[20], daemon=True).start()  # as a prog
 def test_what_may_load_data_is_counted(tmp_path):
     ended = watch_in_a_fork(tmp_path, TRAIN.replace(START, START + LOADERS), "--steps", "2")
     assert ended.of_kind("seen")[0]["loaders"] == 2
-
-
-def test_a_script_that_profiles_itself_keeps_its_profile_and_lacks_nothing(tmp_path):
-    text = TRAIN.replace(START, f"{START}\nprofiler = torch.profiler.profile()\nprofiler.start()")
-    text += "profiler.stop()\nassert len(profiler.events()) > 100\nprint('its own profile')\n"
-    ended = watch_in_a_fork(tmp_path, text, "--steps", "99")
-    assert "its own profile" in ended.out
-    assert "its operations were not looked at, attention among them: the script profiles itself" in ended.out
 
 
 @pytest.mark.parametrize("name", LOOPS)
