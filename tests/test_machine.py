@@ -1,4 +1,4 @@
-"""What the harness finds out about a machine: devices, units, launchers, cores, memory, the commit."""
+"""What the harness finds out about a machine: devices, units, launchers, cores, memory."""
 
 from harness import machine, meters, ranks
 

@@ -1,4 +1,4 @@
-"""The table of a bench in words: on a page, in its picture, in the terminal, and as an answer."""
+"""The table of a bench in words: on a page, in its picture, and as an answer."""
 
 from harness.bench import page, picture
 from harness.bench.answer import answer

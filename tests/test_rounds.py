@@ -1,4 +1,4 @@
-"""Rows run to their end or take turns, and one that fails says why and costs itself alone."""
+"""Rows run to their end, take no turns where memory is short, and one that fails says why."""
 
 from harness import ladder
 from harness.bench import rounds, rows
