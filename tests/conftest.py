@@ -63,10 +63,6 @@ class Ended:
         return [line for line in self.lines if line["kind"] == kind]
 
     @property
-    def header(self):
-        return self.of_kind("header")[0]
-
-    @property
     def summary(self):
         return self.of_kind("summary")[0]
 
@@ -166,11 +162,13 @@ def python(*words, folder=ROOT, **env):
 
 def run_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row, by the lines that the bench keeps."""
-    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seconds": 99, "seed": 1337}
+    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seed": 1337}
     bench |= {"turns": 0, "rounds": 1, "flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
     results = Results(bench, record)
     with contextlib.closing(rounds.RowProcess(row, results, 0)) as process:
+        process.take(steps)
+        process.gate.unlink()
         process.wait()
     lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
     return Ended(0, "", "", lines)

@@ -92,7 +92,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["s01", "--steps", "4"], "--steps 4: the first 4 steps are warm-up"),
+        (["s01", "--steps", "5"], "--steps 5: the first 4 are warm-up"),
         (["mine.py", "--batch-size", "4"], "--batch-size is for stages, and no row is one"),
         (["s01", "--out=old"], "results/old is there already: pass another --out"),
         (["--render", "old.md"], "results/old.jsonl is no record of this version of the bench"),
@@ -136,8 +136,8 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
     assert ended.err.count(f"all rows took {STEPS - WARMUP} turns") == 3
     assert re.search(r"^s03 +16,000 +2\.00 ± 0\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith("# x: a bench on A CPU\n")
-    for header in repo.lines("header"):
-        assert {*repo.flags, "--seed", "7", "--no-compile"} <= set(header["argv"])
+    for seen in repo.lines("seen"):
+        assert {*repo.flags, "--seed", "7", "--no-compile"} <= set(seen["argv"])
 
 
 def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
@@ -145,17 +145,17 @@ def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
     repo.plan(s02={"loaders": 1})
     ended = repo.run()
     assert ended.err.count("rows run one after the other") == 1
-    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
+    assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS - 1] * 3)
     assert "since the workers of s02 load its data ahead" in repo.page.read_text()
     assert ended.err.count("s03 has ended") == 3
 
 
-def test_without_flags_a_stage_has_10_steps_of_warm_up_and_takes_7_turns(repo):
+def test_without_flags_a_stage_has_6_steps_of_warm_up_and_takes_7_turns(repo):
     repo.command("s01", *repo.flags)
     [repo.records] = repo.records.parent.glob("*.jsonl")
-    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [17] * 3)
+    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [13] * 3)
     [line] = repo.lines("bench")
-    assert [line[name] for name in ("warmup", "steps", "turns", "rounds", "loss_step")] == [10, 27, 7, 3, 16]
+    assert [line[name] for name in ("warmup", "steps", "turns", "rounds", "loss_step")] == [6, 27, 7, 3, 12]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():
     assert line["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, how):
     repo.plan(**{"s02 again": {"do": "interrupt the bench", "at": 5, "round": 1, "signal": how}})
     ended = repo.run(status=128 + how)
@@ -231,5 +231,5 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outs
     assert min(min(steps) for steps in repo.steps_taken().values()) > STEPS  # a turn has many, since they are short
     assert [line["fused"] for line in repo.lines("seen")] == [False, False, True]
     assert [line["batch_size"] for line in repo.lines("seen")] == [4, 4, 4]
-    assert repo.lines("header")[0]["seed"] == 4
+    assert repo.lines("bench")[0]["seed"] == 4
     assert r"`+fused tr\udce9.py --x=tr\udce9.py`" in repo.page.read_text("utf-8")

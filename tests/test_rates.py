@@ -25,12 +25,12 @@ def test_the_probe_says_what_the_bench_needs_and_how_fast_the_machine_is(tmp_pat
     probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
     flags = ("--device", "cpu", "--amp-dtype", "float32", "--data", "docs")
     ended = python(probe, tmp_path / "record", "stages", *flags)
-    about, line = lines_of(tmp_path / "record")
+    [about] = lines_of(tmp_path / "record")
     assert ended.status == 0
     assert (about["environment"]["device"], about["text"]) == ("cpu", "Python's documentation, a token a byte")
     assert about["flags"] == ["--device", "cpu", "--batch-size", "1"]
-    assert line["peak"].keys() <= {"float32", "tf32"}
-    assert min(line["peak"]["float32"], line["copy"]) > 0
+    assert about["rates"]["peak"].keys() <= {"float32", "tf32"}
+    assert min(about["rates"]["peak"]["float32"], about["rates"]["copy"]) > 0
 
 
 def test_a_download_that_fails_is_tried_once_for_all_rows(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_word_is_a_launcher_a_script_and_flags(word, launcher, script, flags):
 
 
 FOLDER = Path("/folder")
-BENCH = {"steps": 9, "warmup": 4, "turns": 0, "seconds": 6, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
+BENCH = {"steps": 9, "warmup": 4, "turns": 0, "seed": 5, "flags": ["--steps", "9", "--lr", "1"]}
 
 
 def command_of(row):
@@ -61,7 +61,7 @@ def command_of(row):
 
 
 WATCH = [str(ROOT / "stages" / "watch.py"), "--record", "/folder/record", "--seed", "5", "--warmup", "4"]
-WATCH += ["--steps", "9", "--seconds", "6"]
+WATCH += ["--gate", "/folder/gate", str(os.getpid())]
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     table = table_from(*runs, run("+bf16", [0.5], **sgd, autocast="bfloat16"), rows=rows)
     assert [outcome.comparison.change.in_vain for outcome in table.shown] == [[], ["compile"], ["fused"], []]
     assert [outcome.row.name for outcome in table.pairs] == ["+compile", "+fused"]
-    assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "all together", "what to type"]
+    assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "all together"]
 
 
 def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_rows_model():

@@ -3,6 +3,7 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
+from harness.seen import Seen
 from harness.watch.findings import causes
 from harness.watch.profiler import busy_ms
 from harness.watch.techniques import Habits
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, WATCH, lines_of, python, run_script
 from fixtures.loops import LOOPS, WORDS, run_in_a_fork, watch_in_a_fork
+from fixtures.records import SEEN
 from torch.autograd import DeviceType
 
 # Four sequences of 8 tokens in each of 2 micro-batches. It keeps its own clock and its own sum of losses.
@@ -163,13 +165,11 @@ def test_all_ranks_of_torchrun_are_counted(tmp_path):
     assert SUMS_TWICE not in ended.out
 
 
-LAUNCH = "os.environ.update(MASTER_ADDR='localhost', WORLD_SIZE='1', RANK='0')\nimport socket\n"
-LAUNCH += "taken = socket.create_server(('localhost', 0))\nos.environ['MASTER_PORT'] = str(taken.getsockname()[1])"
+LAUNCH = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='0', WORLD_SIZE='1', RANK='0')"
 ONE_RANK = DDP.replace("LAUNCH", LAUNCH).replace("FIRST", "contextlib.nullcontext()")
 
 
-def test_a_process_group_of_one_takes_a_free_port_and_is_told_of_sums_in_each_micro_batch(tmp_path):
-    """So that several rows of a script that names a port can be alive."""
+def test_a_script_that_sums_gradients_in_each_micro_batch_is_told_so(tmp_path):
     ended = watch_in_a_fork(tmp_path, ONE_RANK, "--steps", "3")
     assert f"slow    {SUMS_TWICE}" in ended.out
 
@@ -269,7 +269,7 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
     log = SimpleNamespace(steps=[], counted_steps=lambda: 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}])
     clock = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9})})
-    seen = SimpleNamespace(accum=1, busy_ms=None, reads=0)
+    seen = Seen.of_line(SEEN)
     watcher = SimpleNamespace(log=log, clock=clock, habits=Habits(), device=torch.device("cuda"), seen=seen)
     assert causes(watcher) == []
     seen.busy_ms = 20.0

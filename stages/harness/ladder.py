@@ -13,8 +13,8 @@ class Stage:
     name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
     None for s01, which has none. unpredictable: True if its gain does not follow from FLOPs and bytes. for_the_loss:
     whether it may change the loss; all others leave it as it was up to rounding, accumulation with --accum 1. added_as:
-    "bf16" if "+bf16 train.py" adds the technique to a script from outside. takes_ranks: whether torchrun may start
-    several processes of it.
+    "bf16" if "+bf16 train.py" adds the technique to a script from outside. left_out_by: the flag with which no stage
+    has it. takes_ranks: whether torchrun may start several processes of it.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Stage:
     unpredictable: bool = False
     for_the_loss: bool = False
     added_as: str | None = None
+    left_out_by: str | None = None
     takes_ranks: bool = False
 
     @property
@@ -39,8 +40,8 @@ class Stage:
 STAGES = (
     Stage("s01_baseline", "nothing yet: float32"),
     Stage("s02_tf32", '`set_float32_matmul_precision("high")`', "TF32", added_as="tf32"),
-    Stage("s03_bf16", "`with torch.autocast(...):`", "autocast", added_as="bf16"),
-    Stage("s04_compile", "`model = torch.compile(model)`", "compile", added_as="compile"),
+    Stage("s03_bf16", "`with torch.autocast(...):`", "autocast", added_as="bf16", left_out_by="--amp-dtype float32"),
+    Stage("s04_compile", "`model = torch.compile(model)`", "compile", added_as="compile", left_out_by="--no-compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", "flash attention"),
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "a padded vocabulary", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", "clipping", for_the_loss=True),
