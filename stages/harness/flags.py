@@ -211,4 +211,3 @@ def check_save(args):
         args.save.unlink()
     except OSError as error:
         refuse(f"--save {args.save}: {error.strerror}: pass the name of a new file in a folder that you may write to")
-    args.notes.append(f"at the end the weights go to {args.save}")

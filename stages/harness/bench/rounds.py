@@ -59,8 +59,9 @@ def measure(results, path):
 def report(number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
     share = len(results.runs) / (results.bench["rounds"] * len(results.rows))
-    minutes = (time.monotonic() - results.began) * (1 / share - 1) / 60
-    tell(f"round {number + 1}: {what}; about {math.ceil(minutes)} min left")
+    minutes = math.ceil((time.monotonic() - results.began) * (1 / share - 1) / 60)
+    time_left = f"; about {minutes} min left" if minutes else ""
+    tell(f"round {number + 1}: {what}{time_left}")
 
 
 def take_turns(number, results):

@@ -38,7 +38,6 @@ class MicroBatches:
         self.was_used = False
         self.unscaled_loss = None  # what a GradScaler multiplied last
         self.call = None  # the one that counts, of those since the last backward
-        self.is_called_again = False  # whether a module was, before one backward, and its largest call counts
 
     def add_call(self, call):
         """Keep what was read since the last backward.
@@ -49,11 +48,9 @@ class MicroBatches:
         if self.was_used:
             self.batches, self.losses, self.was_used = [], [], False
         last = self.call
-        if last is not None and call.module is last.module and call.is_training == last.is_training:
-            if call.tokens and call.inputs is not last.inputs:
-                call.tokens += last.tokens
-            else:
-                self.is_called_again = True
+        is_the_same = last is not None and call.module is last.module and call.is_training == last.is_training
+        if is_the_same and call.tokens and call.inputs is not last.inputs:
+            call.tokens += last.tokens
         if last is None or call.priority > last.priority:
             self.call = call
 
@@ -67,8 +64,6 @@ class MicroBatches:
         if last.tokens and args[0] is not last.inputs:
             last.tokens += last.own_tokens
             last.inputs = args[0]
-        else:
-            self.is_called_again = True
         return True
 
     def add_backward(self, loss):

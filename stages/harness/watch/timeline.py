@@ -36,7 +36,8 @@ class StepClock:
     """
 
     def __init__(self):
-        self.kinds = ["rest"]  # those that are open, each inside of the one before
+        # those that are open, each inside of the one before; a loss is "rest" until backward() shows that it was one
+        self.kinds = ["rest"]
         self.rests = threading.Event()  # set when the script comes to its own code, on the clock
         self.looks_at_lines = False  # whether own code took long in the step before: each look disturbs a little
         self.is_after_forward = False
@@ -44,11 +45,6 @@ class StepClock:
         self.range = contextlib.ExitStack()  # of the profile
         self.forget_own_code()
         self.begin_step()
-
-    @property
-    def kind(self):
-        """What the time counts as. The loss is only known as one when backward() follows, and is "rest" till then."""
-        return self.kinds[-1]
 
     def begin_step(self, devices=(), waits_between=False):
         """Begin a step, once the devices are ready. waits_between: whether each kind waits for them, too."""
@@ -64,7 +60,7 @@ class StepClock:
     def end_step(self, devices):
         """End a step, once the devices are ready. Return its seconds."""
         wait_for(devices)
-        self.count(self.kind)
+        self.count(self.kinds[-1])
         self.is_running = False
         dt = self.since - self.began
         self.looks_at_lines = self.spent["rest"] + self.spent["loss"] > WORTH_A_LOOK * dt
@@ -126,7 +122,7 @@ class StepClock:
         """
         with lock_of_compiler():  # which may take seconds
             self.rests.clear()
-            if not self.is_running or self.kind != "rest":
+            if not self.is_running or self.kinds[-1] != "rest":
                 return
             self.rests.set()
             own_seconds = self.own_seconds + time.perf_counter() - self.since
@@ -136,7 +132,8 @@ class StepClock:
     def name_in_profile(self):
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
         self.range.close()
-        name = "Optimizer.step#watched" if self.kind == "update" else f"python ({self.kind})"
+        kind = self.kinds[-1]
+        name = "Optimizer.step#watched" if kind == "update" else f"python ({kind})"
         self.range.enter_context(torch.profiler.record_function(name))
 
 

@@ -262,8 +262,6 @@ class Watcher:
             self.log.say("steps are counted, since neither ids of a text nor a batch of samples was surely seen")
         if self.optimizers_take_turns:
             self.log.say("optimizers train in turn: a step ends with the first one's, and has its batch and its loss")
-        if micro_batches.is_called_again:
-            self.log.say("a module is called more than once before backward(): its largest call is counted")
         self.models = {}
         self.keep_profile()
         self.profiler.forget()
