@@ -12,8 +12,9 @@ word that is a stage, ends in .py, or is the -m of a module, so before it write 
 +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are in.
 If it writes files, put {row} into their names, for example --out=out-{row}: it is another number in each run.
 
-Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --steps and --seed also go to
-scripts. A script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
+Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts, and
+--steps limits them, but in a turn they take several steps if these are short. A script chooses its own device, so
+--device cpu hides all cards, and --device cuda:1 all but that one.
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
@@ -41,7 +42,7 @@ from harness.bench import rounds
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
 from harness.common import refuse, set_up_output, tell
-from harness.figures import ENOUGH_STEPS, WARMUP
+from harness.figures import WARMUP
 from harness.flags import Parser, positive, seed
 
 
@@ -76,8 +77,8 @@ def interrupt(signal_number, frame):
 def parse_command(argv):
     """Return the command line as a namespace. Exits with one line and status 2 if it is wrong.
 
-    Without --render it has more than the bench's own flags: `rows`, the Rows of the commands; `climb`, the Row of
-    --climb or None; and `flags`, the words that stages get, which a stage has not looked at yet.
+    Without --render it has more than the bench's own flags: `rows`, the Rows of the commands; `climb`, now a Row or
+    None; `has_stages`, whether any row takes the flags of stages; and `flags`, these flags, which no stage has read.
     """
     args, words = new_parser().parse_known_args(argv)
     for name in (args.out, args.render):
@@ -92,10 +93,10 @@ def parse_command(argv):
     args.rows = [row_of(command) for command in commands]
     if args.climb is not None:
         args.climb = row_of(args.climb)
-        check(args.climb)
-    for row in args.rows:
+    own_rows = [*args.rows, args.climb] if args.climb else args.rows
+    for row in own_rows:
         check(row)
-    args.has_stages = any(row.takes_flags for row in args.rows) or not (args.rows or args.climb)
+    args.has_stages = not own_rows or any(row.takes_flags for row in own_rows)  # without rows the ladder runs
     if not args.has_stages:
         refuse_flags_of_stages(args.flags)
     return args
@@ -179,7 +180,9 @@ def new_bench(args, machine, argv):
         rows = rows_of_ladder(device)
     if device == "cpu":
         steps = args.steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
-        turns = max(min(rounds.TURNS, steps - WARMUP), steps - rounds.WARMUP_OF_PLAIN)
+        turns = min(rounds.TURNS, steps - WARMUP)
+        if steps > rounds.WARMUP_OF_PLAIN + turns:
+            turns = steps - rounds.WARMUP_OF_PLAIN  # more steps are more turns
         warmup = min(rounds.WARMUP_ON_CPU, steps - turns)
     else:
         steps = args.steps or WARMUP + rounds.MOST_COUNTED_STEPS
@@ -191,7 +194,7 @@ def new_bench(args, machine, argv):
         "warmup": warmup,
         "steps": steps,
         "turns": turns,
-        "loss_step": min(steps - 1, warmup + ENOUGH_STEPS) - 1,  # the last one that every row has to take
+        "loss_step": min(steps - 1, warmup + rounds.ENOUGH_STEPS) - 1,  # the last one that every row has to take
         "seed": args.seed,
         "flags": ["--steps", str(steps), "--seed", str(args.seed), *args.flags, *machine["flags"]],
         "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
@@ -227,12 +230,11 @@ def render(name):
     """Draw a page again. Exits with one line if its record can't be drawn."""
     path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
     try:
-        results = Results.load(path)
+        rounds.draw(Results.load(path), path)
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except Exception as error:  # what an older record lacks may be missed anywhere
         refuse(f"results/{path.name} is no record of this version of the bench ({type(error).__name__}: {error})")
-    rounds.show(results, path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 stages/s12_ddp.py
 
-Each process, a rank, has the whole model, a card of its own if there are enough, and its own slices of the data.
+Each process, a rank, has the whole model, its own slices of the data and, if it trains on cards, a card of its own.
 DistributedDataParallel averages the gradients over all ranks, bucket by bucket, while the backward still runs. So all
 ranks take the step that one process would take with all micro-batches. Only the last micro-batch of a step needs the
 average, and a flag turns it off for the others, as model.no_sync() does. Under plain python there is one rank. It takes

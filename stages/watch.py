@@ -40,10 +40,11 @@ def main(argv):
     ranks.check_ranks()
     args = parse_command(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
-    args.log = Log(args.record_path, out, args.warmup)
-    watcher = Watcher(args)
-    args.log.say(f"watching {args.title} in {args.folder} for {'the' if args.gate else args.steps} steps")
-    args.log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
+    log = Log(args.record_path, out, args.warmup)
+    watcher = Watcher(args, log)
+    limit = "" if args.gate else f" for {args.steps} steps"
+    log.say(f"watching {args.title} in {args.folder}{limit}")
+    log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)
     leave_home_to(args)
     status, reason = run(args, watcher)
@@ -62,7 +63,7 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = "stop it when it begins another step after so many (%(default)s)"
+    steps_help = "stop it when it begins another step after so many, at least 2 (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="of these, how many are not counted (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
@@ -122,7 +123,7 @@ def run(args, watcher):
         text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
         if not is_elsewhere():
-            args.log.write("error", message=in_a_line(error), traceback=text)
+            watcher.log.write("error", message=in_a_line(error), traceback=text)
         return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
 
@@ -169,10 +170,10 @@ def report_end(args, watcher, status, reason):
     line = f"{reason} after {steps} steps"
     if watcher.first_step is None:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
-        if watcher.micro_batches.losses:
-            line += ". It calls backward(): the steps of optimizers of torch.optim, and of their subclasses, are seen"
-        elif status == 0:
-            line += ". Ranks that it starts itself must take RANK and WORLD_SIZE from torchrun: see --help"
+        if status == 0:
+            line += ". Its optimizer has to be of torch.optim or a subclass, and ranks to be started by torchrun"
+    elif steps == 0:
+        line = f"{reason} after one step, and only a second one shows what is trained"
     watcher.finish()
     print(f"{args.title} {line}", file=sys.stderr)
     if status == 0 and steps == 0:

@@ -134,7 +134,7 @@ def test_a_control_that_differs_from_its_first_run_hides_all_that_is_closer_to_1
     """It is 1.25 times as fast, and all rows scatter by nothing."""
     dts = {"s01": 1.0, "s01 again": 0.8, "s03": 0.9, "s05": 0.3}
     table = table_from(*[run(name, [dt] * 3) for name, dt in dts.items()])
-    assert table.least == pytest.approx(0.25)
+    assert table.disturbance == pytest.approx(0.25)
     assert [outcome.comparison.verdict for outcome in table.shown] == [None, Verdict.UNCLEAR, Verdict.FASTER]
 
 
@@ -151,6 +151,13 @@ def test_steps_are_compared_only_between_rows_of_one_command():
     rows.append(row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16"))
     table = table_from(*[run(each.name, [1.0], unit="step", tokens=1) for each in rows], rows=rows)
     assert [outcome.comparison.ratio is not None for outcome in table.shown] == [False, True, False]
+
+
+def test_a_run_that_ended_in_its_warm_up_has_no_ratio():
+    """The steps of this script are uneven, so that its speed is that of all its tokens over all seconds."""
+    whole = [run(name, [1.0, 1.0, 9.0], number) for number in (0, 1) for name in ("t.py", "t.py again")]
+    table = table_from(*whole, run("t.py", [], 2, end=None))
+    assert table.outcomes["t.py"].times.keys() == {0, 1}
 
 
 def test_what_was_in_a_script_already_is_a_pair_of_one_computation():

@@ -9,8 +9,8 @@ CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another 
 def words_on_card(rounds):
     """Return what is worth saying about the card under a row, a list of words.
 
-    rounds: for each round, the step lines of a record that are counted. Some have "card", which is what
-    meters.card_state() returned.
+    rounds: for each round, the step lines of a record that are counted. "card" in each is what meters.card_state()
+    returned, which may be None.
     """
     words, clocks, hot = [], [], []
     for steps in rounds:

@@ -7,10 +7,9 @@ import numpy as np
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # that watch.py takes of a script
-ENOUGH_STEPS = 7  # counted steps that a row of the bench needs in a round
 UNEVEN = 1.2  # with a mean of dt above 1.2 medians, no step is typical
-LONG = 0.2  # of the time: what takes more is reported
-LONG_WAIT = 0.1  # a script that waits for a DataLoader for a larger share of its time hears of it
+LONG = 0.2  # of the time: a part of a step that takes more is reported
+LONG_WAIT = 0.1  # the same for a DataLoader and for an evaluation, which take nothing in many scripts
 
 
 def figures_of(counted):
@@ -50,6 +49,6 @@ def waiting_share(steps):
     return sum(step["spent"]["data"] for step in steps) / sum(step["dt"] for step in steps)
 
 
-def seconds_of_warmup(steps, warmup=WARMUP):
+def seconds_of_warmup(steps, warmup):
     """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
     return sum(step["dt"] for step in steps[:warmup])

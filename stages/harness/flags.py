@@ -20,7 +20,7 @@ HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace, and print what was chosen for those that were not given.
+    """Return the flags of a stage as a namespace. Print its title, its sizes, and what the user should know of them.
 
     doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
     a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong flag. From here on a wrong
@@ -194,7 +194,7 @@ def fill_in_techniques(args):
 
 def check_ranks_of_stage(args):
     """Exit with one line if a stage, or its --accum, is not for as many processes as were started."""
-    from . import ladder  # a single process, as of most learners, needs no table of the stages
+    from . import ladder  # not above, since a stage alone loads 1,000 lines at most: see test_ladder.py
 
     world_size = ranks.world_size()
     stage = ladder.stage_of(sys.argv[0])

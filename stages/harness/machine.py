@@ -110,10 +110,6 @@ def units_of(device):
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
     if device.type != "cuda":  # a watched script may have a device of which nothing is known
         return set()
-    if torch.version.hip and not torch.cuda.is_tf32_supported():  # PyTorch asks the current card, and no other one
-        return {"float16", "bfloat16"}
-    if torch.version.hip:
-        return {"float16", "bfloat16", "tf32"}
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 0):  # Ampere
         return {"float16", "bfloat16", "tf32"}

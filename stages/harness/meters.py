@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from . import machine
-from .machine import cores
 
 
 def synchronize(device):
@@ -83,7 +82,9 @@ def card_state(device):
 
     It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
     """
-    nvml, handle = nvml_of(device) if device.type == "cuda" else (None, None)
+    if device.type != "cuda":
+        return None
+    nvml, handle = nvml_of(device)
     if nvml is None:
         return None
     # of 8 bytes that are 0: some functions write the lower 4 alone
@@ -93,7 +94,9 @@ def card_state(device):
         nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(celsius)),
         nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)),
     ]
-    return None if any(errors) else {"mhz": mhz.value, "celsius": celsius.value, "reasons": reasons.value}
+    if any(errors):
+        return None
+    return {"mhz": mhz.value, "celsius": celsius.value, "reasons": reasons.value}
 
 
 @functools.cache
@@ -121,7 +124,7 @@ def environment(device):
         "device": device.type,
         "device_name": machine.device_name(device),
         "threads": torch.get_num_threads(),
-        "cores": cores(),
+        "cores": machine.cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -39,13 +39,14 @@ class Seen:
     optimizer has such a kernel. optimizer: one that could be fused, if there is one. schedules, groups: whether rates
     change, and whether weights decay by groups. framework: the package that calls the optimizer. loaders: processes and
     threads that it started, most likely to load its data. failed: {an added technique: why it was left out again}.
-    model_name: what the script calls the outermost module that it calls, "model" or "self.net". can_compile_in_place:
+    model_name: what the script calls the largest module that it calls, "model" or "self.net". can_compile_in_place:
     whether MODEL.compile() compiles it, as it does for a class of the script's own.
 
-    Of the operations of one step. profiled: whether they were seen. attention: whether there
-    is any. sdpa: the kernel that scaled_dot_product_attention chose. attention_drops: whether
-    it has dropout, if that kernel is "math". vocabulary: the columns of the last matmul.
-    busy_ms, reads: on a card, how long it is busy in the step, and how many numbers are read from it.
+    Of the operations of one step. profiled: whether they were seen. attention: whether there is any. sdpa: the kernel
+    that scaled_dot_product_attention chose. attention_drops: whether it has dropout, if that kernel is "math".
+    vocabulary: the columns of the last matmul. In compiled code, and without a profile, it is the rows of the largest
+    embedding if a layer has as many outputs. busy_ms, reads: on a card, how long it is busy in the step, and how many
+    numbers are read from it.
 
     Of the machine, what the script could use. can_tf32: whether it has such units. amp_dtype: the 16-bit dtype that it
     multiplies natively, or "float32". compile_problem: what torch.compile lacks.
@@ -106,19 +107,19 @@ class Seen:
         """The Work of a GPT's micro-batch; None for a model that is not a GPT."""
         if not self.shape:
             return None
-        amp_dtype = self.autocast or self.weights
-        in_tf32 = amp_dtype == "float32" and self.tf32 and self.can_tf32
+        dtype = self.autocast or self.weights
+        in_tf32 = dtype == "float32" and self.tf32 and self.can_tf32
         update = FUSED_ADAMW if self.fused else ADAMW
         if self.clips:
             update += CLIPPING
-        if amp_dtype == "float16":
+        if dtype == "float16":
             update += UNSCALING
         if self.ddp:
             update += BUCKETS
         return Work(
             self.shape,
             self.batch_size,
-            matmul_dtype="tf32" if in_tf32 else amp_dtype,
+            matmul_dtype="tf32" if in_tf32 else dtype,
             on_cuda=self.device == "cuda",
             compiled=self.compile,
             flash=self.has_flash_attention,
@@ -139,15 +140,15 @@ def has_and_lacks(seen):
     has_float32 = seen.weights == "float32"
     can_use_tf32 = seen.can_tf32 and has_float32
     can_use_autocast = seen.amp_dtype != "float32" and has_float32
-    rows = seen.vocabulary or 0
-    has_large_vocabulary = rows >= SMALL_VOCABULARY
+    vocabulary = seen.vocabulary or 0
+    has_large_vocabulary = vocabulary >= SMALL_VOCABULARY
     has_slow_attention = seen.attention and seen.sdpa is None
     table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
         "s02_tf32": (seen.tf32 and can_use_tf32, can_use_tf32),
         "s03_bf16": (seen.autocast is not None and has_float32, can_use_autocast),
         "s04_compile": (seen.compile, seen.compile_problem is None),
         "s05_flash": (seen.has_flash_attention, has_slow_attention),
-        "s06_vocab": (has_large_vocabulary and rows % 64 == 0, has_large_vocabulary),
+        "s06_vocab": (has_large_vocabulary and vocabulary % 64 == 0, has_large_vocabulary),
         "s07_clip": (seen.clips, False),
         "s08_cosine": (seen.schedules, False),
         "s09_decay": (seen.groups, False),

@@ -35,7 +35,8 @@ def words_on_verdict(outcome):
 def reason_of_verdict(outcome):
     """Return why a row has its verdict, or None if its ± alone says it."""
     comparison = outcome.comparison
-    is_same_computation, stage = comparison.change.is_same_computation, outcome.row.stage
+    is_same_computation = comparison.change.is_same_computation
+    stage = outcome.row.stage
     if comparison.verdict is Verdict.SLOWER and stage and stage.left_out_by:
         return f"leave it out of all rows by {stage.left_out_by}"
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:

@@ -4,7 +4,7 @@ import re
 import sys
 
 from ..card import words_on_card
-from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
+from ..figures import LONG, LONG_WAIT, UNITS, WARMUP, seconds_of_warmup, waiting_share
 from ..seen import uses, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import shortened
@@ -86,16 +86,16 @@ def note_cell(outcome, bench):
         parts.append(f"the card waits for Python or for data in {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
-    warmup = seconds_of_warmup(outcome.runs[0].steps) if outcome.runs else 0
-    if warmup > LONG_WARMUP:
-        parts.append(f"{warmup:.0f} s of warm-up")
+    seconds = seconds_of_warmup(outcome.runs[0].steps, WARMUP) if outcome.runs else 0  # the first steps compile
+    if seconds > LONG_WARMUP:
+        parts.append(f"{seconds:.0f} s of warm-up")
     return escaped("; ".join(parts))
 
 
 def remarks(outcome):
-    """Return what the terminal says of a row, too, a list of words.
+    """Return what both the terminal and the page say of a row, a list of words.
 
-    It is why it failed, with which row it is compared, and what a script has and lacks.
+    They say why it failed, with which row it is compared, and what a script has and lacks.
     """
     words = []
     base = outcome.comparison.base

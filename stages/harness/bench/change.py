@@ -16,8 +16,8 @@ class Change:
 
     title: the row's title, and what it adds if that does not say it. typed: the cell with what its reader types, in
     markdown. stages: those whose techniques it claims to add, even if they do nothing here. in_vain: the techniques,
-    for example "bf16", that were added to a script and do nothing there. is_same_computation: whether both should be as
-    fast.
+    for example "bf16", that were added to a script and do nothing there. is_same_computation: whether both should be
+    equally fast.
     """
 
     title: str
@@ -35,8 +35,8 @@ def change_of(outcome, base):
     if not row.keeps_memory:
         return Change(row.title, "without the memory variables")
     if above and not above.keeps_memory and runs_the_same(row, above):
-        variables = " ".join(f"`{name}={value}`" for name, value in CPU_MEMORY.items())
-        return Change(f"{row.title} with memory variables", f"{variables} in front of `python`")
+        settings = " ".join(code(f"{name}={value}") for name, value in CPU_MEMORY.items())
+        return Change(f"{row.title} with memory variables", f"{settings} in front of `python`")
     claimed = claims_of(row, above)
     added = [stage for stage in claimed if stage in techniques_of(outcome) and stage not in techniques_of(base)]
     change = Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)), stages=claimed)
@@ -77,7 +77,7 @@ def techniques_of(outcome):
 def computes_the_same(outcome, base, claimed, added):
     """Return whether a row should be as fast as its base, since what it adds changes nothing that takes time.
 
-    If attention falls back on matmuls, these are others than s04's.
+    Not if scaled_dot_product_attention took another kernel: even its matmuls are not those of explicit attention.
     """
     if base is None or not claimed or any(stage.unpredictable for stage in claimed):
         return False

@@ -1,6 +1,6 @@
 """The table of a bench in a terminal, and on a page.
 
-A table is a list of lines, and a line a list of cells in markdown. The first cell and the last are words, and all
+What is drawn is a list of lines, and a line a list of cells in markdown. The first cell and the last are words, and all
 others figures. The short table stands in the terminal, first on the page, and in README for the H100. What is true of
 every page, for example what a ratio and its ± are, stands in results/README.md.
 """
@@ -99,9 +99,9 @@ def how_to_read(table):
         lines.append("No row is called faster or slower before three rounds have ended.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
         lines.append("In brackets: not shown to differ from 1.")
-    if table.least:
+    if table.disturbance:
         lines.append(
-            f"The bench was disturbed: it ran the same code twice, and one run was {100 * table.least:.1f} % faster. "
+            f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "
             "So a row is called faster or slower only if it differs by more."
         )
     return lines

@@ -94,14 +94,15 @@ def distance(ratio):
     return max(ratio, 1 / ratio) - 1
 
 
-def judge(ratio, least=0.0):
-    """Return the Verdict on a ratio: chance alone may bring it as far from 1 as its spread.
+def judge(ratio, disturbance=0.0):
+    """Return the Verdict on a ratio. One that is nearer to 1 than its spread, or than the disturbance, shows nothing.
 
-    least: as far it may come in any case, since the control did.
+    disturbance: how far from 1 the control came out, if chance can't explain that.
     """
     if ratio.spread is None:
         return Verdict.UNCLEAR
-    reach = max(ratio.spread / ratio.value, least)  # the spread of a ratio and of its inverse are alike in percent
+    spread = ratio.spread / ratio.value  # in percent a ratio and its inverse have the same
+    reach = max(spread, disturbance)
     if distance(ratio.value) > reach:
         return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
     if distance(ratio.value) + reach <= ALIKE:

@@ -9,8 +9,9 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
 "rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
-many "turns"; without them each one runs to its end, and a line {"kind": "apart", "reason": ...} says why, if it was
-decided on the way. "flags" are those of all stages, and "variables" of the environment those of all rows.
+many "turns"; without them one runs after the other, and a line {"kind": "apart", "reason": ...} says why, if it was
+decided on the way. "loss_step" is the last step that every row takes, whose loss is shown. "flags" are those of all
+stages, and "variables" of the environment those of all rows.
 
 Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
 "start". The lines of its record follow, which harness/watch/log.py describes. Of the ranks but the first there are only
@@ -96,8 +97,10 @@ class Results:
                 self.runs[key].steps_of_other_ranks.append(line)
             case "seen":  # a later one replaces the first
                 self.runs[key].seen = Seen.of_line(line)
-            case "summary" | "error" as field_name:
-                setattr(self.runs[key], field_name, line)
+            case "summary":
+                self.runs[key].summary = line
+            case "error":
+                self.runs[key].error = line
 
     def write(self, line):
         """Write a line. If the disk is full, what is measured goes on in memory."""

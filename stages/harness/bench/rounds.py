@@ -1,6 +1,6 @@
 """Runs the rows of a bench in rounds of fresh processes, and says how far it is.
 
-In a round all rows are alive at once and take turns, a step each; or each one runs to its end, one after the other.
+In a round all rows are alive at once and take turns, a step each; or one after the other, each until it has enough.
 """
 
 import contextlib
@@ -16,24 +16,26 @@ from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
-from ..figures import ENOUGH_STEPS
 from . import page, picture
 from .failure import error_line, error_of, last_lines
+from .ratios import FEWEST_ROUNDS
 from .table import table_of
 
-ROUNDS = 3  # fewer would give no ±
+ROUNDS = FEWEST_ROUNDS
 TURNS = 7  # of a row in a round
+ENOUGH_STEPS = TURNS  # counted ones that a row needs in a round without turns
 # On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are: see Row.warmup().
 WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
-MOST_COUNTED_STEPS = 160  # on a card
+MOST_COUNTED_STEPS = 160  # on a card, with the one that is profiled
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
 BETWEEN_LOOKS = 1.0  # seconds for which a row that takes no turns goes on before the bench decides on more
 # Seconds without a step after which a row is stopped. The first one includes the start and the compilation, and NCCL
 # waits 600 s for a rank before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
-PAUSE, PAUSE_IN_A_TURN = 0.1, 0.01  # seconds between two looks at a row
+PAUSE, PAUSE_AT_THE_END = 0.01, 0.1  # seconds between two looks at a row that takes steps, and at one that may end
+SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
 
@@ -58,8 +60,8 @@ def measure(results, path):
 
 def report(number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
-    share = len(results.runs) / (results.bench["rounds"] * len(results.rows))
-    minutes = math.ceil((time.monotonic() - results.began) * (1 / share - 1) / 60)
+    rounds_left = [results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(number, results)]
+    minutes = math.ceil((time.monotonic() - results.began) * sum(rounds_left) / len(results.runs) / 60)
     time_left = f"; about {minutes} min left" if minutes else ""
     tell(f"round {number + 1}: {what}{time_left}")
 
@@ -98,11 +100,14 @@ def take_turns(number, results):
 
 
 def why_not_in_turn(processes, results):
-    """Return why the RowProcesses that are alive, and one more, can't take turns, or None."""
+    """Return why the rows that have warmed up can't take turns together with those still to come, or None.
+
+    processes: their RowProcesses so far. The last one has just warmed up.
+    """
     row, seen = processes[-1].row, processes[-1].run.seen
     if seen and seen.loaders:
         return f"the workers of {row.title} load its data ahead, while others have their turns"
-    is_short = meters.free_memory() < 1.5 * max(process.memory for process in processes)
+    is_short = meters.free_memory() < SPARE_MEMORY * max(process.memory for process in processes)
     if is_short and len(processes) < len(results.rows):
         return f"memory does not hold all {len(results.rows)} processes at once"
     return None
@@ -115,7 +120,7 @@ def run_one_after_the_other(number, results):
             process.take(row.warmup(results.bench))
             while steps := process.steps_to_go():
                 process.take(steps)
-            process.gate.unlink(missing_ok=True)
+            process.gate.unlink(missing_ok=True)  # now it may end; on a card it takes one more step, which is profiled
             process.wait()
         report(number, f"{row.title} has ended", results)
 
@@ -179,13 +184,14 @@ class RowProcess:
         return math.ceil(seconds / statistics.median(dts)) if dts else 1
 
     def steps_to_go(self):
-        """Return how many more steps it should take now, 0 if it has counted steps for long enough, or has ended."""
+        """Return how many steps it should take before the bench looks again; 0 if it has enough or has ended."""
         counted = self.run.counted
-        is_long = len(counted) >= ENOUGH_STEPS and sum(step["dt"] for step in counted) >= ENOUGH_SECONDS
-        if self.has_ended or is_long:
+        seconds = sum(step["dt"] for step in counted)
+        has_enough = len(counted) >= ENOUGH_STEPS and seconds >= ENOUGH_SECONDS
+        if self.has_ended or has_enough:
             return 0
-        steps_left = self.results.bench["steps"] - 1 - len(self.run.steps)  # on a card watch.py profiles one more
-        return min(self.steps_in(BETWEEN_LOOKS), steps_left)
+        most = self.results.bench["steps"] - 1  # the last one is left for the profile that watch.py makes on a card
+        return min(self.steps_in(BETWEEN_LOOKS), most - len(self.run.steps))
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""
@@ -195,11 +201,11 @@ class RowProcess:
             gate.write(b"." * steps)
         self.wait(self.gate.stat().st_size)
 
-    def wait(self, steps=None):
-        """Wait until it has taken so many steps in all, or has ended. If it hangs, it is ended."""
+    def wait(self, total=None):
+        """Wait until it has taken so many steps since its start, or has ended. If it hangs, it is stopped."""
         deadline = time.monotonic() + PATIENCE
-        while not self.has_ended and (steps is None or len(self.run.steps) < steps):
-            time.sleep(PAUSE_IN_A_TURN if steps else PAUSE)
+        while not self.has_ended and (total is None or len(self.run.steps) < total):
+            time.sleep(PAUSE_AT_THE_END if total is None else PAUSE)
             self.has_ended = self.process.poll() is not None
             if self.read():
                 deadline = time.monotonic() + PATIENCE
@@ -278,18 +284,20 @@ def end(process):
 
 
 def show(results, path):
-    """Print the short table and the verdict, and write the page and its picture. path: of the record.
-
-    What goes wrong with a page costs that page alone, and nothing that is measured.
-    """
+    """Draw the page. If that fails, it costs this page alone, and nothing that is measured. path: of the record."""
     try:
-        table = table_of(results)
-        say(page.terminal(table))
-        write(path.with_suffix(".svg"), picture.draw(table, path.stem))
-        write(path.with_suffix(".md"), page.page(table, path.stem))
-        tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
+        draw(results, path)
     except Exception as error:
         tell(f"results/{path.stem}.md was not written, and its steps are in results/{path.name}: {error}")
+
+
+def draw(results, path):
+    """Print the short table and the verdict, and write the page and its picture. path: of the record."""
+    table = table_of(results)
+    say(page.terminal(table))
+    write(path.with_suffix(".svg"), picture.draw(table, path.stem))
+    write(path.with_suffix(".md"), page.page(table, path.stem))
+    tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 
 
 def write(path, text):

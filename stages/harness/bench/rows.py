@@ -27,7 +27,7 @@ LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|dee
 
 @dataclass(frozen=True)
 class Row:
-    """A process of the bench: a row of the table, or the second run of one.
+    """What the bench starts once in each round: a row of the table, or the second run of one.
 
     name: the command as it was typed, or what a row of ours is called. No two rows share a name. title: what it is
     called everywhere. script: the name of a stage, the path of another script, or the name of a module.
@@ -89,13 +89,13 @@ class Row:
         if self.takes_flags:
             words += bench["flags"]
         names = [row["name"] for row in bench["rows"]]
-        number = str(round_number * len(names) + names.index(self.name))
-        return [word.replace("{row}", number) for word in words + self.flags]
+        process_number = str(round_number * len(names) + names.index(self.name))
+        return [word.replace("{row}", process_number) for word in words + self.flags]
 
     def environment(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
         variables = os.environ | bench["variables"]
-        left_out = [*SPINNING] if bench["turns"] else []
+        left_out = list(SPINNING) if bench["turns"] else []
         if not self.keeps_memory:
             left_out += CPU_MEMORY
         for name in left_out:

@@ -19,7 +19,7 @@ from .rows import Row, runs_the_same
 
 @dataclass
 class Comparison:
-    """A row beside its base. The first row has none."""
+    """A row beside its base, which is None for the first row."""
 
     base: "Outcome | None"
     change: Change
@@ -78,7 +78,7 @@ class Table:
     shown: list = field(default_factory=list)  # Outcomes without that of the control
     first: Outcome | None = None  # the first one that got as far as a step
     pairs: list = field(default_factory=list)  # Outcomes that compute the same as their base
-    least: float = 0.0  # how far from 1 a ratio has to be, since the control came out so far from it
+    disturbance: float = 0.0  # how far from 1 the control came out, if chance can't explain that
 
 
 def table_of(results):
@@ -98,7 +98,7 @@ def table_of(results):
     add_ratios(table)
     table.first = first_known([outcome if outcome.seen else None for outcome in table.shown])
     for outcome in table.shown:
-        outcome.comparison.verdict = verdict_on(outcome.comparison, table.least)
+        outcome.comparison.verdict = verdict_on(outcome.comparison, table.disturbance)
     return table
 
 
@@ -128,9 +128,10 @@ def add_figures(outcome, bench):
     speed_of = speed_of_all if is_uneven else tokens_per_second
     outcome.tok_per_sec = speed_of(outcome.counted) or None  # 0: no step has tokens
     for run in outcome.runs:
-        speeds = [speed_of(steps) for steps in turns_of(run, bench)]
-        if run.summary and all(speeds):  # 0: no step has tokens
-            outcome.times[run.round] = [1 / speed for speed in speeds]
+        if run.summary and run.counted:  # it ended, and not in its warm-up
+            speeds = [speed_of(steps) for steps in turns_of(run, bench)]
+            if all(speeds):  # else a turn has no tokens
+                outcome.times[run.round] = [1 / speed for speed in speeds]
     outcome.dt_ms = figures["dt_ms"]
     outcome.memory = figures["memory"] or None  # 0: without a meter
     steps_of_all_ranks = outcome.runs[0].steps + outcome.runs[0].steps_of_other_ranks
@@ -177,7 +178,7 @@ def add_ratios(table):
         if comparison.ratio and comparison.change.is_same_computation:
             table.pairs.append(outcome)
             if outcome.row.control_of and ratios.judge(comparison.ratio) not in NOT_SHOWN_TO_DIFFER:
-                table.least = ratios.distance(comparison.ratio.value)
+                table.disturbance = ratios.distance(comparison.ratio.value)
 
 
 def logs_of(outcome, base):
@@ -213,7 +214,7 @@ def predicted_ratio(outcome, base, change, rates):
 # Verdicts
 
 
-def verdict_on(comparison, least):
+def verdict_on(comparison, disturbance):
     """Return the Verdict on a row; None if it has no ratio, and below three rounds.
 
     A row that should be as fast as its base is never called faster or slower. If it comes out so, it was disturbed.
@@ -221,7 +222,7 @@ def verdict_on(comparison, least):
     ratio = comparison.ratio
     if ratio is None or ratio.spread is None:
         return None
-    verdict = ratios.judge(ratio, least)
+    verdict = ratios.judge(ratio, disturbance)
     if not comparison.change.is_same_computation:
         return verdict
     if verdict in NOT_SHOWN_TO_DIFFER or ratios.distance(ratio.value) <= ratios.ALIKE:

@@ -36,7 +36,8 @@ class Added:
     def before_first_update(self, optimizer):
         """Choose the fused kernel of an optimizer that has one, where the script chooses none.
 
-        No GradScaler knows of it. So it unscales the gradients, which Lightning needs to clip them.
+        A GradScaler leaves unscaling to an optimizer that was made with fused=True. This one was not, so the scaler
+        unscales before the step, as Lightning needs it to clip.
         """
         if "fused" not in self.names:
             return

@@ -48,10 +48,13 @@ class MicroBatches:
         if self.was_used:
             self.batches, self.losses, self.was_used = [], [], False
         last = self.call
-        is_the_same = last is not None and call.module is last.module and call.is_training == last.is_training
-        if is_the_same and call.tokens and call.inputs is not last.inputs:
+        if last is None:
+            self.call = call
+            return
+        is_another_text = call.tokens and call.inputs is not last.inputs
+        if call.module is last.module and call.is_training == last.is_training and is_another_text:
             call.tokens += last.tokens
-        if last is None or call.priority > last.priority:
+        if call.priority > last.priority:
             self.call = call
 
     def add_again(self, module, args):
@@ -120,10 +123,10 @@ class MicroBatches:
         return "step"
 
     def count_of(self, unit):
-        """Return how many tokens, samples or steps these are. unit: as above, of the first step that was reported."""
-        if unit == "step":
-            return 1
-        return sum(call.tokens if unit == "tok" else call.batch_size or 0 for call in self.batches)
+        """Return how many tokens or samples these are. unit: "tok" or "sample", as of the first reported step."""
+        if unit == "tok":
+            return sum(call.tokens for call in self.batches)
+        return sum(call.batch_size or 0 for call in self.batches)
 
 
 @dataclass
@@ -131,9 +134,9 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: the first tensor that it gets. batch_size: the rows of its texts, or of all that it
-    gets; None if they are not the same. seq_len: of its text, or None. tokens: of all its texts, and of those that the
-    module got before it since the last backward. own_tokens: without the latter.
+    A fused update does not. inputs: the first tensor of its last call. batch_size: the rows of its texts, or of all
+    that it gets; None if they are not the same. seq_len: of its text, or None. tokens: of all its texts, and of those
+    that the module got before it since the last backward. own_tokens: without the latter.
     """
 
     module: nn.Module
@@ -204,9 +207,7 @@ def call_of(module, reader, args, kwargs):
     if not tensors:
         return None
     call = Call(module, module.training, reader.weight._version, tensors[0][1])
-    texts = []
-    if reader.reads_ids:
-        texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
+    texts = [tensor for name, tensor in tensors if reader.reads(name, tensor)]
     if texts:
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1

@@ -7,11 +7,11 @@ from collections import Counter
 
 import torch
 
-from .. import machine, meters, rates
+from .. import machine, rates
 from ..figures import LONG, LONG_WAIT
-from ..seen import has_and_lacks, uses, what_to_type, words_on_missing, words_on_techniques
+from ..seen import IN_FRAMEWORK, has_and_lacks, uses, what_to_type, words_on_missing, words_on_techniques
 from .stepprofile import StepProfile, predicted_ms
-from .timeline import KINDS, SYNCHRONIZED_STEPS
+from .timeline import KINDS
 
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
@@ -30,7 +30,7 @@ def answer(watcher, shares):
     seen = watcher.seen
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= 0.005]
     lines = [f"time    {', '.join(parts)}"]
-    if watcher.device.type != "cpu":
+    if watcher.device.type != "cpu" and watcher.log.waiting_steps():
         lines.append("        of uncounted steps in which each part waited for the card")
     lines += [f"slow    {words}" for words in causes(watcher)]
     has, lacks, remarks = words_on_techniques(seen)
@@ -41,7 +41,8 @@ def answer(watcher, shares):
     lines += [f"has     {has}", f"lacks   {lacks}"]
     for stage in lacking:
         typed = what_to_type(seen, stage).replace("`", "")
-        if "= torch.compile" in typed:
+        has_its_own_words = (seen.framework, stage.name) in IN_FRAMEWORK
+        if stage.name == "s04_compile" and not (has_its_own_words or seen.can_compile_in_place):
             typed += "; the names in its checkpoints then have _orig_mod."
         lines.append(f"        {stage.short} {typed}")
     for name in watcher.args.added:
@@ -52,13 +53,13 @@ def answer(watcher, shares):
 
 def words_on_profile(watcher):
     """Return lines on the parts of the profiled last step, beside what they should take; none without --profile."""
-    if not (watcher.args.profile and watcher.last_dt and watcher.profiler.events):
+    if not (watcher.args.profile and watcher.profiler.events):
         return []
     predicted = {}
     work = watcher.seen.work
     if work:
-        amp_dtype = getattr(torch, watcher.seen.amp_dtype)
-        predicted = predicted_ms(work, rates.measure(watcher.device, amp_dtype))
+        dtype = getattr(torch, watcher.seen.autocast or watcher.seen.weights)
+        predicted = predicted_ms(work, rates.measure(watcher.device, dtype))
     return StepProfile(watcher.profiler.events, watcher.device, 1e3 * watcher.last_dt).lines(predicted)
 
 
@@ -75,9 +76,9 @@ def shares_of(watcher):
 
     On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card.
     """
-    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
+    steps = watcher.log.reported_steps()
     if watcher.device.type != "cpu":
-        steps = watcher.log.steps[2:SYNCHRONIZED_STEPS] or steps
+        steps = watcher.log.waiting_steps() or steps
     return mean_shares(steps)
 
 
@@ -107,7 +108,7 @@ def takes_longer_than_backward(steps):
 
 def causes(watcher):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    steps = watcher.log.counted_steps() or watcher.log.steps[-1:]
+    steps = watcher.log.reported_steps()
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)
     # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card is
@@ -146,7 +147,7 @@ def words_on_loader(batches, share):
     words = f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"
     if processes == 0:
         return f"{words}: DataLoader(..., num_workers=2, persistent_workers=True) may load ahead"
-    remedy = f"more of them, of {meters.cores()} cores, kept by persistent_workers=True"
+    remedy = f"more of them, of {machine.cores()} cores, kept by persistent_workers=True"
     return f"{words}: {remedy}, or less work in __getitem__, as by tokenizing once"
 
 
@@ -182,16 +183,15 @@ def words_on_update(optimizers):
 
 def words_on_habits(watcher):
     """Return words on what else slows a script down, a list."""
-    habits, accum, reads = watcher.habits, watcher.seen.accum, watcher.seen.reads
-    sums_often = habits.sums_of_gradients > 2 and accum > 1
+    habits, reads = watcher.habits, watcher.seen.reads
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
-    is_on_cpu = watcher.device.type == "cpu"
-    has_card = torch.accelerator.is_available() or machine.why_no_card() is not None
-    table = [
-        (reads >= MANY, f"{reads} numbers a step are read from the card, as by .item(), and each waits for it"),
-        (graphs >= MANY, f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()"),
-        (habits.repeats_forward, "forwards run again in the backward: activation checkpointing saves memory for time"),
-        (sums_often, f"ranks add up gradients in each of {accum} micro-batches: no_sync() in all but one"),
-        (is_on_cpu and has_card, "it trains on the CPU, and a card is here"),
-    ]
-    return [words for is_seen, words in table if is_seen]
+    words = []
+    if reads >= MANY:
+        words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
+    if graphs >= MANY:
+        words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
+    if habits.repeats_forward:
+        words.append("forwards run again in the backward: activation checkpointing saves memory for time")
+    if watcher.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
+        words.append("it trains on the CPU, and a card is here")
+    return words

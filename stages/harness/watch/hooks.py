@@ -40,7 +40,6 @@ def watch_pytorch(watcher):
     call_first(torch.profiler.profile, "start", watcher.profiler.saw_profiler)
     call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn)
     call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", habits.saw_clipping)  # clip_grad_norm_() calls it
-    call_first(torch.nn.utils, "clip_grads_with_norm_", habits.saw_clipping)
     register_optimizer_step_pre_hook(watcher.saw_optimizer_begin)
     register_optimizer_step_post_hook(watcher.saw_optimizer_end)
 
@@ -50,22 +49,23 @@ def call_first(owner, name, note, clock=None, kind=None):
 
     kind: what its time counts as on this clock, a StepClock, or None where it counts as what was open before.
     """
-    call = getattr(owner, name)
+    original = getattr(owner, name)
 
-    @functools.wraps(call)
+    @functools.wraps(original)
     def noted_call(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling() or is_elsewhere():
-            return call(*args, **kwargs)
+            return original(*args, **kwargs)
         if note:
             note(*args, **kwargs)
-        if kind is None or torch.compiler.is_compiling():  # which would trace our clock into a graph
-            return call(*args, **kwargs)
+        # while torch.export, for example, traces, our clock would get into its graph
+        if kind is None or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         counted_as = kind
         if kind == "data" and not torch.is_grad_enabled():
             counted_as = "evaluation"  # which loads batches of its own
         clock.begin(counted_as)
         try:
-            return call(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             clock.end(counted_as)
 
@@ -120,6 +120,6 @@ def look_at_own_code(watcher):
     """
     own_random = random.Random()  # the script's own is seeded
     while True:
-        watcher.clock.rests.wait()  # else it would take the interpreter from a forward a hundred times a second
+        watcher.clock.own_code_runs.wait()  # looks at other times would take the interpreter from a forward
         time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
         watcher.clock.look()

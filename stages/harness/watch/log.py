@@ -8,11 +8,11 @@ for each step, and a summary. An example of each, wrapped:
      "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
-The fields of "seen" are those of seen.Seen. On a card a second line "seen", after the profiled last step, replaces the
-first. dt is in seconds, memory in bytes and of one rank, a loss in nats. "tokens" counts what "unit" says. "spent" is
-the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On an NVIDIA card "card" is
-meters.card_state(). A figure that is not finite or not known is null. A run that failed has a line "error" in place of
-the summary, with its message and traceback.
+The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled, and a second line
+"seen" replaces the first. dt is in seconds, memory in bytes and of one rank, a loss in nats. "tokens" counts what
+"unit" says. "spent" is the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On
+an NVIDIA card "card" is meters.card_state(). A figure that is not finite or not known is null. A run that failed also
+has a line "error", with its message and traceback.
 """
 
 import contextlib
@@ -92,6 +92,7 @@ class Log:
         loss: a float, or None if it is not known. dt: seconds. tokens: or samples, or steps. on_clock: more figures.
         """
         now = time.monotonic()
+        # also at the first counted step, since the peak of memory was reset before it
         if now >= self.next_reading or len(self.steps) == self.warmup:
             self.next_reading = now + SECONDS_BETWEEN
             memory, meter = meters.peak_memory(self.device)
@@ -118,14 +119,21 @@ class Log:
         """Return the steps after the warm-up."""
         return self.steps[self.warmup :]
 
+    def reported_steps(self):
+        """Return the counted steps, or the last one alone if none was counted."""
+        return self.counted_steps() or self.steps[-1:]
+
+    def waiting_steps(self):
+        """Return those steps of the warm-up in which, on a card, each kind of time waits for it."""
+        return self.steps[2 : self.warmup]
+
     # in words
 
     def lines_of_figures(self):
         """Return lines with the figures of the counted steps, or else of the last one, and what their card was like."""
-        steps = self.counted_steps()
+        steps = self.reported_steps()
         which = f"over {len(steps)} steps after {self.warmup} of warm-up"
-        if not steps:
-            steps = self.steps[-1:]
+        if not self.counted_steps():
             which = "of the last step alone, since none was counted"
         figures = figures_of(steps)
         quartiles = f"quartiles {figures['dt_q1_ms']:.2f} and {figures['dt_q3_ms']:.2f}"
@@ -184,12 +192,12 @@ class Log:
                 say(line, self.out)
 
     def notice(self, message):
-        """Print a remark that belongs in no record on stderr, on rank 0."""
+        """Print a remark on stderr, on rank 0."""
         self.hide_line()
         if self.is_rank_0:
             tell(message)
 
-    def write(self, kind, /, **entry):
-        """Write a line of the record."""
+    def write(self, kind, **entry):
+        """Write a line of the record. If that fails, the training goes on without one."""
         if self.file:  # a training is worth more than its record
             say(json.dumps({"kind": kind, **entry}), self.file, f"--record {self.file.name} ends here")

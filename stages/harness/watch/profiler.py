@@ -49,7 +49,7 @@ class StepProfiler:
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
-        if self.profiler:
+        if self.is_open:
             profiler, self.profiler = self.profiler, None  # now, since Ctrl-C may end stop()
             self.clock.is_profiled = False
             self.clock.range.close()
@@ -58,12 +58,12 @@ class StepProfiler:
 
     def stop_early(self):
         """End the profile, and keep what it saw, if the forwards of the step have very many operations."""
-        if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
+        if self.is_open and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
             self.stop()
 
     def give_up(self):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""
-        if self.profiler:
+        if self.is_open:
             self.stop()
             self.forget()
 

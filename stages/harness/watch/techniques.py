@@ -42,23 +42,16 @@ class Habits:
     optimizers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)  # {one: its first lr}
     clips: bool = False
     repeats_forward: bool = False
-    sums_of_gradients: int = 0  # over ranks, in the first two steps
     batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
 
     def saw_autocast(self, device_type, dtype, enabled, *others):
-        """Note an autocast. With these arguments torch.compile enters it while it traces, and never again."""
+        """Note an autocast. torch.compile calls _enter_autocast() with these arguments, once, while it traces."""
         if enabled and dtype:
             self.autocast = machine.dtype_name(dtype)
 
-    def saw_backward(self, models):
-        """Note in how many backwards ranks add up their gradients."""
-        for model in models:
-            if isinstance(model, DistributedDataParallel):
-                self.sums_of_gradients += model.require_backward_grad_sync
-
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured."""
-        self.clips = self.clips or max_norm < math.inf
+        self.clips = self.clips or float(max_norm) < math.inf  # JSON knows no booleans of numpy
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch."""
@@ -71,7 +64,7 @@ def find_techniques(watcher):
     models = list(watcher.models.values())
     modules = [module for model in models for module in model.modules()]
     parameters = parameters_of(models, *habits.optimizers)
-    largest = max(parameters, key=torch.Tensor.numel)
+    largest_parameter = max(parameters, key=torch.Tensor.numel)
     batch_size = seq_len = shape = None
     if micro_batches.batches:
         batch = max(micro_batches.batches, key=lambda call: call.priority)
@@ -79,7 +72,7 @@ def find_techniques(watcher):
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     if seq_len and trained > sum(p.numel() for p in parameters) / 2:  # arithmetic's FLOPs are those of training all
         shape = gpt_shape(models, seq_len)
-    outermost = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
+    largest_model = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
     units = machine.units_of(device)
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
@@ -93,7 +86,7 @@ def find_techniques(watcher):
         parameters=sum(p.numel() for p in parameters),
         shape=shape,
         tf32="tf32" in precisions,
-        weights=machine.dtype_name(largest.dtype),
+        weights=machine.dtype_name(largest_parameter.dtype),
         autocast=habits.autocast,
         enters_autocast=habits.autocast is not None,
         emulated=habits.autocast is not None and habits.autocast not in units,
@@ -103,8 +96,8 @@ def find_techniques(watcher):
         vocabulary=vocabulary_of(modules) if micro_batches.unit == "tok" else None,
         clips=habits.clips,
         framework=framework_of(sys._getframe()),
-        model_name=name_of(outermost, sys._getframe()),
-        can_compile_in_place=outermost is not None and not is_of_pytorch(unwrapped(outermost)),
+        model_name=name_of(largest_model, sys._getframe()),
+        can_compile_in_place=largest_model is not None and not is_of_pytorch(unwrapped(largest_model)),
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         failed=watcher.added.failed,
         can_tf32="tf32" in units,

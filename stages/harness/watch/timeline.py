@@ -17,7 +17,6 @@ from .. import meters
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
 WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
-SYNCHRONIZED_STEPS = 4  # on a card, before this one some steps wait for it in each of their kinds
 PID = os.getpid()
 MAIN_THREAD = threading.main_thread().ident
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
@@ -38,7 +37,7 @@ class StepClock:
     def __init__(self):
         # those that are open, each inside of the one before; a loss is "rest" until backward() shows that it was one
         self.kinds = ["rest"]
-        self.rests = threading.Event()  # set when the script comes to its own code, on the clock
+        self.own_code_runs = threading.Event()  # set when the script comes to its own code, on the clock
         self.looks_at_lines = False  # whether own code took long in the step before: each look disturbs a little
         self.is_after_forward = False
         self.is_profiled = False
@@ -55,7 +54,7 @@ class StepClock:
         self.began = self.since = time.perf_counter()
         self.is_running = True
         if self.looks_at_lines:
-            self.rests.set()
+            self.own_code_runs.set()
 
     def end_step(self, devices):
         """End a step, once the devices are ready. Return its seconds."""
@@ -80,7 +79,7 @@ class StepClock:
         self.kinds.remove(kind)  # and not pop(): "update" stays open if an optimizer has failed
         self.is_after_forward = kind == "forward"
         if self.looks_at_lines and self.kinds[-1] == "rest":
-            self.rests.set()
+            self.own_code_runs.set()
         if self.is_profiled:
             self.name_in_profile()
 
@@ -121,10 +120,10 @@ class StepClock:
         lock, as sorting or json do, is only seen when it lets go.
         """
         with lock_of_compiler():  # which may take seconds
-            self.rests.clear()
+            self.own_code_runs.clear()  # before the check: else a set() of the main thread would be lost
             if not self.is_running or self.kinds[-1] != "rest":
                 return
-            self.rests.set()
+            self.own_code_runs.set()  # so that the next look follows
             own_seconds = self.own_seconds + time.perf_counter() - self.since
             self.looks.append((place_in_script(), own_seconds - self.looked_at))
             self.looked_at = own_seconds
@@ -151,8 +150,8 @@ def is_captured():
 
 def lock_of_compiler():
     """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(dynamo, "compile_lock", None) or threading.RLock()
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # None before something is compiled
+    return getattr(dynamo, "compile_lock", contextlib.nullcontext())
 
 
 def place_in_script():

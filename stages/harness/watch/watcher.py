@@ -20,21 +20,21 @@ from .counting import MicroBatches, call_of
 from .findings import answer, shares_of, words_on_profile
 from .profiler import StepProfiler
 from .techniques import Habits, find_techniques, parameters_of, seen_in
-from .timeline import SYNCHRONIZED_STEPS, StepClock, count_threads_of_script, is_captured, is_elsewhere
+from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
 
 MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
-LOOK_WITHIN = 1e-4  # seconds in which the script lets a look in; after Python's 5 ms another line may run
+SWITCH_INTERVAL = 1e-4  # seconds after which Python lets the thread look that waits for it; Python's own are 5 ms
 
 
 class Watcher:
     """Times the steps of a script that runs in this process, and reports them. Rank 0 alone prints.
 
-    args: what watch.py was given, and log, a Log.
+    args: the flags of watch.py. log: a Log.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, log):
         self.args = args
-        self.log = args.log
+        self.log = log
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.clock = StepClock()
         self.profiler = StepProfiler(self.clock)
@@ -49,10 +49,10 @@ class Watcher:
         self.optimizers_take_turns = False  # as in a GAN
         self.is_update_due = False  # by a GradScaler, which may skip it
         self.first_step = None  # what record() takes, kept until the second one has shown what is trained
-        self.profiles_last_step = False  # on a card or with --profile, in a step that leaves no line
+        self.is_in_last_step = False  # which is profiled, on a card or with --profile, and leaves no line
         self.last_dt = None  # seconds of that step
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
-        self.graphs = 0  # that torch.compile made before the step
+        self.graphs_before = 0  # how many torch.compile had made when the step began
         self.world_size = 1  # how many processes train together, from the first step on
         self.seen = None  # a Seen, from the first report on
 
@@ -109,7 +109,6 @@ class Watcher:
             self.profiler.stop_early()
         if not is_captured():
             self.micro_batches.add_backward(tensors)
-        self.habits.saw_backward(self.models.values())
 
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""
@@ -188,17 +187,17 @@ class Watcher:
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         graphs = meters.compiled_graphs()
-        on_clock = {"spent": self.clock.spent, "graphs": graphs - self.graphs}
-        self.graphs = graphs
+        on_clock = {"spent": self.clock.spent, "graphs": graphs - self.graphs_before}
+        self.graphs_before = graphs
         step = (self.micro_batches, dt, on_clock)
         if self.first_step is None:
             self.first_step = step
-            self.begin_steps()
+            self.after_first_step()
         elif self.seen is None:
             self.begin_report()
             self.record(*self.first_step)
             self.record(*step)
-        elif self.profiles_last_step:
+        elif self.is_in_last_step:
             self.last_dt = dt
             self.keep_profile()
             self.is_over = True
@@ -209,25 +208,30 @@ class Watcher:
 
     def record(self, micro_batches, dt, on_clock):
         """Let the log record a step. dt: its seconds. on_clock: more figures, a dict."""
-        tokens = micro_batches.count_of(self.seen.unit) * self.world_size
-        self.log.step(micro_batches.loss, dt, tokens, on_clock)
+        self.log.step(micro_batches.loss, dt, self.tokens_of(micro_batches), on_clock)
 
-    def begin_steps(self):
-        """Let looks at the script come often enough. Exits if it started ranks by itself."""
+    def tokens_of(self, micro_batches):
+        """Return the tokens or samples of a step, of all ranks. A step of which neither is known counts as 1."""
+        if self.seen.unit == "step":
+            return 1
+        return micro_batches.count_of(self.seen.unit) * self.world_size
+
+    def after_first_step(self):
+        """Let looks at the script's lines come in time. Exits if the script started ranks by itself."""
         self.clock.forget_own_code()
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
-        if count_threads_of_script() == 0:  # these share the interpreter as without us
-            sys.setswitchinterval(LOOK_WITHIN)
+        if count_threads_of_script() == 0:  # these would take turns more often than without us
+            sys.setswitchinterval(SWITCH_INTERVAL)
         if self.world_size > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them by {remedy}")
 
     def begin_next_step(self):
-        """Start the clock of the next step, if one is wanted.
+        """Start the clock of the next step. If no other one is wanted, the script ends when it begins one.
 
-        On a CPU the second step is profiled. On a card it is one more after all others, since what profiles a card
-        slows all steps that follow.
+        On a CPU the second step is profiled. On a card, or with --profile, so is one more step after all others, since
+        what profiles a card slows all steps that follow.
         """
         steps = len(self.log.steps)
         on_card = self.device.type != "cpu"
@@ -235,27 +239,24 @@ class Watcher:
         if self.args.gate:
             is_wanted = gate.wait(*self.args.gate, steps)
         else:
-            is_wanted = steps < self.args.steps - profiles_at_the_end
+            is_wanted = steps < (self.args.steps - 1 if profiles_at_the_end else self.args.steps)
         if is_wanted and steps == 0 and not on_card:
             self.profiler.start(self.device)
-        elif not is_wanted:
-            if profiles_at_the_end:
-                self.profiler.start(self.device)
-            self.profiles_last_step = self.profiler.is_open
-            self.is_over = not self.profiler.is_open
-            if self.is_over:
-                return
+        if not is_wanted and profiles_at_the_end:
+            self.profiler.start(self.device)
+            self.is_in_last_step = self.profiler.is_open  # False if the script profiles itself
+        if not is_wanted and not self.is_in_last_step:
+            self.is_over = True
+            return
         if steps == self.log.warmup:
             self.clock.forget_own_code()  # what it did once is not reported
         self.micro_batches = MicroBatches()
-        # some steps of the warm-up show what kernels belong to
-        self.clock.begin_step(self.devices, waits_between=on_card and 1 <= steps < SYNCHRONIZED_STEPS)
+        self.clock.begin_step(self.devices, waits_between=on_card and 2 <= steps < self.log.warmup)
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
-        micro_batches = self.micro_batches
         self.seen = find_techniques(self)
-        tokens = micro_batches.count_of(self.seen.unit) * self.world_size
+        tokens = self.tokens_of(self.micro_batches)
         flush_stdout()  # so that the script's own lines stand before ours
         self.log.begin(self.args.title, self.device, self.seen, tokens)
         if self.seen.unit == "step":
@@ -283,8 +284,8 @@ class Watcher:
         self.clock.is_running = False  # no look at the script's lines may come between
         shares = shares_of(self)
         self.log.finish(shares)
-        for line in answer(self, shares) + words_on_profile(self):
-            self.log.say(line)
+        self.log.say(*answer(self, shares))
+        self.log.say(*words_on_profile(self))
 
     def end_script(self):
         """End the script, which begins a step that is not wanted. What it does after its last step has run by then."""
@@ -293,13 +294,13 @@ class Watcher:
         self.leave(0)
 
     def refuse(self, line):
-        """End the process with one line and exit status 2."""
+        """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
         print(f"error: {line}", file=sys.stderr)
         self.leave(2)
 
-    def refuse_spawn(self, function, *args, **kwargs):
+    def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
-        remedy = f"let it call {function.__name__}() itself, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
+        remedy = "let it call its function itself, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
         self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
