@@ -194,7 +194,7 @@ def new_bench(args, machine, argv):
         "warmup": warmup,
         "steps": steps,
         "turns": turns,
-        "loss_step": min(steps - 1, warmup + rounds.ENOUGH_STEPS) - 1,  # the last one that every row has to take
+        "loss_step": min(steps - 1, warmup + rounds.TURNS) - 1,  # the last one that every row has to take
         "seed": args.seed,
         "flags": ["--steps", str(steps), "--seed", str(args.seed), *args.flags, *machine["flags"]],
         "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),

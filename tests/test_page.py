@@ -61,7 +61,7 @@ def test_the_answer_has_each_kind_of_verdict_the_largest_first():
         dts = {"s01": 0.6, "s02": 0.6, "s03": 0.25, "s03 again": 0.2525, "s04": 1 / 6, "s05": dt_of_s05, "s06": 1 / 6}
         runs += [run(name, [dt], number) for name, dt in (dts | {"s07": 0.2, "s10": 0.1, "s12": 0.125}).items()]
     assert answer(table_from(*runs)) == [
-        ("worth it", "s03 autocast 2.40 ± 0.00, s10 with s08 to s09 2.00 ± 0.00, s04 compile 1.50 ± 0.00"),
+        ("worth it", "s03 autocast 2.40 ± 0.00, s10 with s08, s09 2.00 ± 0.00, s04 compile 1.50 ± 0.00"),
         (
             "slower",
             "s12 with s11 0.80 ± 0.00 (one process: what DDP itself costs), "

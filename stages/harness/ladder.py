@@ -68,11 +68,3 @@ def stage_of(word):
 def between(above, stage):
     """Return the Stages after `above`, up to and with `stage`; none if `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
-
-
-def words_on_stages(stages):
-    """Return the short names of Stages in words: "s02 to s04" if they are neighbors, and otherwise "s02, s04"."""
-    first, last = stages[0], stages[-1]
-    if len(stages) > 1 and tuple(stages) == (first, *between(first, last)):
-        return f"{first.short} to {last.short}"
-    return ", ".join(stage.short for stage in stages)

@@ -22,7 +22,6 @@ COMPUTED_HERE = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "layer_norm_epsilon": (1e-5,),
     "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
 }
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 

@@ -95,8 +95,8 @@ def title_and_typed(row, added):
     title, typed = row.title, row.stage.line
     if row.stage.technique:
         title = f"{row.title} {row.stage.technique}"
-    skipped = [stage for stage in added if stage is not row.stage]
+    skipped = ", ".join(stage.short for stage in added if stage is not row.stage)
     if skipped:
-        title = f"{row.title} with {ladder.words_on_stages(skipped)}"
-        typed = f"{ladder.words_on_stages(skipped)}, {typed}"
+        title = f"{row.title} with {skipped}"
+        typed = f"{skipped}, {typed}"
     return title, typed

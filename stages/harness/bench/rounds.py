@@ -22,8 +22,7 @@ from .ratios import FEWEST_ROUNDS
 from .table import table_of
 
 ROUNDS = FEWEST_ROUNDS
-TURNS = 7  # of a row in a round
-ENOUGH_STEPS = TURNS  # counted ones that a row needs in a round without turns
+TURNS = 7  # of a row in a round; without turns it counts as many steps at least
 # On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are: see Row.warmup().
 WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
@@ -187,7 +186,7 @@ class RowProcess:
         """Return how many steps it should take before the bench looks again; 0 if it has enough or has ended."""
         counted = self.run.counted
         seconds = sum(step["dt"] for step in counted)
-        has_enough = len(counted) >= ENOUGH_STEPS and seconds >= ENOUGH_SECONDS
+        has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
         if self.has_ended or has_enough:
             return 0
         most = self.results.bench["steps"] - 1  # the last one is left for the profile that watch.py makes on a card

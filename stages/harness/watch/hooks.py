@@ -29,7 +29,6 @@ def watch_pytorch(watcher):
     habits, clock = watcher.habits, watcher.clock
     call_first(dataloader.DataLoader, "__iter__", None, clock, "data")
     call_first(dataloader._BaseDataLoaderIter, "__next__", habits.saw_batch, clock, "data")
-    call_first(dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers", None, clock, "data")
     call_first(torch.autograd, "backward", watcher.saw_backward, clock, "backward")
     call_first(torch.autograd, "grad", None, clock, "backward")
     call_first(torch.amp.GradScaler, "scale", watcher.saw_scale)
