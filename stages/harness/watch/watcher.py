@@ -187,7 +187,7 @@ class Watcher:
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         graphs = meters.compiled_graphs()
-        on_clock = {"spent": self.clock.spent, "graphs": graphs - self.graphs_before}
+        on_clock = {"spent": dict(self.clock.spent), "graphs": graphs - self.graphs_before}
         self.graphs_before = graphs
         step = (self.micro_batches, dt, on_clock)
         if self.first_step is None:
