@@ -169,9 +169,19 @@ def test_clipping_passes_over_the_gradients_three_times(trained):
 # The counts of the page
 
 
-@pytest.mark.parametrize("tensor", ["scores", "logits", "residual", "gelu", "projections", "casts"])
-def test_the_page_has_the_bytes_of_each_tensor(tensor):
-    [line] = re.findall(rf"^\| {tensor} \| .*→.*", PAGE, re.MULTILINE)
+@pytest.mark.parametrize(
+    "tensor, row",
+    [
+        ("scores", "scores"),
+        ("logits", "logits"),
+        ("residual", "residual stream"),
+        ("gelu", "GELU's input"),
+        ("projections", "q, k, v and the projections"),
+        ("casts", "weights, which are cast"),
+    ],
+)
+def test_the_page_has_the_bytes_of_each_tensor(tensor, row):
+    [line] = re.findall(rf"^\| {row} \| .*→.*", PAGE, re.MULTILINE)
     for cell, dtype in zip(line.split(" | ")[2:], ("float32", "bfloat16"), strict=True):
         counts = re.findall(r"(\d+) → (\d+)", cell)
         for (one_by_one, fused), on_cuda in ((counts[0], False), (counts[-1], True)):

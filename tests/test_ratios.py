@@ -110,8 +110,8 @@ TOLD = (Verdict.FASTER, Verdict.SLOWER)
 SIMULATED = {
     "a ladder of 13 ratios": dict(rows=13),
     "its processes differ by 1 %": dict(rows=13, offset=0.01),
-    "and 5 of 100 are disturbed": dict(rows=13, offset=0.01, disturbed=0.05),
-    "and one differs by 4 %": dict(rows=13, offset=0.01, noisy=3),
+    "and 5 of 100 processes are slowed down by 2 to 15 %": dict(rows=13, offset=0.01, disturbed=0.05),
+    "and those of one row by 4 %": dict(rows=13, offset=0.01, noisy=3),
     "and the machine slows down by 5 % in a round": dict(rows=13, offset=0.01, drift=0.05),
     "a script with two techniques": dict(rows=4, offset=0.01),
 }

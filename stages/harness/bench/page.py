@@ -98,7 +98,7 @@ def how_to_read(table):
     if ratios and all(ratio.spread is None for ratio in ratios):
         lines.append("No row is called faster or slower before three rounds have ended.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-        lines.append("In brackets: not shown to differ from 1. If two speeds say otherwise, believe the ratio.")
+        lines.append("In brackets: not shown to differ from 1. A ratio is not quite the quotient of two speeds.")
     if table.disturbance:
         lines.append(
             f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "

@@ -25,7 +25,7 @@ def draw(table, name):
     """Return the text of results/NAME.svg."""
     title = f"{name}: {table.bench['environment']['device_name']}"
     unit = table.first.unit if table.first else "tok"
-    what = f"{UNITS[unit]} per second, and times the row above (in brackets: not shown to differ)"
+    what = f"{UNITS[unit]} per second, and times the row above"
     bottom = TOP + LINE * len(table.shown) + 6
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
