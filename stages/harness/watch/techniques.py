@@ -188,7 +188,7 @@ def seen_in(profiler, seen, device):
     if seen.unit == "tok" and not fields.get("compile", seen.compile):  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
-        fields["busy_ms"] = busy_ms(profiler.events)
+        fields["busy_ms"] = busy_ms(profiler.events) or None  # 0: the profiler saw no kernel, as on WSL2
         fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiler.events)
     return fields
 
