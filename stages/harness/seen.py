@@ -17,6 +17,7 @@ IN_FRAMEWORK = {
     ("transformers", "s03_bf16"): "`--bf16 True`",
     ("transformers", "s04_compile"): "`--torch_compile True`",
     ("transformers", "s05_flash"): '`from_pretrained(..., attn_implementation="sdpa")`',
+    ("transformers", "s06_vocab"): "`model.resize_token_embeddings(pad_to_multiple_of=128)`",
     ("transformers", "s10_fused"): "`--optim adamw_torch_fused`",
     ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
     ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
@@ -231,6 +232,8 @@ def words_on_techniques(seen):
             remarks.append("attention ran as matmuls, PyTorch has no flash kernel for it here")
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
+    if seen.device == "cpu" and ladder.ADDED["bf16"] in lacks:
+        remarks.append("on some CPUs 16 bits are slower than float32: measure, by +bf16 in a bench")
     if not seen.profiled:
         remarks.append(f"its operations were not looked at, attention among them: {UNSEEN}")
     words_on_has = names_of(has) or "nothing of the ladder"

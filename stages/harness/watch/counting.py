@@ -1,5 +1,6 @@
 """What a step trains on: its micro-batches, and how many tokens or samples each has."""
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids", "edge_index"
 NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)(edge|adj)|(^|_)pos(_|$)")
+GRAPH = re.compile("(^|_)(edge|adj)")  # names of what connects nodes, which are no samples
 SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
 
 
@@ -42,8 +44,8 @@ class MicroBatches:
     def add_call(self, call):
         """Keep what was read since the last backward.
 
-        All ids that a module reads count, also in several calls. Of other calls the largest counts: a head after an
-        encoder sees the same batch.
+        All that a module reads counts, also in several calls. Of calls of several modules the largest counts: a head
+        after an encoder sees the same batch.
         """
         if self.was_used:
             self.batches, self.losses, self.was_used = [], [], False
@@ -51,9 +53,8 @@ class MicroBatches:
         if last is None:
             self.call = call
             return
-        is_another_text = call.tokens and call.inputs is not last.inputs
-        if call.module is last.module and call.is_training == last.is_training and is_another_text:
-            call.tokens += last.tokens
+        if call.module is last.module and call.is_training == last.is_training and call.inputs is not last.inputs:
+            call.count += last.count
         if call.priority > last.priority:
             self.call = call
 
@@ -64,8 +65,8 @@ class MicroBatches:
             return False
         if not args or not torch.is_tensor(args[0]) or args[0].shape != last.inputs.shape:
             return False
-        if last.tokens and args[0] is not last.inputs:
-            last.tokens += last.own_tokens
+        if args[0] is not last.inputs:
+            last.count += last.own_count
             last.inputs = args[0]
         return True
 
@@ -99,16 +100,20 @@ class MicroBatches:
         return True
 
     @property
+    def are_shares(self):
+        """Whether each loss is a share of one for the whole step, as in accumulation."""
+        return all(loss.is_share for loss in self.losses)
+
+    @property
     def loss(self):
         """The loss of the step, a float, or None if it has none.
 
         It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
         nobody knows whether their sum or their mean is what the script means.
         """
-        if len(self.losses) > 1:
-            modules = {id(loss.module) for loss in self.losses}
-            if len(modules) > 1 or not all(loss.is_share for loss in self.losses):
-                return None
+        modules = {id(loss.module) for loss in self.losses}
+        if len(self.losses) > 1 and (len(modules) > 1 or not self.are_shares):
+            return None
         if not self.losses:
             return None
         return float(sum(loss.value for loss in self.losses))
@@ -116,17 +121,15 @@ class MicroBatches:
     @property
     def unit(self):
         """What can be counted surely: "tok", "sample" if there are no tokens, or "step"."""
-        if any(call.tokens for call in self.batches):
+        if any(call.unit == "tok" for call in self.batches):
             return "tok"
-        if self.batches and all(call.batch_size for call in self.batches):
+        if self.batches and all(call.unit == "sample" for call in self.batches):
             return "sample"
         return "step"
 
     def count_of(self, unit):
         """Return how many tokens or samples these are. unit: "tok" or "sample", as of the first reported step."""
-        if unit == "tok":
-            return sum(call.tokens for call in self.batches)
-        return sum(call.batch_size or 0 for call in self.batches)
+        return sum(call.count for call in self.batches if call.unit == unit)
 
 
 @dataclass
@@ -134,24 +137,25 @@ class Call:
     """A call of a module with gradients.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: the first tensor of its last call. batch_size: the rows of its texts, or of all
-    that it gets; None if they are not the same. seq_len: of its text, or None. tokens: of all its texts, and of those
-    that the module got before it since the last backward. own_tokens: without the latter.
+    A fused update does not. inputs: the first tensor of its last call. unit: "tok", "sample" or, if neither is sure,
+    "step". batch_size: the rows of its texts, or of all that it gets. seq_len: of its text, or None. count: of all its
+    tokens or samples, and of those that the module got before since the last backward. own_count: without the latter.
     """
 
     module: nn.Module
     is_training: bool
     version: int
     inputs: torch.Tensor
+    unit: str = "step"
     batch_size: int | None = None
     seq_len: int | None = None
-    tokens: int = 0
-    own_tokens: int = 0
+    count: int = 0
+    own_count: int = 0
 
     @property
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.tokens, self.batch_size or 0
+        return self.is_training, self.unit == "tok", self.count
 
 
 class Reader(NamedTuple):
@@ -183,14 +187,25 @@ def reader_of(module):
         weight = next(module.parameters(), None)
         if weight is None:
             return None
-        try:
-            names = list(inspect.signature(unwrapped(module).forward).parameters)
-        except ValueError:
-            names = []
         modules = list(module.modules())
+        names = names_of_arguments(modules)
         reads_ids = any(isinstance(part, nn.Embedding) for part in modules)
         reader = READERS[module] = Reader(weight, names, reads_ids, vocabulary_of(modules) is not None)
     return reader
+
+
+def names_of_arguments(modules):
+    """Return the names of a module's arguments, a list. modules: it, and all its parts.
+
+    Of a wrapper that takes any arguments they are those of what it wraps. TorchScript's modules have none.
+    """
+    names = []
+    for module in modules:
+        with contextlib.suppress(ValueError):
+            names = list(inspect.signature(module.forward).parameters)
+        if names not in (["args", "kwargs"], ["inputs", "kwargs"]):
+            break
+    return names
 
 
 def unwrapped(model):
@@ -212,11 +227,15 @@ def call_of(module, reader, args, kwargs):
         text = max(texts, key=torch.Tensor.numel)
         call.batch_size = text.shape[0] if text.dim() == 2 else 1
         call.seq_len = text.shape[-1]
-        call.tokens = call.own_tokens = sum(text.numel() for text in texts)
+        call.unit, call.count = "tok", sum(text.numel() for text in texts)
     else:
         rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
-        if len(rows) == 1 and any(tensor.is_floating_point() for _, tensor in tensors):
+        has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
+        is_graph = any(GRAPH.search(name) or tensor.is_sparse for name, tensor in tensors)
+        if len(rows) == 1 and has_samples and not is_graph:
             call.batch_size = rows.pop()
+            call.unit, call.count = "sample", call.batch_size
+    call.own_count = call.count
     return call
 
 

@@ -32,10 +32,11 @@ def answer(watcher, shares):
     lines = [f"time    {', '.join(parts)}"]
     if watcher.device.type != "cpu" and watcher.log.waiting_steps():
         lines.append("        of uncounted steps in which each part waited for the card")
-    lines += [f"slow    {words}" for words in causes(watcher)]
+    slow = causes(watcher)
+    lines += [f"slow    {words}" for words in slow]
     has, lacks, remarks = words_on_techniques(seen)
     _, lacking = has_and_lacks(seen)
-    if lacking and max(shares["data"], shares["rest"]) > FIRST:
+    if lacking and slow and max(shares["data"], shares["rest"]) > FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
         lacks += f": together at most {percent(computation)} of the time, so see to what is slow first"
     lines += [f"has     {has}", f"lacks   {lacks}"]
@@ -147,6 +148,8 @@ def words_on_loader(batches, share):
     words = f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"
     if processes == 0:
         return f"{words}: DataLoader(..., num_workers=2, persistent_workers=True) may load ahead"
+    if processes >= machine.cores():
+        return f"{words}: less work in __getitem__ helps, as by tokenizing once"
     remedy = f"more of them, of {machine.cores()} cores, kept by persistent_workers=True"
     return f"{words}: {remedy}, or less work in __getitem__, as by tokenizing once"
 

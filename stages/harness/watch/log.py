@@ -138,10 +138,11 @@ class Log:
         figures = figures_of(steps)
         quartiles = f"quartiles {figures['dt_q1_ms']:.2f} and {figures['dt_q3_ms']:.2f}"
         lines = [f"median {figures['dt_ms']:.2f} ms, {quartiles}, {which}"]
+        speed = figures["tok_per_sec"]
         if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
-            speed = self.words_on_speed(speed_of_all(steps))[0]
-            lines.append(f"mean {figures['dt_mean_ms']:.2f} ms, {speed}: some steps take far longer than the median")
-        words = self.words_on_speed(figures["tok_per_sec"])
+            lines.append(f"mean {figures['dt_mean_ms']:.2f} ms: some steps take far longer, and the speed counts all")
+            speed = speed_of_all(steps)
+        words = self.words_on_speed(speed)
         meter = steps[-1]["meter"]
         words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")

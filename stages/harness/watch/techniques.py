@@ -81,7 +81,7 @@ def find_techniques(watcher):
         unit=micro_batches.unit,
         batch_size=batch_size,
         seq_len=seq_len,
-        accum=len(micro_batches.batches),
+        accum=len(micro_batches.batches) if micro_batches.are_shares else 1,
         world_size=watcher.world_size,
         parameters=sum(p.numel() for p in parameters),
         shape=shape,
