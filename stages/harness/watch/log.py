@@ -33,7 +33,7 @@ from ..seen import words_on_model
 
 # The meters are read, and the line is renewed, at most so often. They are not on the clock of a step, but make a run of
 # short steps take longer.
-SECONDS_BETWEEN = 0.1
+SECONDS_BETWEEN = 0.5
 
 
 class Log:
