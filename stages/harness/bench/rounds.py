@@ -177,6 +177,12 @@ class RowProcess:
             return 0
         return len(self.records) * (self.run.steps[-1]["memory"] or 0)
 
+    @property
+    def steps_taken(self):
+        """How many steps all its ranks have taken: the last one must have seen what the gate allowed."""
+        ranks = self.run.seen.world_size if self.run.seen else 1
+        return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // ranks
+
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
         dts = [step["dt"] for step in self.run.steps[-5:]]
@@ -203,7 +209,7 @@ class RowProcess:
     def wait(self, total=None):
         """Wait until it has taken so many steps since its start, or has ended. If it hangs, it is stopped."""
         deadline = time.monotonic() + PATIENCE
-        while not self.has_ended and (total is None or len(self.run.steps) < total):
+        while not self.has_ended and (total is None or self.steps_taken < total):
             time.sleep(PAUSE_AT_THE_END if total is None else PAUSE)
             self.has_ended = self.process.poll() is not None
             if self.read():
