@@ -20,7 +20,7 @@ results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
 Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 6 steps of warm-up they
 take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
-each runs to its end: until it has counted 7 steps that took six seconds together, and at most 160.
+they run one after the other, each until it has counted 7 steps that took six seconds together, and at most 159.
 """
 
 import itertools

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+GRAPH = re.compile("(^|_)(edge|adj)")  # names of arguments that connect nodes, which are no samples
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids", "edge_index"
-NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)(edge|adj)|(^|_)pos(_|$)")
-GRAPH = re.compile("(^|_)(edge|adj)")  # names of what connects nodes, which are no samples
+NO_IDS = re.compile(f"label|target|mask|position|type|^y$|{GRAPH.pattern}|(^|_)pos(_|$)")
 SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
 
 
