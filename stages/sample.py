@@ -3,8 +3,6 @@
 python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
 python stages/sample.py --weights mine.pt --eval              the loss on held-out text, its last tenth
-
-Weights may also be a folder that transformers wrote.
 """
 
 from harness import machine  # first: it makes data and model importable from here

@@ -1,6 +1,5 @@
-"""Weights of a GPT: those of --save and those of transformers, whole or not at all, and their held-out loss."""
+"""Weights of a GPT, of --save or OpenAI's, and their held-out loss."""
 
-import os
 import re
 
 import numpy as np
@@ -14,27 +13,17 @@ from .common import refuse
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # by OpenAI
 # OpenAI stored these weights as (inputs, outputs), and nn.Linear has (outputs, inputs).
 CONV1D_SUFFIXES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
-# What transformers lets a config change, and model.py computes in one way alone: {setting: its values}.
-COMPUTED_HERE = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "layer_norm_epsilon": (1e-5,),
-    "tie_word_embeddings": (True,),
-}
 HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of them
 
 
 def load(path, attention):
     """Return a GPT, in float32 on the CPU.
 
-    path: what --save wrote, a folder that transformers wrote, or one of PUBLISHED. Exits with one line if it is none of
-    these, if a tensor is missing, or if the model computes otherwise.
+    path: what --save wrote, or one of PUBLISHED. Exits with one line if it is neither, or if a tensor is missing.
     """
     try:
-        if path in PUBLISHED or os.path.isdir(path):
-            return from_transformers(path, attention)
+        if path in PUBLISHED:
+            return published(path, attention)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         # the names of a compiled model begin otherwise, as do those inside of DDP
         weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): p for name, p in checkpoint["weights"].items()}
@@ -43,7 +32,7 @@ def load(path, attention):
         refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save or a folder of transformers")
+        refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or {' or '.join(PUBLISHED)}")
 
 
 def gpt_of(config, weights, attention):
@@ -57,28 +46,23 @@ def gpt_of(config, weights, attention):
     return model
 
 
-def from_transformers(name, attention):
-    """Return the GPT that the package transformers reads under a name, or in a folder.
+def published(name, attention):
+    """Return the GPT that OpenAI published under a name, which the package transformers reads.
 
-    Raises ModuleNotFoundError without that package, and another exception if it reads none, or one that has other
-    tensors or computes otherwise.
+    Raises ModuleNotFoundError without that package, and OSError without a network.
     """
-    from transformers import AutoConfig, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = AutoConfig.from_pretrained(name)
-    for setting, values in COMPUTED_HERE.items():
-        value = getattr(config, setting, None)
-        if value not in values:
-            raise ValueError(f"its {setting} is {value!r}, and GPT-2's is {values[0]!r}")
-    reference, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, set(report[problem]) - {"lm_head.weight"}))  # the head is the embedding
-        if names:
-            raise ValueError(f"{problem.replace('_', ' ')}: {', '.join(names)}")
+    return gpt_like(GPT2LMHeadModel.from_pretrained(name), attention)
+
+
+def gpt_like(reference, attention):
+    """Return a GPT with the weights of a GPT2LMHeadModel of transformers, in float32."""
     weights = reference.float().state_dict()
     for key in weights:
         if key.endswith(CONV1D_SUFFIXES):
             weights[key] = weights[key].t()
+    config = reference.config
     shape = (config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd)
     return gpt_of(GPTConfig(*shape), weights, attention)
 
