@@ -20,9 +20,10 @@ results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
 Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 6 steps of warm-up they
 take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
-they run one after the other, each until it has counted 7 steps that took six seconds together, and at most 159.
+they run one after the other, each until it has counted 7 steps that took six seconds together, or has taken --steps.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -30,8 +31,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -53,15 +53,15 @@ def main(argv):
     """
     set_up_output()
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        number = getattr(signal, name, signal.SIGINT)  # Windows has no SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, interrupt)
     try:
-        args = parse_command(argv)
-        if args.render is not None:
-            render(args.render)
+        task = parse_command(argv)
+        if task.options.render is not None:
+            render(task.options.render)
             return 0
-        return exit_status(run(args, argv))
+        return exit_status(run(task, argv))
     except KeyboardInterrupt as interrupted:
         return 128 + interrupted.args[0]
 
@@ -74,32 +74,34 @@ def interrupt(signal_number, frame):
 # The command line
 
 
-def parse_command(argv):
-    """Return the command line as a namespace. Exits with one line and status 2 if it is wrong.
+@dataclass
+class Task:
+    """What the command line asks for."""
 
-    Without --render it has more than the bench's own flags: `rows`, the Rows of the commands; `climb`, now a Row or
-    None; `has_stages`, whether any row takes the flags of stages; and `flags`, these flags, which no stage has read.
-    """
-    args, words = new_parser().parse_known_args(argv)
-    for name in (args.out, args.render):
+    options: argparse.Namespace  # the bench's own flags; climb is a Row, or None
+    rows: list  # Rows of the commands
+    flags: list  # those after the rows, which no stage has read yet
+    has_stages: bool  # whether any row takes these flags
+
+
+def parse_command(argv):
+    """Return the Task of a command line. Exits with one line and status 2 if it is wrong."""
+    options, words = new_parser().parse_known_args(argv)
+    for name in (options.out, options.render):
         if name is not None and (name.strip(".") == "" or "/" in name):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
-    if args.render is not None:
-        return args
-    if args.steps and args.steps <= WARMUP + 1:
-        refuse(f"--steps {args.steps}: the first {WARMUP} are warm-up, and the last may be profiled: pass more")
+    if options.steps and options.steps <= WARMUP + 1:
+        refuse(f"--steps {options.steps}: the first {WARMUP} are warm-up, and the last may be profiled: pass more")
     commands = list(itertools.takewhile(is_row, words))
-    args.flags = words[len(commands) :]
-    args.rows = [row_of(command) for command in commands]
-    if args.climb is not None:
-        args.climb = row_of(args.climb)
-    own_rows = [*args.rows, args.climb] if args.climb else args.rows
+    rows = [row_of(command) for command in commands]
+    flags = words[len(commands) :]
+    own_rows = [*rows, options.climb] if options.climb else rows
     for row in own_rows:
         check(row)
-    args.has_stages = not own_rows or any(row.takes_flags for row in own_rows)  # without rows the ladder runs
-    if not args.has_stages:
-        refuse_flags_of_stages(args.flags)
-    return args
+    has_stages = not own_rows or any(row.takes_flags for row in own_rows)  # without rows the ladder runs
+    if not has_stages:
+        refuse_flags_of_stages(flags)
+    return Task(options, rows, flags, has_stages)
 
 
 def new_parser():
@@ -107,10 +109,10 @@ def new_parser():
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({rounds.ROUNDS})")
-    add("--steps", type=positive, metavar="N", help="most steps of a row in a round, with its warm-up")
+    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164 on a card; 27 on a CPU)")
     add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
-    add("--climb", metavar="COMMAND", help="rows that add a technique each to a script of your own")
+    add("--climb", type=row_of, metavar="COMMAND", help="rows that add a technique each to a script of your own")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     return parser
 
@@ -130,19 +132,19 @@ def refuse_flags_of_stages(flags):
 # A run
 
 
-def run(args, argv):
+def run(task, argv):
     """Run a new bench, and return its Results. If it is interrupted, show what was measured so far."""
     if os.name == "nt":
         refuse("the bench runs on Windows in WSL2 alone")
     ranks.check_ranks()
-    ranks.drop_left_over_ranks()
+    ranks.drop_ranks_if_alone()
     if ranks.world_size() > 1:
         refuse("start bench.py once: torchrun belongs before a row, in its quotes")
-    name = args.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    name = task.options.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
     if path.exists() or path.with_suffix(".md").exists():
         refuse(f"results/{name} is there already: pass another --out")
-    bench = new_bench(args, probe(args), argv)
+    bench = new_bench(task, probe(task), argv)
     with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
         tell(f"all steps go to results/{path.name}; after a kill, draw them by {command}")
@@ -158,64 +160,73 @@ def run(args, argv):
     return results
 
 
-def probe(args):
+def probe(task):
     """Return what the probe found out about the machine, a dict: see probe.py. Exits with its status if it fails."""
-    program = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "probe")
-        words = [str(path), "stages" if args.has_stages else "scripts", "--seed", str(args.seed), *args.flags]
-        status = subprocess.run([*program, *words], start_new_session=True).returncode
-        if status:
-            raise SystemExit(status)
-        return json.loads(path.read_text("utf-8"))
+    command = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
+    if task.has_stages:
+        command.append("--has-stages")
+    command += ["--seed", str(task.options.seed), *task.flags]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+    return json.loads(ended.stdout)
 
 
-def new_bench(args, machine, argv):
-    """Return the line of a record that begins a bench, a dict: see results.py. machine: of the probe."""
-    device = machine["environment"]["device"]
-    rows = args.rows
-    if args.climb:
-        rows = rows_of_climb(args.climb, machine) + rows
+def new_bench(task, probed, argv):
+    """Return the line of a record that begins a bench, a dict: see results.py. probed: what the probe wrote."""
+    device = probed["environment"]["device"]
+    rows = task.rows
+    if task.options.climb:
+        rows = rows_of_climb(task.options.climb, probed) + rows
     elif not rows:
         rows = rows_of_ladder(device)
-    if device == "cpu":
-        steps = args.steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
-        turns = min(rounds.TURNS, steps - WARMUP)
-        if steps > rounds.WARMUP_OF_PLAIN + turns:
-            turns = steps - rounds.WARMUP_OF_PLAIN  # more steps are more turns
-        warmup = min(rounds.WARMUP_ON_CPU, steps - turns)
-    else:
-        steps = args.steps or WARMUP + rounds.MOST_COUNTED_STEPS
-        turns, warmup = 0, WARMUP
+    limits = limits_of_rows(task.options.steps, device)
     return {
         "kind": "bench",
         "rows": [asdict(row) for row in all_rows(rows)],
-        "rounds": args.rounds or rounds.ROUNDS,
-        "warmup": warmup,
-        "steps": steps,
-        "turns": turns,
-        "loss_step": min(steps - 1, warmup + rounds.TURNS) - 1,  # the last one that every row has to take
-        "seed": args.seed,
-        "flags": ["--steps", str(steps), "--seed", str(args.seed), *args.flags, *machine["flags"]],
-        "variables": variables_of(machine["card"]) | (CPU_MEMORY if device == "cpu" else {}),
+        "rounds": task.options.rounds or rounds.ROUNDS,
+        **limits,
+        "seed": task.options.seed,
+        "flags": ["--steps", str(limits["steps"]), "--seed", str(task.options.seed), *task.flags, *probed["flags"]],
+        "variables": variables_of(device, probed["card"]),
         "started": datetime.now().isoformat(timespec="seconds"),
-        "environment": machine["environment"],
-        "rates": machine["rates"],
-        "text": machine["text"],
+        "environment": probed["environment"],
+        "rates": probed["rates"],
+        "text": probed["text"],
         "commit": meters.commit(ROOT),
         "command": shlex.join(["python", "bench.py", *argv]),
     }
 
 
-def variables_of(card):
-    """Return the variables that lead a script, which chooses for itself, to a card. card: its number, or None.
+def limits_of_rows(steps, device):
+    """Return the part of a bench's line that says how many steps a row takes in a round, a dict: see results.py.
+
+    steps: of --steps, or None.
+    """
+    if device == "cpu":
+        steps = steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
+        warmup_of_plain = max(WARMUP, min(rounds.WARMUP_OF_PLAIN, steps - rounds.TURNS))
+        warmup = min(rounds.WARMUP_ON_CPU, warmup_of_plain)
+        turns = steps - warmup_of_plain
+    else:
+        steps = steps or WARMUP + rounds.MOST_COUNTED_STEPS
+        warmup = warmup_of_plain = WARMUP
+        turns = 0
+    fewest_steps = min(steps - 1, warmup + rounds.TURNS)  # of any row; on a card the last one may be profiled
+    limits = {"warmup": warmup, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns}
+    return limits | {"loss_step": fewest_steps - 1}
+
+
+def variables_of(device, card):
+    """Return the variables of the environment of all rows, which lead a script that chooses for itself to a device.
 
     A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.
+    device: its kind. card: its number, or None.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if card is None:
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if card == 0:
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""} | CPU_MEMORY
+    if not card:
         return {}
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[card] if visible else str(card)}
 

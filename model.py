@@ -99,11 +99,8 @@ class GPT(nn.Module):
         """Logits (B, T, vocab_size) of each next token, in autocast's dtype; with targets, the loss alone.
 
         idx, targets: int64 (B, T), T at most block_size. The loss is the mean cross-entropy in nats, a scalar
-        in float32. Raises ValueError for another shape or a longer sequence.
+        in float32. Raises ValueError for a longer sequence.
         """
-        if idx.dim() != 2 or (targets is not None and targets.shape != idx.shape):
-            shapes = [tuple(t.shape) for t in (idx, targets) if t is not None]
-            raise ValueError(f"idx and targets must both be (B, T), got {shapes}")
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size {self.config.block_size}")

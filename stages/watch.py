@@ -15,11 +15,10 @@ from harness import ROOT, ladder, ranks  # first: it makes data and model import
 from harness.common import refuse, set_up_output
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
-from harness.seen import folder_of
 from harness.watch import hooks
 from harness.watch.log import Log
 from harness.watch.timeline import is_elsewhere
-from harness.watch.watcher import Watcher
+from harness.watch.watcher import Phase, Watcher
 
 import builtins
 import os
@@ -46,7 +45,8 @@ def main(argv):
     log.say(f"watching {args.title} in {args.folder}{limit}")
     log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
     hooks.watch_pytorch(watcher)
-    leave_home_to(args)
+    rename_our_modules()
+    become_process_of_script(args)
     status, reason = run(args, watcher)
     if not is_elsewhere():
         status = report_end(args, watcher, status, reason)
@@ -63,7 +63,7 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = "stop it when it begins another step after so many, at least 2 (%(default)s)"
+    steps_help = "stop it when it begins another step after so many, at least 2, or 3 with --profile (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="of these, how many are not counted (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
@@ -79,8 +79,7 @@ def parse_command(argv):
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
         refuse(f"there is no script {args.script}")
-    if args.gate:
-        args.gate = os.path.abspath(args.gate[0]), int(args.gate[1])
+    args.steps = max(args.steps, 3 if args.profile else 2)
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script
@@ -90,15 +89,29 @@ def parse_command(argv):
     return args
 
 
-def leave_home_to(args):
-    """Make this process the script's own: its folders, its flags, an empty stdin, seeds, none of our modules."""
-    os.chdir(args.folder)
+def folder_of(script):
+    """Return the folder in which a script runs: the one that the reader is in, as under python.
+
+    If that is within this repository and the script is not, it is the script's own, where its data may be.
+    """
+    here, home = Path.cwd(), Path(script).resolve().parent
+    if here.is_relative_to(ROOT) and not home.is_relative_to(ROOT):
+        return home
+    return here
+
+
+def rename_our_modules():
+    """Leave the names of our modules to the script's own. torch.compile imports ours by the new names."""
     for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "data", "model"):
             module = sys.modules.pop(name)
-            # it stays under another name, by which torch.compile imports it where it meets a function of ours
             module.__name__ = f"speed_ladder.{name}"
             sys.modules[module.__name__] = module
+
+
+def become_process_of_script(args):
+    """Give this process the script's folders, its flags, an empty stdin and seeds."""
+    os.chdir(args.folder)
     sys.path.remove(str(ROOT))
     sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
     sys.argv = [args.script, *args.script_argv]
@@ -119,11 +132,12 @@ def run(args, watcher):
     except KeyboardInterrupt:
         return 130, "was interrupted"
     except BaseException as error:
-        error.__traceback__ = error.__traceback__.tb_next.tb_next  # without run() and execute()
+        while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind run() and execute()
         text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
         if not is_elsewhere():
-            watcher.log.write("error", message=in_a_line(error), traceback=text)
+            watcher.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
         return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
 
@@ -148,7 +162,7 @@ def execute(args, watcher):
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
-            watcher.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")
+            watcher.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
         code = compile(Path(args.script).read_bytes(), args.script, "exec")
@@ -166,17 +180,16 @@ def report_end(args, watcher, status, reason):
 
     A script that failed keeps its own.
     """
-    steps = len(watcher.log.steps)
-    line = f"{reason} after {steps} steps"
-    if watcher.first_step is None:
+    line = f"{reason} after {watcher.steps_taken} steps"
+    if watcher.phase == Phase.FIRST:
         line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
         if status == 0:
             line += ". Its optimizer has to be of torch.optim or a subclass, and ranks to be started by torchrun"
-    elif steps == 0:
+    elif not watcher.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
     watcher.finish()
     print(f"{args.title} {line}", file=sys.stderr)
-    if status == 0 and steps == 0:
+    if status == 0 and not watcher.log.steps:
         return 2
     return status
 

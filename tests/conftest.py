@@ -168,7 +168,7 @@ def run_by_the_bench(row, flags, steps):
     results = Results(bench, record)
     with contextlib.closing(rounds.RowProcess(row, results, 0)) as process:
         process.take(steps)
-        process.gate.unlink()
+        process.let_end()
         process.wait()
     lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
     return Ended(0, "", "", lines)

@@ -10,7 +10,7 @@ def steps(*clocks, reasons=4):
     lines = []
     for mhz in clocks:
         state = {"mhz": mhz, "celsius": 87, "reasons": reasons}
-        lines += [{"dt": 0.1, "card": state}, {"dt": 0.1}]
+        lines += [{"dt": 0.1, "card": state}, {"dt": 0.1, "card": None}]
     return lines
 
 

@@ -130,7 +130,6 @@ def npy(array):
         ("missing.txt", None, "No such file"),
         ("latin1.txt", b"caf\xe9 au lait", "can't decode byte 0xe9 in position 3"),
         ("a.txt", RUSSIAN.encode("utf-16-le"), "may be one in UTF-16"),
-        ("a.txt.GZ", b"", "an archive, a document or an address is no text"),
         ("empty.bin", b"", "empty"),
         ("odd.bin", b"\x01\x00\x02", "multiple"),
         ("32 bits.bin", FEW_ABOVE_65535.astype(np.uint32).tobytes(), "as if its ids were of 32 bits"),

@@ -1,6 +1,7 @@
 """The flags: which are refused and how, and what they are by default on each kind of machine."""
 
 from harness import machine, meters, parse_args
+from harness.bench import page
 
 import os
 import sys
@@ -123,18 +124,10 @@ def test_what_the_machine_lacks_is_left_out_with_the_reason(parse):
     ]
 
 
-DROPPED = ["TORCH_COMPILE_DISABLE", "NVIDIA_TF32_OVERRIDE"]
-NAMED = ["CUDA_LAUNCH_BLOCKING"]
-
-
-@pytest.mark.parametrize("name", DROPPED + NAMED)
-def test_a_variable_that_changes_what_is_measured_is_dropped_by_a_stage_or_named(parse, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    assert meters.environment(CPU)["slow"] == [f"{name}=1"]  # a script keeps it
-    args = parse()
-    assert args.compile
-    assert (name in os.environ) == (name in NAMED)
-    assert args.notes == ([f"{name}=1 in the environment changes the speed"] if name in NAMED else [])
+def test_a_variable_that_changes_what_is_measured_is_named_by_a_stage_and_on_a_page(parse, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert parse().notes == ["NVIDIA_TF32_OVERRIDE=1 in the environment changes the speed"]
+    assert "with NVIDIA_TF32_OVERRIDE=1 in the environment" in page.machine_line(meters.environment(CPU))
 
 
 def test_more_threads_than_cores_are_said(parse, monkeypatch):

@@ -1,4 +1,4 @@
-"""The ladder's table against the stages' sources and lessons, and what a machine makes of a stage."""
+"""The ladder's table against the stages' sources and lessons."""
 
 from harness import ladder
 

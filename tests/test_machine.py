@@ -74,7 +74,7 @@ def test_tasks_that_do_not_know_of_one_another_are_refused(capsys, name):
 def test_what_a_cluster_has_left_over_is_dropped_where_a_process_is_alone(world_size):
     os.environ |= {"RANK": "1", "WORLD_SIZE": world_size, "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     ranks.check_ranks()
-    ranks.drop_left_over_ranks()
+    ranks.drop_ranks_if_alone()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()
 
 

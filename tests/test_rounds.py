@@ -6,6 +6,7 @@ from harness.bench.table import table_of
 from harness.figures import WARMUP
 
 import json
+import time
 
 import pytest
 from conftest import ROOT
@@ -26,10 +27,10 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
         monkeypatch.setattr(room, "ROOT", tmp_path)
 
 
-def planned(name, launcher, plan):
-    """Return a Row of a stage that does as planned."""
+def planned(name, launcher, plan, script="s01_baseline", **fields):
+    """Return a Row that does as planned: of a stage, or of another script."""
     env = ["env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}"]
-    return row(name, script="s01_baseline", launcher=[*env, *launcher])
+    return row(name, script=script, launcher=[*env, *launcher], **fields)
 
 
 def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
@@ -41,8 +42,30 @@ def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
 
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 7), (0.01, 60)])
 def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
-    outcome = outcome_of(steps=WARMUP + 60 + 1, dt=dt)  # the last one may be profiled
+    outcome = outcome_of(steps=WARMUP + 60, dt=dt)
     assert (len(outcome.counted), outcome.error) == (counted, None)
+
+
+def test_plain_keeps_its_warm_up_and_counts_7_steps_without_turns():
+    plain = planned("a", (), {"dt": 1}, keeps_memory=False)
+    results = results_of(rows=[plain], steps=27, warmup_of_plain=20)
+    rounds.run_one_after_the_other(0, results)
+    [run] = table_of(results).outcomes["a"].runs
+    assert (len(run.steps), len(run.counted)) == (27, 7)
+
+
+def test_a_script_that_ends_early_has_the_turns_that_it_took():
+    """Four of its steps are a turn."""
+    results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)
+    rounds.take_turns(0, results)
+    assert [len(steps) for steps in results.runs["a", 0].turns] == [4, 2]
+
+
+def test_the_clock_of_a_bench_begins_again_when_its_rows_do():
+    results = results_of(rows=[row("s01")])
+    results.began -= 1000
+    results.add({"kind": "apart", "reason": "memory is short"})
+    assert time.monotonic() - results.began < 1000
 
 
 @pytest.mark.parametrize(
@@ -66,7 +89,7 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
     monkeypatch.setattr(rounds, "PATIENCE", 2)
-    assert outcome_of(do="hang", at=1).error["message"] == "no step in 2 s: stopped"
+    assert outcome_of(do="hang", at=1).error["message"] == "no step and no end in 2 s: stopped"
     assert all_have_ended(tmp_path / "lock")
 
 

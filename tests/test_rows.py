@@ -172,7 +172,7 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
 def test_a_climb_adds_a_technique_in_each_row_that_does_something_here(
     command, device, units, compile_problem, climbed
 ):
-    machine = {"environment": {"device": device}, "units": units, "compile_problem": compile_problem}
-    rows = rows_of_climb(row_of(command), machine)
+    probed = {"environment": {"device": device}, "units": units, "compile_problem": compile_problem}
+    rows = rows_of_climb(row_of(command), probed)
     names = [" ".join(row.added) if row.name.startswith("+ ") else row.name for row in rows]
     assert ", ".join(names) == climbed.replace("...", "tf32 bf16 compile")

@@ -17,6 +17,7 @@ RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
 
 def test_profile_shows_the_last_step_in_parts_beside_their_predictions():
     run = python(WATCH, "--steps", "5", "--profile", STAGE_FILES["s01"], *FLOAT32)
+    assert " for 5 steps\n" in run.out and " after 5 steps" in run.err
     for part in ("matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"):
         assert re.search(rf"\d +(\d+\.\d\d)? *{part}\n", run.out), part
     # in one step's backward two for each of 8 linear layers, and for the last matrix three in all

@@ -3,21 +3,23 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
+from harness.bench.rows import row_of
 from harness.seen import Seen
 from harness.watch.findings import causes
 from harness.watch.profiler import busy_ms
 from harness.watch.techniques import Habits
-from harness.watch.timeline import KINDS
+from harness.watch.timeline import KINDS, StepClock
 
 import json
 import re
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, WATCH, lines_of, python, run_script
-from fixtures.loops import LOOPS, WORDS, run_in_a_fork, watch_in_a_fork
+from conftest import ROOT, WATCH, lines_of, python, run_by_the_bench, run_script
+from fixtures.loops import LEARN, LOOPS, WORDS, Loop, run_in_a_fork, watch_in_a_fork
 from fixtures.records import SEEN
 from torch.autograd import DeviceType
 
@@ -104,6 +106,13 @@ def test_a_script_is_at_home(tmp_path):
     assert line.startswith("train.py ended, and no step of a torch optimizer was seen")
 
 
+def test_it_needs_no_tokenizer(tmp_path):
+    """It runs in the environment of the script, which may have none."""
+    (tmp_path / "tiktoken.py").write_text("raise ImportError")
+    (tmp_path / "train.py").write_text("print('it ran')")
+    assert "it ran\n" in python(WATCH, "train.py", folder=tmp_path, PYTHONPATH=str(tmp_path)).out
+
+
 def test_a_module_of_a_package_is_run_by_m(tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
@@ -112,6 +121,19 @@ def test_a_module_of_a_package_is_run_by_m(tmp_path):
     ended = python(WATCH, "--steps", "2", "-m", "pack.train", "--own", "1", folder=tmp_path)
     assert ended.status == 0, ended.err
     assert "of the last step alone, since none was counted" in ended.out
+
+
+@pytest.mark.parametrize("by_the_bench", [False, True])
+def test_the_peak_of_memory_is_that_of_all_steps(tmp_path, by_the_bench):
+    """Steps are shorter than the time between two readings."""
+    text = Loop(f"if step == 11:\n    torch.ones(100_000_000)\n{LEARN}", steps=12).text
+    if by_the_bench:
+        (tmp_path / "train.py").write_text(text)
+        ended = run_by_the_bench(row_of(str(tmp_path / "train.py")), [], 12)
+    else:
+        ended = watch_in_a_fork(tmp_path, text, "--steps", "12")
+    memory = ended.figures("memory")
+    assert memory[-1] - memory[4] > 3e8
 
 
 START, PAUSE = "own, ended = [], None", "    time.sleep(0.1)"  # lines of TRAIN that a test replaces
@@ -258,16 +280,25 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
+def test_what_a_hook_does_is_not_on_the_clock():
+    clock = StepClock()
+    entered = time.perf_counter()
+    time.sleep(0.1)
+    clock.begin("forward", entered)
+    clock.end("forward")
+    assert clock.end_step() < 0.1
+
+
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     """Without a profile nobody knows how long the card waited."""
     spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
     steps = 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}]
     log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
-    clock = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9})})
-    seen = Seen.of_line(SEEN)
-    watcher = SimpleNamespace(log=log, clock=clock, habits=Habits(), device=torch.device("cuda"), seen=seen)
+    log.device, log.seen = torch.device("cuda"), Seen.of_line(SEEN)
+    clock = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
+    watcher = SimpleNamespace(log=log, clock=clock, habits=Habits())
     assert causes(watcher) == []
-    seen.busy_ms = 20.0
+    log.seen.busy_ms = 20.0
     assert causes(watcher)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
 
 

@@ -28,8 +28,7 @@ def parse_args(doc):
     """
     set_up_output()
     ranks.check_ranks()
-    ranks.become_a_world_of_one()  # so that s12 reads the same under python and under torchrun
-    drop_variables()
+    ranks.set_ranks_if_alone()  # so that s12 reads the same under python and under torchrun
     args = parse(doc, sys.argv[1:])
     if ranks.world_size() > 1:
         check_ranks_of_stage(args)
@@ -42,13 +41,6 @@ def parse_args(doc):
             print(note)
     sys.excepthook = lambda *failure: end_in_a_line(args.save, *failure)
     return args
-
-
-def drop_variables():
-    """Remove from the environment what would change a stage, or the rates of this machine."""
-    for name in (*machine.CHANGE_FLOAT32, *machine.TURN_COMPILE_OFF):
-        os.environ.pop(name, None)
-    torch.set_float32_matmul_precision("highest")  # torch has read one of them already
 
 
 def end_in_a_line(save, kind, error, trace):

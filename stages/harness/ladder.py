@@ -46,7 +46,7 @@ STAGES = (
     Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "a padded vocabulary", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", "clipping", for_the_loss=True),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", "learning-rate schedule", for_the_loss=True),
-    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', "weight decay", for_the_loss=True),
+    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', "weight decay in groups", for_the_loss=True),
     Stage("s10_fused", "`AdamW(..., fused=True)`", "a fused update", added_as="fused"),
     Stage("s11_accum", "`for micro in range(args.accum):`", "accumulation"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", "DDP", takes_ranks=True),

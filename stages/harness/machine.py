@@ -14,20 +14,7 @@ import torch
 
 from .common import refuse
 
-# Variables of the environment that change what is measured. Stages drop the first two kinds, and every record names
-# those that a script had.
-CHANGE_FLOAT32 = (
-    "NVIDIA_TF32_OVERRIDE",  # turns TF32 on, or forbids it
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",  # multiplies in bfloat16, as guides for Arm advise
-    "DNNL_DEFAULT_FPMATH_MODE",
-)
-TURN_COMPILE_OFF = (
-    "TORCH_COMPILE_DISABLE",
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_COMPILE_OVERRIDE_BACKENDS",  # replaces Inductor
-    "TORCHDYNAMO_SUPPRESS_ERRORS",  # hides that a part could not be compiled
-)
+# Variables of the environment that change what is measured. A stage names them, and so does each page of results.
 CHANGE_SPEED = (
     "CUDA_LAUNCH_BLOCKING",  # makes each kernel wait
     "PYTORCH_NO_CUDA_MEMORY_CACHING",  # gives memory back at once
@@ -37,8 +24,14 @@ CHANGE_SPEED = (
     "DNNL_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",  # the same in MKL, which multiplies in float32
     "MKL_CBWR",
-    *CHANGE_FLOAT32,
-    *TURN_COMPILE_OFF,
+    "NVIDIA_TF32_OVERRIDE",  # turns TF32 on, or forbids it
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",  # multiplies in bfloat16, as guides for Arm advise
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "TORCH_COMPILE_DISABLE",  # compiles nothing
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS",  # replaces Inductor
+    "TORCHDYNAMO_SUPPRESS_ERRORS",  # hides that a part could not be compiled
 )
 
 
@@ -74,6 +67,7 @@ def why_no_card():
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # a build without CUDA, or an old driver
         return str(error).split(". ")[0]
+    return None
 
 
 def device_name(device):
@@ -150,8 +144,7 @@ def compile_problem(device):
         return "Python.h is missing: install python3-dev"
     if device.type == "cuda":
         return triton_problem(device)
-    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", default)  # it tries no other one
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # it tries no other one
     if shutil.which(compiler) is None:
         return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
@@ -177,10 +170,12 @@ def cores():
     """Return how many CPU cores this process may use, by its affinity and the quotas of the cgroups around it."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for folder in cgroup_folders("cpu"):
-        version_1 = read_text(folder / "cpu.cfs_quota_us") + read_text(folder / "cpu.cfs_period_us")
-        quota = (read_text(folder / "cpu.max") or version_1).split()  # microseconds of CPU time, and of how many
-        if quota and quota[0].isdecimal():  # without a quota it is "max", or "-1"
-            count = min(count, max(1, int(quota[0]) // int(quota[1])))
+        limits = read_text(folder / "cpu.max")  # microseconds of CPU time, and of how many
+        if not limits:  # version 1 has two files
+            limits = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
+        quota, _, period = limits.partition(" ")
+        if quota.strip().isdecimal():  # without a quota it is "max", or "-1"
+            count = min(count, max(1, int(quota) // int(period)))
     return count
 
 

@@ -23,7 +23,7 @@ def synchronize(device):
 
 def compiled_graphs():
     """Return how many graphs torch.compile has made so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not there until something is compiled
+    dynamo = sys.modules.get("torch._dynamo.utils")  # which the first optimizer imports
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 

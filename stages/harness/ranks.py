@@ -33,14 +33,14 @@ def check_ranks():
             refuse(f"{name} is {os.environ[name]}, and each task would train alone: let one task start torchrun")
 
 
-def drop_left_over_ranks():
+def drop_ranks_if_alone():
     """Remove torchrun's variables that a cluster left over, if this is the only process of its run."""
     if world_size() == 1:
         for name in (*RANK_VARIABLES, "LOCAL_RANK"):
             os.environ.pop(name, None)
 
 
-def become_a_world_of_one():
+def set_ranks_if_alone():
     """Let torch.distributed find a process group of this process alone, if no launcher started several."""
     if world_size() == 1:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # by it a process would wait for torchrun's own port

@@ -1,7 +1,7 @@
 """What was seen of a training script, a stage or another, and what follows: what it has, lacks, and has to compute."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import ladder
@@ -30,64 +30,47 @@ SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles t
 
 @dataclass
 class Seen:
-    """What watch.py saw of a script in its first steps: a line of its record, "seen".
+    """What watch.py saw of a script in its first steps: a line of its record, "seen"."""
 
-    Of flags and calls of PyTorch. unit: what a step is counted in, "tok", "sample" or "step". batch_size, seq_len: of
-    the largest batch, or None. accum: micro-batches of a rank for each update. shape: of a GPT, see
-    arithmetic.shape_of(), or None. weights: the dtype of the largest parameter. autocast: the 16-bit dtype above
-    weights in float32, or None. enters_autocast: whether it has that dtype by autocast, and not by casts of its own.
-    emulated: whether the device has no units for it. compile: whether compiled code multiplied. fused: None if no
-    optimizer has such a kernel. optimizer: one that could be fused, if there is one. schedules, groups: whether rates
-    change, and whether weights decay by groups. framework: the package that calls the optimizer. loaders: processes and
-    threads that it started, most likely to load its data. failed: {an added technique: why it was left out again}.
-    model_name: what the script calls the largest module that it calls, "model" or "self.net". can_compile_in_place:
-    whether MODEL.compile() compiles it, as it does for a class of the script's own.
-
-    Of the operations of one step. profiled: whether they were seen. attention: whether there is any. sdpa: the kernel
-    that scaled_dot_product_attention chose. attention_drops: whether it has dropout, if that kernel is "math".
-    vocabulary: the columns of the last matmul. In compiled code, and without a profile, it is the rows of the largest
-    embedding if a layer has as many outputs. busy_ms, reads: on a card, how long it is busy in the step, and how many
-    numbers are read from it.
-
-    Of the machine, what the script could use. can_tf32: whether it has such units. amp_dtype: the 16-bit dtype that it
-    multiplies natively, or "float32". compile_problem: what torch.compile lacks.
-    """
-
-    device: str
-    unit: str
-    batch_size: int | None
+    unit: str  # in which a step is counted: "tok", "sample" or "step"
+    batch_size: int | None  # of the largest batch
     seq_len: int | None
-    accum: int
+    accum: int  # micro-batches of a rank for each update
     world_size: int
+    loaders: int  # processes and threads that it started, most likely to load its data
+    framework: str | None  # the package that calls the optimizer
+    # its model
     parameters: int
-    shape: dict | None
+    shape: dict | None  # of a GPT: see arithmetic.shape_of()
+    weights: str  # the dtype of the largest parameter
     tf32: bool
-    weights: str
-    autocast: str | None
-    enters_autocast: bool
-    emulated: bool
-    compile: bool
-    fused: bool | None
-    optimizer: str
-    schedules: bool
-    groups: bool
-    clips: bool
+    autocast: str | None  # the 16-bit dtype above weights in float32
+    enters_autocast: bool  # whether it has that dtype by autocast, and not by casts of its own
+    emulated: bool  # whether the device has no units for it
+    compile: bool  # whether compiled code multiplied
     ddp: bool
-    framework: str | None
-    loaders: int
-    can_tf32: bool
-    amp_dtype: str
-    compile_problem: str | None
-    failed: dict = field(default_factory=dict)
-    model_name: str = "model"
-    can_compile_in_place: bool = False
-    profiled: bool = False
+    # its updates
+    fused: bool | None  # None if no optimizer has such a kernel
+    optimizer: str  # one that could be fused, if there is one
+    schedules: bool  # whether learning rates change
+    groups: bool  # whether weights decay by groups
+    clips: bool
+    # what it could use
+    device: str
+    can_tf32: bool  # whether the device has such units
+    amp_dtype: str  # the 16-bit dtype that the device multiplies natively, or "float32"
+    compile_problem: str | None  # what torch.compile lacks
+    model_name: str = "model"  # what it calls the largest module that it calls, for example "self.net"
+    can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
+    # what the operations of one step show
+    profiled: bool = False  # whether they were seen
     attention: bool = False
-    sdpa: str | None = None
-    attention_drops: bool = False
+    sdpa: str | None = None  # the kernel that scaled_dot_product_attention chose
+    attention_drops: bool = False  # whether it has dropout, if that kernel is "math"
+    # the columns of the last matmul; in compiled code the rows of the largest embedding, if a layer has as many outputs
     vocabulary: int | None = None
-    busy_ms: float | None = None
-    reads: int = 0
+    busy_ms: float | None = None  # for which a card has something to do
+    reads: int = 0  # numbers that are read from a card
 
     @classmethod
     def of_line(cls, line):
@@ -139,38 +122,31 @@ def has_and_lacks(seen):
     step faster, so a script may have it, and never lacks it.
     """
     has_float32 = seen.weights == "float32"
-    can_use_tf32 = seen.can_tf32 and has_float32
-    can_use_autocast = seen.amp_dtype != "float32" and has_float32
     vocabulary = seen.vocabulary or 0
-    has_large_vocabulary = vocabulary >= SMALL_VOCABULARY
-    has_slow_attention = seen.attention and seen.sdpa is None
-    table = {  # {stage: (whether the script uses its technique, whether it would be faster by it)}
-        "s02_tf32": (seen.tf32 and can_use_tf32, can_use_tf32),
-        "s03_bf16": (seen.autocast is not None and has_float32, can_use_autocast),
-        "s04_compile": (seen.compile, seen.compile_problem is None),
-        "s05_flash": (seen.has_flash_attention, has_slow_attention),
-        "s06_vocab": (has_large_vocabulary and vocabulary % 64 == 0, has_large_vocabulary),
-        "s07_clip": (seen.clips, False),
-        "s08_cosine": (seen.schedules, False),
-        "s09_decay": (seen.groups, False),
-        "s10_fused": (seen.fused, seen.fused is not None),
-        "s11_accum": (seen.accum > 1, False),
-        "s12_ddp": (seen.ddp, False),
+    uses = {
+        "s02_tf32": seen.tf32 and seen.can_tf32 and has_float32,
+        "s03_bf16": seen.autocast is not None and has_float32,
+        "s04_compile": seen.compile,
+        "s05_flash": seen.has_flash_attention,
+        "s06_vocab": vocabulary >= SMALL_VOCABULARY and vocabulary % 64 == 0,
+        "s07_clip": seen.clips,
+        "s08_cosine": seen.schedules,
+        "s09_decay": seen.groups,
+        "s10_fused": seen.fused,
+        "s11_accum": seen.accum > 1,
+        "s12_ddp": seen.ddp,
     }
-    has, lacks = [], []
-    for stage in ladder.STAGES:
-        is_used, would_help = table.get(stage.name, (False, False))
-        if is_used:
-            has.append(stage)
-        elif would_help:
-            lacks.append(stage)
+    would_help = {
+        "s02_tf32": seen.can_tf32 and has_float32,
+        "s03_bf16": seen.amp_dtype != "float32" and has_float32,
+        "s04_compile": seen.compile_problem is None,
+        "s05_flash": seen.attention and seen.sdpa is None,
+        "s06_vocab": vocabulary >= SMALL_VOCABULARY,
+        "s10_fused": seen.fused is not None,
+    }
+    has = [stage for stage in ladder.STAGES if uses.get(stage.name)]
+    lacks = [stage for stage in ladder.STAGES if would_help.get(stage.name) and stage not in has]
     return has, lacks
-
-
-def uses(seen, name):
-    """Return whether a script used what "+NAME" adds from outside."""
-    has, _ = has_and_lacks(seen)
-    return ladder.ADDED[name] in has
 
 
 def what_to_type(seen, stage):
@@ -210,12 +186,11 @@ def words_on_model(seen):
     return words
 
 
-def words_on_techniques(seen):
+def words_on_techniques(seen, has, lacks):
     """Return (what a script has of the ladder, what it lacks, remarks), two texts and a list of texts.
 
-    A remark says why a technique does nothing, or what is not known.
+    A remark says why a technique does nothing, or what is not known. has, lacks: as has_and_lacks() returns them.
     """
-    has, lacks = has_and_lacks(seen)
     remarks = []
     if seen.weights != "float32":
         remarks.append(f"its weights are {seen.weights}, so that autocast has nothing to do")
@@ -248,7 +223,7 @@ def names_of(stages):
 
 def words_on_missing(seen, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
-    reason = seen.failed.get(name, "the script chooses otherwise, or it changes nothing here")
+    reason = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
     if name == "fused" and seen.fused is None:
         reason = f"PyTorch has no fused kernel for {seen.optimizer}"
     return f"+{name} took no effect: {reason}"
@@ -286,14 +261,3 @@ def words_on_stage(stage, seen):
 def is_of_the_ladder(script):
     """Return whether a script lies beside the stages, as a stage or a thirteenth one, and takes their flags."""
     return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
-
-
-def folder_of(script):
-    """Return the folder in which a script runs: the one that the reader is in, as under python.
-
-    From within this repository it is the script's own, since nobody writes for another project's folder.
-    """
-    here, home = Path.cwd(), Path(script).resolve().parent
-    if here.is_relative_to(ROOT) and not home.is_relative_to(here) and not is_of_the_ladder(script):
-        return home
-    return here

@@ -25,7 +25,7 @@ def answer(table):
 def words_on_verdict(outcome):
     """Return what a row changes, by which ratio, and the reason if one is known."""
     comparison = outcome.comparison
-    words = quoted(comparison.change.title)
+    words = quoted(comparison.change.label)
     if comparison.verdict is not Verdict.SAME:
         words += f" {ratio_cell(comparison.ratio)}"
     reason = reason_of_verdict(outcome)

@@ -1,11 +1,11 @@
 """What is said of a row of the table, in the terminal and on a page: cells, and words for a note."""
 
 import re
-import sys
 
+from .. import ladder
 from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, WARMUP, seconds_of_warmup, waiting_share
-from ..seen import uses, words_on_missing, words_on_techniques
+from ..seen import has_and_lacks, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import shortened
 
@@ -27,21 +27,21 @@ def speed_cell(outcome):
     if outcome.tok_per_sec is None:
         return NOTHING
     cell = f"{outcome.tok_per_sec:,.0f}"
-    return cell if outcome.unit == "tok" else f"{cell} {UNITS[outcome.unit]}"
+    return cell if outcome.seen.unit == "tok" else f"{cell} {UNITS[outcome.seen.unit]}"
 
 
 def ratio_cell(ratio, verdict=None):
-    """Return a Ratio with its ±, as "1.35 ± 0.63"; in brackets if the Verdict on it shows no difference."""
+    """Return a Ratio with its ±, as "1.35 ± 0.63"; in parentheses if the Verdict on it shows no difference."""
     if ratio is None:
         return NOTHING
     cell = f"{ratio.value:.2f}"
     if ratio.spread is not None:
         cell += f" ± {ratio.spread:.2f}"
-    return bracketed(cell, verdict)
+    return in_parentheses(cell, verdict)
 
 
-def bracketed(text, verdict):
-    """Return a text, in brackets if the Verdict on its ratio shows no difference."""
+def in_parentheses(text, verdict):
+    """Return a text, in parentheses if the Verdict on its ratio shows no difference."""
     return f"({text})" if verdict in NOT_SHOWN_TO_DIFFER else text
 
 
@@ -103,7 +103,7 @@ def remarks(outcome):
         words.append(failure(outcome.error))
     elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
         words.append(f"beside {base.row.title}, and not beside the row above")
-    elif base and base.times and outcome.times and not base.error and not outcome.comparison.ratio:
+    elif base and base.speeds and outcome.speeds and not outcome.comparison.ratio:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
     if outcome.seen:
         words += remarks_on_script(outcome)
@@ -116,12 +116,13 @@ def remarks_on_script(outcome):
     A stage has no words on the ladder. A row that adds a technique to its base has words only if that took no effect.
     """
     seen, change = outcome.seen, outcome.comparison.change
+    has, lacks = has_and_lacks(seen)
     words = []
     for name in change.in_vain:
-        words.append(f"{name} is in it already" if uses(seen, name) else words_on_missing(seen, name))
+        words.append(f"{name} is in it already" if ladder.ADDED[name] in has else words_on_missing(seen, name))
     if not (outcome.row.stage or change.stages):
-        has, lacks, others = words_on_techniques(seen)
-        words += [f"has {has}", f"lacks {lacks}", *others]
+        words_on_has, words_on_lacks, others = words_on_techniques(seen, has, lacks)
+        words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *others]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
     return words
@@ -131,7 +132,7 @@ def failure(error):
     """Return why a row failed, by the error line of its record, in one line."""
     message = error["message"]
     if "ModuleNotFoundError" in message:
-        message += f" in {sys.executable}: start the bench by the Python that runs the script (make climb PY=python)"
+        message += ": start the bench by the Python that runs the script (make climb PY=python)"
     if not error["out_of_memory"]:
         message = f"failed: {message}"
     return shortened(in_one_line(message), MOST_OF_A_REASON)

@@ -23,32 +23,33 @@ def error_of(status, printed, errors):
     """
     if status == 0:
         return None
-    rank, rank_in_words = 0, ""
+    rank, status_of_rank, name = 0, status, ""
     failed_ranks = FAILED_RANK.findall(printed)
     if failed_ranks:
-        rank, status = map(int, failed_ranks[-1])
-        rank_in_words = f"rank {rank}: "
+        rank, status_of_rank = map(int, failed_ranks[-1])
+        name = f"rank {rank}: "
     if rank in errors:
-        return error_line(rank_in_words + errors[rank]["message"], errors[rank]["traceback"])
+        return error_in_words(name + errors[rank]["message"], errors[rank]["traceback"])
     details = last_lines(printed)
-    message = f"exit status {status}"
-    is_killed = status == -signal.SIGKILL  # hardly anything sends it but Linux
-    if is_killed:
-        message = "killed by SIGKILL, most likely because memory was short"
-    elif status < 0:
-        message = f"killed by signal {-status}, {signal.strsignal(-status)}"
+    if status_of_rank == -signal.SIGKILL:  # hardly anything sends it but Linux
+        return error_line(f"{name}killed by SIGKILL, most likely because memory was short", details, out_of_memory=True)
+    message = f"{name}exit status {status_of_rank}"
+    if status_of_rank < 0:
+        message = f"{name}killed by signal {-status_of_rank}, {signal.strsignal(-status_of_rank)}"
     elif details:
         message += f"; last printed: {details.splitlines()[-1]}"
-    return error_line(rank_in_words + message, details, is_killed)
+    return error_in_words(message, details)
+
+
+def error_in_words(message, details):
+    """Return the line of a failure by a message that the script chose, which may say that memory was short."""
+    if OUT_OF_MEMORY.search(message):
+        return error_line("out of memory", details or message, out_of_memory=True)
+    return error_line(message, details)
 
 
 def error_line(message, details="", out_of_memory=False):
-    """Return the line of a record that says why a row failed. details: the traceback, or the last lines it printed.
-
-    out_of_memory: whether memory was short. The message may say so, too.
-    """
-    if OUT_OF_MEMORY.search(message):
-        message, details, out_of_memory = "out of memory", details or message, True
+    """Return the line of a record that says why a row failed. details: the traceback, or the last lines it printed."""
     return {"kind": "error", "message": message, "traceback": details, "out_of_memory": out_of_memory}
 
 

@@ -96,9 +96,9 @@ def how_to_read(table):
     lines = []
     ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
     if ratios and all(ratio.spread is None for ratio in ratios):
-        lines.append("No row is called faster or slower before three rounds have ended.")
+        lines.append("With fewer than three rounds there is no ±, and no row is called faster or slower.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-        lines.append("In brackets: not shown to differ from 1. A ratio is not quite the quotient of two speeds.")
+        lines.append("In parentheses: not shown to differ from 1. A ratio is not quite the quotient of two speeds.")
     if table.disturbance:
         lines.append(
             f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "
@@ -151,7 +151,7 @@ def conditions(table):
     bench = table.bench
     return [
         escaped(machine_line(bench["environment"])),
-        escaped(what_ran(table.first, bench)),
+        escaped(what_ran(table)),
         escaped(how_it_ran(bench)),
         noise_line(table),
         escaped(rates_line(bench["rates"])),
@@ -164,7 +164,8 @@ def how_it_ran(bench):
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
         return f"{rounds}, all rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
-    line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps, {bench['warmup']} for warm-up"
+    line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps"
+    line += f", at least {bench['warmup']} for warm-up"
     if "reason" in bench:
         line += f", since {bench['reason']}"
     return f"{line}."
@@ -181,25 +182,26 @@ def machine_line(env):
     return f"{line}."
 
 
-def what_ran(outcome, bench):
-    """Return the model, the batch, the text, the seed and the date of the first row that ran.
-
-    outcome: its Outcome, or None. bench: the first line of a record.
-    """
-    if outcome is None:
-        return "No row got as far as its first step."
-    line = f"The first row that ran trains {words_on_model(outcome.seen)}"
-    if bench["text"]:  # the stages' own
-        line += f", {bench['text']}"
-    return f"{line}, seed {bench['seed']}, {bench['started'][:10]}."
+def what_ran(table):
+    """Return the model, the batch, the text, the seed and the date of the first row that ran."""
+    rows_that_ran = [outcome for outcome in table.shown if outcome.seen]
+    if not rows_that_ran:
+        return "No row got as far as its second step, which shows what is trained."
+    first = rows_that_ran[0]
+    line = f"The first row that ran trains {words_on_model(first.seen)}"
+    if first.row.takes_flags:  # else it has a text of its own
+        line += f", {table.bench['text']}"
+    return f"{line}, seed {table.bench['seed']}, {table.bench['started'][:10]}."
 
 
 def noise_line(table):
     """Return how much runs of one computation differed, pair by pair."""
     pairs = []
-    for outcome in table.pairs:
-        title, base = quoted(outcome.row.title), quoted(outcome.comparison.base.row.title)
-        pairs.append(f"{title} was {outcome.comparison.ratio.value:.3f} times as fast as {base}")
+    for outcome in table.outcomes.values():
+        base, ratio = outcome.comparison.base, outcome.comparison.ratio
+        if ratio and outcome.comparison.change.is_same_computation:
+            words = f"was {ratio.value:.3f} times as fast as"
+            pairs.append(f"{quoted(outcome.row.title)} {words} {quoted(base.row.title)}")
     return f"Of the rows that should be equally fast: {', '.join(pairs) or 'there are none'}."
 
 

@@ -3,7 +3,7 @@
 from html import escape
 
 from ..figures import UNITS
-from .cells import bracketed, failure, speed_cell
+from .cells import failure, in_parentheses, speed_cell
 from .rows import shortened
 
 WIDTH = 640  # all lengths are in pixels
@@ -24,7 +24,8 @@ rect { fill: #0969da }
 def draw(table, name):
     """Return the text of results/NAME.svg."""
     title = f"{name}: {table.bench['environment']['device_name']}"
-    unit = table.first.unit if table.first else "tok"
+    units = [outcome.seen.unit for outcome in table.shown if outcome.seen]
+    unit = units[0] if units else "tok"
     what = f"{UNITS[unit]} per second, and times the row above"
     bottom = TOP + LINE * len(table.shown) + 6
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'
@@ -38,8 +39,9 @@ def bars(outcomes, unit):
 
     A bar is as long as the speed. A row that failed, or counts something else, has words alone.
     """
-    with_bars = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error and outcome.unit == unit]
-    labels = [shortened(outcome.comparison.change.title, MOST_LETTERS) for outcome in outcomes]
+    with_speed = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error]
+    with_bars = [outcome for outcome in with_speed if outcome.seen.unit == unit]
+    labels = [shortened(outcome.comparison.change.label, MOST_LETTERS) for outcome in outcomes]
     left = 16 + LETTER * max(len(label) for label in labels)
     right = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
     scale = (right - left) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
@@ -57,13 +59,13 @@ def bars(outcomes, unit):
 
 
 def words_beside(outcome):
-    """Return the speed of a row and its ratio to its base, in brackets as in the table, or why it failed."""
+    """Return the speed of a row and its ratio to its base, in parentheses as in the table, or why it failed."""
     comparison = outcome.comparison
     if outcome.error:
         return shortened(failure(outcome.error), MOST_LETTERS_OF_A_FAILURE)
     if comparison.ratio is None:
         return speed_cell(outcome)
-    words = bracketed(f"x {comparison.ratio.value:.2f}", comparison.verdict)
+    words = in_parentheses(f"x {comparison.ratio.value:.2f}", comparison.verdict)
     if not comparison.is_with_row_above:
         words += f" beside {shortened(comparison.base.row.title, MOST_LETTERS_OF_A_BASE)}"
     return f"{speed_cell(outcome)}\u00a0\u00a0 {words}"  # an SVG would fold blanks

@@ -19,16 +19,6 @@ class Ratio(NamedTuple):
     spread: float | None
 
 
-class Scatter(NamedTuple):
-    """How far the ratios of a typical row lie apart from round to round, by the median of all rows' variances.
-
-    sd: the standard deviation of their logarithms. freedom: on how many independent differences it rests.
-    """
-
-    sd: float
-    freedom: int
-
-
 class Verdict(Enum):
     """What a ratio shows, and what that is called."""
 
@@ -41,33 +31,40 @@ class Verdict(Enum):
 NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)
 
 
-def logs_of_rounds(times, times_of_base):
+def logs_of_rounds(speeds, speeds_of_base):
     """Return the logarithm of the ratio of two speeds in each round that both rows have ended, a list.
 
-    times, times_of_base: {round: seconds of a token in each turn}. Both took a turn one after the other, on a machine
+    speeds, speeds_of_base: {round: tokens per second in each turn}. Both took a turn one after the other, on a machine
     that was as busy for one as for the other, so a round's ratio is the median of those of its turns.
     """
     logs = []
-    for number in times.keys() & times_of_base.keys():
-        turns = zip(times[number], times_of_base[number], strict=False)  # one may have ended sooner
-        logs.append(statistics.median(math.log(base / ours) for ours, base in turns))
+    for number in speeds.keys() & speeds_of_base.keys():
+        turns = zip(speeds[number], speeds_of_base[number], strict=False)  # one may have ended sooner
+        logs.append(statistics.median(math.log(ours / base) for ours, base in turns))
     return logs
 
 
 def scatter_of(logs_of_all):
-    """Return the Scatter of the lists of logs_of_rounds() of all rows; None if no list has two rounds."""
+    """Return how far the ratios of a typical row lie apart from round to round, by the median of all rows' variances.
+
+    It is (the standard deviation of their logarithms, its degrees of freedom), or None if no row has two rounds.
+    logs_of_all: the lists of logs_of_rounds() of all rows.
+    """
     lists = [logs for logs in logs_of_all if len(logs) > 1]
     freedom = sum(len(logs) - 1 for logs in lists)
     if not freedom:
         return None
-    typical = statistics.median(map(statistics.variance, lists))
-    if len(lists) > 2:  # else it is the mean, which is more than a median by this factor (Wilson and Hilferty)
-        typical /= (1 - 2 / (9 * freedom / len(lists))) ** 3
-    return Scatter(math.sqrt(typical), freedom)
+    typical = statistics.median(statistics.variance(logs) for logs in lists)
+    if len(lists) > 2:  # else the median is the mean
+        # Few rounds give too small a variance more often than too large a one, so the median of many is below the true
+        # one: for normal noise by this factor (Wilson and Hilferty's approximation of chi-squared, 1931).
+        freedom_of_one = freedom / len(lists)
+        typical /= (1 - 2 / (9 * freedom_of_one)) ** 3
+    return math.sqrt(typical), freedom
 
 
 def ratio_of(logs, scatter):
-    """Return the Ratio of two rows by logs_of_rounds(), or None without a round.
+    """Return the Ratio of two rows by logs_of_rounds(), or None without a round. scatter: of scatter_of().
 
     Its value is the geometric mean of the rounds. A row scatters as a typical row, or as it did itself if that is more:
     by three rounds of its own alone, the ± would be twice as wide.
@@ -77,12 +74,17 @@ def ratio_of(logs, scatter):
     value = math.exp(statistics.mean(logs))
     if len(logs) < FEWEST_ROUNDS or scatter is None:
         return Ratio(value, None)
-    sd = max(scatter.sd, statistics.stdev(logs))
-    return Ratio(value, value * math.expm1(students_t(scatter.freedom) * sd / math.sqrt(len(logs))))
+    sd_of_typical_row, freedom = scatter
+    sd = max(sd_of_typical_row, statistics.stdev(logs))
+    return Ratio(value, value * math.expm1(students_t(freedom) * sd / math.sqrt(len(logs))))
 
 
 def students_t(freedom):
-    """Return the 97.5 % quantile of Student's t, to 0.4 %, for 2 degrees of freedom or more."""
+    """Return the 97.5 % quantile of Student's t, to 0.4 %, for 2 degrees of freedom or more.
+
+    It is that of the normal distribution and three corrections. The first one is of Abramowitz and Stegun, 26.7.5. The
+    other two are fitted to the tables, since theirs are 3 % too low for 2 degrees of freedom.
+    """
     return 1.96 + 2.37 / freedom + 2.52 / freedom**2 + 4.22 / freedom**3
 
 
@@ -94,17 +96,20 @@ def distance(ratio):
     return max(ratio, 1 / ratio) - 1
 
 
-def judge(ratio, disturbance=0.0):
-    """Return the Verdict on a ratio. One that is nearer to 1 than its spread, or than the disturbance, shows nothing.
+def judge(ratio, disturbance=0.0, is_same_computation=False):
+    """Return the Verdict on a Ratio; None without one, and below three rounds.
 
-    disturbance: how far from 1 the control came out, if chance can't explain that.
+    A ratio that is nearer to 1 than its spread, or than the disturbance, shows nothing. A row that should be as fast as
+    its base is never called faster or slower: if it comes out so, it was disturbed. disturbance: how far from 1 the
+    control came out, if chance can't explain that. is_same_computation: whether both rows should be as fast.
     """
-    if ratio.spread is None:
-        return Verdict.UNCLEAR
+    if ratio is None or ratio.spread is None:
+        return None
     spread = ratio.spread / ratio.value  # in percent a ratio and its inverse have the same
     reach = max(spread, disturbance)
-    if distance(ratio.value) > reach:
+    from_1 = distance(ratio.value)
+    if is_same_computation:
+        return Verdict.SAME if from_1 <= max(reach, ALIKE) else Verdict.UNCLEAR
+    if from_1 > reach:
         return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
-    if distance(ratio.value) + reach <= ALIKE:
-        return Verdict.SAME
-    return Verdict.UNCLEAR
+    return Verdict.SAME if from_1 + reach <= ALIKE else Verdict.UNCLEAR

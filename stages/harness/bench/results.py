@@ -3,19 +3,19 @@
 results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
 
     {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "rounds": 3,
-     "warmup": 6, "steps": 27, "turns": 7, "loss_step": 12, "seed": 5, "flags": ["--steps", "27"],
-     "variables": {"MALLOC_MMAP_MAX_": "0"}, "started": "2026-11-21T02:13:12", "environment": {...},
-     "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
+     "warmup": 6, "warmup_of_plain": 20, "steps": 27, "turns": 7, "loss_step": 12, "seed": 5,
+     "flags": ["--steps", "27"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "started": "2026-11-21T02:13:12",
+     "environment": {...}, "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
 "rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
-many "turns"; without them one runs after the other, and a line {"kind": "apart", "reason": ...} says why, if it was
-decided on the way. "loss_step" is the last step that every row takes, whose loss is shown. "flags" are those of all
-stages, and "variables" of the environment those of all rows.
+many "turns". If there are none, one row runs after the other. "loss_step" is the last step that every row takes, whose
+loss is shown. "flags" are those of all stages, and "variables" of the environment those of all rows.
 
-Every other line has two keys more: "name", of the row, and "round", which counts from 0. A process begins with a line
-"start". The lines of its record follow, which harness/watch/log.py describes. Of the ranks but the first there are only
-the steps, as lines "step of another rank".
+A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line is of a
+process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before the
+first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py describes.
+Of the ranks but the first there are only the steps, as lines "step of another rank".
 """
 
 import json
@@ -25,14 +25,6 @@ from dataclasses import dataclass, field
 from ..common import say
 from ..seen import Seen
 from .rows import Row
-
-
-def first_known(values):
-    """Return the first value that is not None, or None."""
-    for value in values:
-        if value is not None:
-            return value
-    return None
 
 
 @dataclass
@@ -52,12 +44,20 @@ class Run:
         """The steps after the warm-up."""
         return self.steps[self.warmup :]
 
+    @property
+    def turns(self):
+        """The counted steps of each turn, a list of lists; one list if the row took no turns."""
+        turns = {}
+        for step in self.counted:
+            turns.setdefault(step["turn"], []).append(step)
+        return list(turns.values())
+
 
 class Results:
     """All that was measured in one bench.
 
-    bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. file:
-    where each line goes at once, or None.
+    bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. began:
+    when the first of these runs did, by time.monotonic(). file: where each line goes at once, or None.
     """
 
     def __init__(self, bench, file=None):
@@ -91,6 +91,7 @@ class Results:
             case "apart":  # all begins again
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}
+                self.began = time.monotonic()
             case "step":
                 self.runs[key].steps.append(line)
             case "step of another rank":
@@ -113,4 +114,5 @@ class Results:
 
     def error(self, row):
         """Return the line of the first run of a row that failed, or None."""
-        return first_known([run.error for run in self.runs_of(row.name)])
+        errors = [run.error for run in self.runs_of(row.name) if run.error]
+        return errors[0] if errors else None

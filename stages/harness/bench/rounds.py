@@ -23,17 +23,16 @@ from .table import table_of
 
 ROUNDS = FEWEST_ROUNDS
 TURNS = 7  # of a row in a round; without turns it counts as many steps at least
-# On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are: see Row.warmup().
+# On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are.
 WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160  # on a card, with the one that is profiled
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
-BETWEEN_LOOKS = 1.0  # seconds for which a row that takes no turns goes on before the bench decides on more
-# Seconds without a step after which a row is stopped. The first one includes the start and the compilation, and NCCL
-# waits 600 s for a rank before it says which one is missing.
+# Seconds after which a row is stopped that has neither taken a step nor ended. The first step includes the start and
+# the compilation, and NCCL waits 600 s for a rank before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
-PAUSE, PAUSE_AT_THE_END = 0.01, 0.1  # seconds between two looks at a row that takes steps, and at one that may end
+PAUSE = 0.01  # seconds between two looks at a row
 SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
@@ -44,17 +43,22 @@ def measure(results, path):
     They end with the first one if no row has taken a step in it.
     """
     for number in range(results.bench["rounds"]):
-        if results.bench["turns"]:
-            reason = take_turns(number, results)
-            if reason:
-                tell(f"{reason}, so rows run one after the other")
-                results.add({"kind": "apart", "reason": reason})
-        if not results.bench["turns"]:
-            run_one_after_the_other(number, results)
+        measure_round(number, results)
         show(results, path)
         if not any(run.steps for run in results.runs.values()):
             tell("no row has taken a step, so the bench ends here")
             return
+
+
+def measure_round(number, results):
+    """Run a fresh process of each row. number: of the round. If rows can't take turns, no later round lets them."""
+    if results.bench["turns"]:
+        reason = take_turns(number, results)
+        if reason is None:
+            return
+        tell(f"{reason}, so rows run one after the other")
+        results.add({"kind": "apart", "reason": reason})  # forgets the turns, and what was measured so far
+    run_one_after_the_other(number, results)
 
 
 def report(number, what, results):
@@ -68,7 +72,7 @@ def report(number, what, results):
 def take_turns(number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Return why they can't, or None. number: of the round. The first one decides for all.
+    Return why they can't, or None. The first round decides for all. number: of the round.
     """
     turns = results.bench["turns"]
     with contextlib.ExitStack() as stack:
@@ -80,19 +84,18 @@ def take_turns(number, results):
             reason = why_not_in_turn(processes, results)
             if reason and number == 0:
                 return reason
+            if not row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
+                process.steps_per_turn = process.steps_in(SHORTEST_TURN)
             if not process.has_ended:
                 report(number, f"{row.title} has warmed up", results)
-        steps = {}
-        for process in processes:
-            # a stage takes one in any case, since --steps sets its schedule
-            steps[process] = 1 if process.row.takes_flags else process.steps_in(SHORTEST_TURN)
-        for _ in range(turns):
+        for turn in range(turns):
             for process in processes:
-                process.take(steps[process])
+                process.turn = turn
+                process.take(process.steps_per_turn)
             processes.reverse()  # so that a drift of speed affects all alike
         report(number, f"all rows took {turns} turns", results)
         for process in processes:
-            process.gate.unlink(missing_ok=True)  # now it may end; after a failure there is no gate
+            process.let_end()
         for process in processes:
             process.wait()
     return None
@@ -119,7 +122,7 @@ def run_one_after_the_other(number, results):
             process.take(row.warmup(results.bench))
             while steps := process.steps_to_go():
                 process.take(steps)
-            process.gate.unlink(missing_ok=True)  # now it may end; on a card it takes one more step, which is profiled
+            process.let_end()
             process.wait()
         report(number, f"{row.title} has ended", results)
 
@@ -139,7 +142,11 @@ def in_order(number, results):
 
 
 class RowProcess:
-    """A process of a row in a round. It gives the Results the lines of its record, and why it failed."""
+    """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
+
+    allowed: how many steps it may take. steps_per_turn: how many it takes in a turn. turn: the number of its turn; None
+    before the first one, and if it takes none. has_ended: whether it has ended, or was stopped.
+    """
 
     def __init__(self, row, results, number):
         self.row, self.results, self.number = row, results, number
@@ -148,8 +155,12 @@ class RowProcess:
         self.gate.touch()
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
+        self.allowed = 0
+        self.steps_per_turn = 1
+        self.turn = None
         self.has_ended = False
         self.keep({"kind": "start"})
+        self.run = results.runs[row.name, number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 row.command(results.bench, number, Path(self.folder.name)),
@@ -161,16 +172,6 @@ class RowProcess:
             )
 
     @property
-    def run(self):
-        """The Run of its lines."""
-        return self.results.runs[self.row.name, self.number]
-
-    @property
-    def printed(self):
-        """The end of what it printed."""
-        return self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
-
-    @property
     def memory(self):
         """The bytes that its ranks have in memory; 0 without a meter, and before its first step."""
         if not self.run.steps:
@@ -179,14 +180,17 @@ class RowProcess:
 
     @property
     def steps_taken(self):
-        """How many steps all its ranks have taken: the last one must have seen what the gate allowed."""
+        """How many steps its ranks have taken, by their mean, rounded down.
+
+        No rank takes more than the gate allows. So this reaches what the gate allows only when all ranks have.
+        """
         ranks = self.run.seen.world_size if self.run.seen else 1
         return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // ranks
 
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
         dts = [step["dt"] for step in self.run.steps[-5:]]
-        return math.ceil(seconds / statistics.median(dts)) if dts else 1
+        return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
     def steps_to_go(self):
         """Return how many steps it should take before the bench looks again; 0 if it has enough or has ended."""
@@ -195,38 +199,48 @@ class RowProcess:
         has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
         if self.has_ended or has_enough:
             return 0
-        most = self.results.bench["steps"] - 1  # the last one is left for the profile that watch.py makes on a card
-        return min(self.steps_in(BETWEEN_LOOKS), most - len(self.run.steps))
+        most = self.results.bench["steps"]
+        if self.results.bench["environment"]["device"] != "cpu":
+            most -= 1  # the last one is left for the profile that watch.py makes on a card
+        return min(self.steps_in(ENOUGH_SECONDS - seconds), most - len(self.run.steps))
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""
         if self.has_ended:
             return
+        self.allowed += steps
         with self.gate.open("ab") as gate:
             gate.write(b"." * steps)
-        self.wait(self.gate.stat().st_size)
+        self.wait()
 
-    def wait(self, total=None):
-        """Wait until it has taken so many steps since its start, or has ended. If it hangs, it is stopped."""
+    def let_end(self):
+        """Let it go on to its end. On a card it takes one more step, which is profiled."""
+        self.allowed = math.inf
+        self.gate.unlink(missing_ok=True)  # there is none after a failure
+
+    def wait(self):
+        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped."""
         deadline = time.monotonic() + PATIENCE
-        while not self.has_ended and (total is None or self.steps_taken < total):
-            time.sleep(PAUSE_AT_THE_END if total is None else PAUSE)
-            self.has_ended = self.process.poll() is not None
+        while not self.has_ended and self.steps_taken < self.allowed:
+            time.sleep(PAUSE)
+            status = self.process.poll()  # before its last lines are read
             if self.read():
                 deadline = time.monotonic() + PATIENCE
-            elif time.monotonic() > deadline and not self.has_ended:
-                self.fail(error_line(f"no step in {PATIENCE} s: stopped", last_lines(self.printed)))
-        if self.has_ended and not self.run.error:
-            self.check_end()
+            if status is not None or time.monotonic() > deadline:
+                self.has_ended = True
+                error = self.error_at_its_end(status)
+                if error:
+                    self.fail(error)
 
-    def check_end(self):
-        """Find out whether it failed."""
+    def error_at_its_end(self, status):
+        """Return the line of the record that says why it failed, or None. status: of its exit; None if it hangs."""
         taken, warmup = len(self.run.steps), self.run.warmup
-        error = error_of(self.process.returncode, self.printed, self.errors)
-        if error:
-            self.fail(error)
-        elif taken <= warmup:
-            self.fail(error_line(f"ended after {taken} steps, and the first {warmup} are warm-up"))
+        printed = self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
+        if status is None:
+            return error_line(f"no step and no end in {PATIENCE} s: stopped", last_lines(printed))
+        if status == 0 and taken <= warmup:
+            return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
+        return error_of(status, printed, self.errors)
 
     def read(self):
         """Keep the new lines of its records, one of each rank. Return whether there were some."""
@@ -251,12 +265,11 @@ class RowProcess:
         tell(f"{self.row.title} failed: {error['message']}")
         if error["traceback"] and not error["out_of_memory"]:
             tell(error["traceback"])
-        self.has_ended = True
         self.close()
 
     def keep(self, line):
         """Give the Results a line."""
-        self.results.add(line | {"name": self.row.name, "round": self.number})
+        self.results.add(line | {"name": self.row.name, "round": self.number, "turn": self.turn})
 
     def close(self):
         """End it and what it has started."""

@@ -1,11 +1,11 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags after it, and what launches it before it."""
 
 import os
-import re
 import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from .. import ladder
@@ -21,8 +21,8 @@ SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # What the names of programs in a launcher become.
 PYTHON = [sys.executable]
 THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
-# The names of programs and modules that start a Python for the script after them.
-LAUNCHER = re.compile(r"python[\d.]*|(torchrun|torch\.distributed|accelerate|deepspeed)(\..+)?")
+# Programs and packages that start a Python for the script after them, for example by python3 and torch.distributed.run.
+LAUNCHERS = ("python", "torchrun", "torch", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,9 @@ class Row:
     def warmup(self, bench):
         """Return how many steps of it are not counted. bench: the first line of a record.
 
-        `plain` gets faster for longer than any other row, so all its steps before its turns are warm-up.
+        `plain` gets faster for longer than any other row.
         """
-        if bench["turns"] and not self.keeps_memory:
-            return bench["steps"] - bench["turns"]
-        return bench["warmup"]
+        return bench["warmup"] if self.keeps_memory else bench["warmup_of_plain"]
 
     def command(self, bench, round_number, folder):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record.
@@ -75,22 +73,22 @@ class Row:
         typed. If the launcher starts no Python at all, as env does not, this Python stands between it and the script.
         {row} becomes a number that no other process has, since several may not write one file.
         """
-        words = []
+        launcher = []
         for word in self.launcher:
-            words += THIS_PYTHON.get(word, [word])
-        if not starts_python(self.launcher):
-            words.append(sys.executable)
-        words += [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
-        words += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
-        words += ["--gate", str(folder / "gate"), str(os.getpid())]
-        words += [f"+{name}" for name in self.added]
-        script = str(self.stage.path) if self.stage else self.script
-        words += [script] if script.endswith(".py") else ["-m", script]
+            launcher += THIS_PYTHON.get(word, [word])
+        if not any(is_launcher(Path(word).name) for word in self.launcher if "=" not in word):
+            launcher.append(sys.executable)
+        watch = [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
+        watch += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
+        watch += ["--gate", str(folder / "gate"), str(os.getpid())]
+        watch += [f"+{name}" for name in self.added]
+        path = str(self.stage.path) if self.stage else self.script
+        script = [path] if path.endswith(".py") else ["-m", path]
         if self.takes_flags:
-            words += bench["flags"]
+            script += bench["flags"]
         names = [row["name"] for row in bench["rows"]]
         process_number = str(round_number * len(names) + names.index(self.name))
-        return [word.replace("{row}", process_number) for word in words + self.flags]
+        return [word.replace("{row}", process_number) for word in launcher + watch + script + self.flags]
 
     def environment(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
@@ -103,9 +101,9 @@ class Row:
         return variables
 
 
-def starts_python(launcher):
-    """Return whether the words of a launcher start a Python, as torchrun does and env does not."""
-    return any(LAUNCHER.fullmatch(Path(word).name) for word in launcher if "=" not in word)
+def is_launcher(name):
+    """Return whether a program or a module of this name starts a Python, as python3.12 and torchrun do."""
+    return name.split(".")[0].rstrip("0123456789") in LAUNCHERS
 
 
 def runs_the_same(row, above):
@@ -148,11 +146,12 @@ def place_of_script(words, command):
     Nor is the -m of a launcher, for example torch.distributed.run, or one with a number, which is numactl's. Exits with
     one line if there is none.
     """
-    for place, word in enumerate(words):
-        next_word = words[place + 1] if place + 1 < len(words) else ""
-        is_file = word.endswith(".py") and "=" not in word
-        is_module = word == "-m" and next_word[:1].isalpha() and not LAUNCHER.fullmatch(next_word)
-        if ladder.stage_of(word) or is_file or is_module:
+    for place, (word, next_word) in enumerate(pairwise([*words, ""])):
+        if ladder.stage_of(word):
+            return place
+        if word.endswith(".py") and "=" not in word:
+            return place
+        if word == "-m" and next_word[:1].isalpha() and not is_launcher(next_word):
             return place
     refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")
 
@@ -166,17 +165,17 @@ def rows_of_ladder(device):
     return with_plain(rows, device)
 
 
-def rows_of_climb(script, machine):
+def rows_of_climb(script, probed):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    script: its Row. machine: what the probe says of it. What does nothing there is left out, with a line that says why.
+    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why.
     """
-    useless = {"compile": machine["compile_problem"]}  # {technique: why it does nothing here, or None}
-    if "tf32" not in machine["units"]:
+    useless = {"compile": probed["compile_problem"]}  # {technique: why it does nothing here, or None}
+    if "tf32" not in probed["units"]:
         useless["tf32"] = "this device has no TF32 units"
-    if "bfloat16" not in machine["units"]:
+    if "bfloat16" not in probed["units"]:
         useless["bf16"] = "this device has no bfloat16 units"
-    rows = with_plain([script], machine["environment"]["device"])
+    rows = with_plain([script], probed["environment"]["device"])
     for name in ladder.ADDED:
         if useless.get(name):
             tell(f"+{name} is left out: {useless[name]}")

@@ -8,14 +8,10 @@ from .counting import unwrapped
 
 
 class Added:
-    """The techniques that are added to a script.
-
-    names: "tf32", "bf16", "compile" and "fused", or some of them. failed: {name: why it was left out again}.
-    """
+    """The techniques that are added to a script. names: "tf32", "bf16", "compile" and "fused", or some of them."""
 
     def __init__(self, names):
         self.names = names
-        self.failed = {}
         self.autocast = contextlib.ExitStack()  # of ours, from a forward on until backward() closes it
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
@@ -43,34 +39,29 @@ class Added:
             return
         for group in optimizer.param_groups:
             is_open = "fused" in group and group["fused"] is None
-            if not is_open or group.get("foreach") or group.get("differentiable"):
-                continue
-            if all(can_be_fused(p, optimizer) for p in group["params"]):
+            is_chosen = group.get("foreach") or group.get("differentiable")
+            if is_open and not is_chosen and all(can_be_fused(p, optimizer) for p in group["params"]):
                 group["fused"] = True
-            else:
-                self.failed["fused"] = "no kernel for sparse gradients, whole numbers or a state on another device"
 
 
 def can_be_fused(parameter, optimizer):
     """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
+    if not parameter.is_floating_point() or (parameter.grad is not None and parameter.grad.is_sparse):
         return False
-    step = optimizer.state.get(parameter, {}).get("step", parameter)
-    return parameter.is_floating_point() and step.device == parameter.device
+    step = optimizer.state.get(parameter, {}).get("step")  # of a checkpoint
+    return step is None or step.device == parameter.device
 
 
 def compile_in_place(module):
     """Let calls of a module run compiled, as module.compile() does. Of DDP it is what that wraps."""
     module = unwrapped(module)
-    if isinstance(module, torch.jit.ScriptModule):  # which TorchScript has compiled
-        return
     if not is_of_pytorch(module):
         module.compile()
         return
-    # torch.compile skips functions in PyTorch's own files, as of an nn.Sequential, unless one of ours calls them
     call = module._call_impl
 
     def call_module(*args, **kwargs):
+        """Call a module of PyTorch's own, for example an nn.Sequential, which torch.compile skips by itself."""
         return call(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(call_module)

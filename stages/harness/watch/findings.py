@@ -7,13 +7,14 @@ from collections import Counter
 
 import torch
 
-from .. import machine, rates
+from .. import ladder, machine, rates
 from ..figures import LONG, LONG_WAIT
-from ..seen import IN_FRAMEWORK, has_and_lacks, uses, what_to_type, words_on_missing, words_on_techniques
+from ..seen import IN_FRAMEWORK, has_and_lacks, what_to_type, words_on_missing, words_on_techniques
 from .stepprofile import StepProfile, predicted_ms
 from .timeline import KINDS
 
 SHORT = 0.005  # seconds a step: what takes less is not worth a word
+SMALL = 0.005  # of the time: a share that is less would be shown as 0 %
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
 FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
@@ -27,41 +28,42 @@ def answer(watcher, shares):
 
     shares: what shares_of() returned.
     """
-    seen = watcher.seen
-    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= 0.005]
+    seen = watcher.log.seen
+    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALL]
     lines = [f"time    {', '.join(parts)}"]
-    if watcher.device.type != "cpu" and watcher.log.waiting_steps():
+    if watcher.log.waiting_steps():
         lines.append("        of uncounted steps in which each part waited for the card")
     slow = causes(watcher)
     lines += [f"slow    {words}" for words in slow]
-    has, lacks, remarks = words_on_techniques(seen)
-    _, lacking = has_and_lacks(seen)
-    if lacking and slow and max(shares["data"], shares["rest"]) > FIRST:
+    has, lacks = has_and_lacks(seen)
+    words_on_has, words_on_lacks, remarks = words_on_techniques(seen, has, lacks)
+    if lacks and slow and max(shares["data"], shares["rest"]) > FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
-        lacks += f": together at most {percent(computation)} of the time, so see to what is slow first"
-    lines += [f"has     {has}", f"lacks   {lacks}"]
-    for stage in lacking:
+        words_on_lacks += f": together at most {percent(computation)} of the time, so see to what is slow first"
+    lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
+    for stage in lacks:
         typed = what_to_type(seen, stage).replace("`", "")
         has_its_own_words = (seen.framework, stage.name) in IN_FRAMEWORK
         if stage.name == "s04_compile" and not (has_its_own_words or seen.can_compile_in_place):
             typed += "; the names in its checkpoints then have _orig_mod."
         lines.append(f"        {stage.short} {typed}")
     for name in watcher.args.added:
-        if not uses(seen, name):
+        if ladder.ADDED[name] not in has:
             remarks.append(words_on_missing(seen, name))
     return lines + [f"        {remark}" for remark in remarks]
 
 
 def words_on_profile(watcher):
     """Return lines on the parts of the profiled last step, beside what they should take; none without --profile."""
-    if not (watcher.args.profile and watcher.profiler.events):
+    log, events = watcher.log, watcher.profiler.events
+    if not (watcher.args.profile and events):
         return []
     predicted = {}
-    work = watcher.seen.work
+    work = log.seen.work
     if work:
-        dtype = getattr(torch, watcher.seen.autocast or watcher.seen.weights)
-        predicted = predicted_ms(work, rates.measure(watcher.device, dtype))
-    return StepProfile(watcher.profiler.events, watcher.device, 1e3 * watcher.last_dt).lines(predicted)
+        dtype = getattr(torch, log.seen.autocast or log.seen.weights)
+        predicted = predicted_ms(work, rates.measure(log.device, dtype))
+    return StepProfile(events, log.device, 1e3 * watcher.dt_of_profiled).lines(predicted)
 
 
 def percent(share):
@@ -72,15 +74,12 @@ def percent(share):
 # The shares of the time
 
 
-def shares_of(watcher):
+def shares_of(log):
     """Return {kind: share of the time} of the counted steps.
 
     On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card.
     """
-    steps = watcher.log.reported_steps()
-    if watcher.device.type != "cpu":
-        steps = watcher.log.waiting_steps() or steps
-    return mean_shares(steps)
+    return mean_shares(log.waiting_steps() or log.reported_steps())
 
 
 def mean_shares(steps):
@@ -93,15 +92,9 @@ def mean_shares(steps):
     shares = {}
     for kind in KINDS:
         shares[kind] = sum(step["spent"][kind] for step in steps) / total
-    if takes_longer_than_backward(steps):
-        shares["rest"] += shares["loss"] - shares["backward"]
-        shares["loss"] = shares["backward"]
+    shares["rest"] += max(0.0, shares["loss"] - shares["backward"])
+    shares["loss"] = min(shares["loss"], shares["backward"])
     return shares
-
-
-def takes_longer_than_backward(steps):
-    """Return whether what stands between the forward and backward() takes longer than the backward."""
-    return sum(step["spent"]["loss"] - step["spent"]["backward"] for step in steps) > 0
 
 
 # What slows a script down
@@ -109,33 +102,38 @@ def takes_longer_than_backward(steps):
 
 def causes(watcher):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    steps = watcher.log.reported_steps()
+    log, habits, lines = watcher.log, watcher.habits, watcher.clock.lines
+    steps = log.reported_steps()
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)
-    # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card is
-    # idle. Without a profile nothing is known of it.
-    idle = 1.0
-    if watcher.device.type != "cpu":
-        idle = watcher.seen.idle_share(1e3 * statistics.median(dts)) or 0.0
-    data, evaluation, own, loss = (min(shares[kind], idle) for kind in ("data", "evaluation", "rest", "loss"))
+    on_card = log.device.type != "cpu"
+    if on_card:
+        # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card
+        # is idle. Without a profile nothing is known of it.
+        idle = log.seen.idle_share(1e3 * statistics.median(dts)) or 0.0
+        shares |= {kind: min(shares[kind], idle) for kind in ("data", "evaluation", "rest")}
+    data = shares["data"]
+    evaluation = shares["evaluation"]
+    own = shares["rest"]
+    loss = shares["loss"]
     words = []
-    if data > LONG_WAIT and watcher.habits.batches:
-        words.append(words_on_loader(watcher.habits.batches, data))
-    if evaluation > LONG_WAIT and not watcher.habits.repeats_forward:  # checkpointing has such forwards, too
+    if data > LONG_WAIT and habits.batches:
+        words.append(words_on_loader(habits.batches, data))
+    if evaluation > LONG_WAIT and not habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
     if own > LONG and own * statistics.mean(dts) > SHORT:
-        lines = watcher.clock.lines["rest"]
-        if takes_longer_than_backward(steps):
-            lines = lines + watcher.clock.lines["loss"]
-        words += words_on_lines(lines, own, "is the script's own code, neither forward, loss, backward nor update")
-    if watcher.device.type == "cpu" and loss > max(LONG, shares["forward"]):
-        words += words_on_lines(watcher.clock.lines["loss"], loss, "is the loss, from the forward to backward()")
-    if watcher.device.type == "cpu" and shares["update"] > SLOW_UPDATE:
-        words += words_on_update(watcher.habits.optimizers)
-    waits = idle - data - evaluation - own
-    if watcher.device.type != "cpu" and waits > LONG:
-        words.append(f"{percent(waits)} the card waits for Python: compile, or a larger batch")
+        own_lines = lines["rest"]
+        if loss == shares["backward"]:  # mean_shares() takes what is above that for own code
+            own_lines = own_lines + lines["loss"]
+        words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
+    if on_card and idle - data - evaluation - own > LONG:
+        waits = percent(idle - data - evaluation - own)
+        words.append(f"{waits} the card waits for Python: compile, or a larger batch")
+    if not on_card and loss > max(LONG, shares["forward"]):
+        words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
+    if not on_card and shares["update"] > SLOW_UPDATE:
+        words += words_on_update(habits.optimizers)
     return words + words_on_habits(watcher)
 
 
@@ -145,13 +143,10 @@ def words_on_loader(batches, share):
     batches: {num_workers of a DataLoader: how many batches came from it}.
     """
     processes = max(batches, key=batches.get)
-    words = f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}"
-    if processes == 0:
-        return f"{words}: DataLoader(..., num_workers=2, persistent_workers=True) may load ahead"
-    if processes >= machine.cores():
-        return f"{words}: less work in __getitem__ helps, as by tokenizing once"
-    remedy = f"more of them, of {machine.cores()} cores, kept by persistent_workers=True"
-    return f"{words}: {remedy}, or less work in __getitem__, as by tokenizing once"
+    remedy = "less work in __getitem__ helps, as by tokenizing once"
+    if processes < machine.cores():
+        remedy = f"more of them, of {machine.cores()} cores, kept by persistent_workers=True, or {remedy}"
+    return f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}: {remedy}"
 
 
 def words_on_lines(lines, share, what):
@@ -186,7 +181,7 @@ def words_on_update(optimizers):
 
 def words_on_habits(watcher):
     """Return words on what else slows a script down, a list."""
-    habits, reads = watcher.habits, watcher.seen.reads
+    habits, reads = watcher.habits, watcher.log.seen.reads
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
     words = []
     if reads >= MANY:
@@ -195,6 +190,6 @@ def words_on_habits(watcher):
         words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
     if habits.repeats_forward:
         words.append("forwards run again in the backward: activation checkpointing saves memory for time")
-    if watcher.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
+    if watcher.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
         words.append("it trains on the CPU, and a card is here")
     return words

@@ -12,23 +12,29 @@ from .. import ranks
 OFTEN, SELDOM = 0.002, 0.05  # seconds between two looks, in the first second and later
 
 
+def allows(path, steps):
+    """Return whether the bench allows more than so many steps by now."""
+    try:
+        return os.path.getsize(path) > steps
+    except OSError:  # it wants no more
+        return False
+
+
 def wait(path, bench_pid, steps):
-    """Wait until more than so many steps are allowed. Return False if the bench wants no more.
+    """Wait until the bench allows more than so many steps. Return False if it wants no more.
 
     Ends this process if the bench is gone.
     """
     began = time.monotonic()
-    while True:
-        try:
-            if os.path.getsize(path) > steps:
-                return True
-        except OSError:
-            return False
-        if is_gone(bench_pid):
+    while os.path.exists(path):
+        if allows(path, steps):
+            return True
+        if is_gone(int(bench_pid)):
             os._exit(1)
         # of several ranks the last one to see its step keeps the others waiting in theirs
         looks_often = ranks.world_size() > 1 or time.monotonic() - began < 1
         time.sleep(OFTEN if looks_often else SELDOM)
+    return False
 
 
 def is_gone(pid):

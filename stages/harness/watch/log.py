@@ -8,27 +8,28 @@ for each step, and a summary. An example of each, wrapped:
      "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
-The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled, and a second line
-"seen" replaces the first. dt is in seconds, memory in bytes and of one rank, a loss in nats. "tokens" counts what
-"unit" says. "spent" is the seconds of each of timeline.KINDS, and "graphs" how many torch.compile made in the step. On
-an NVIDIA card "card" is meters.card_state(). A figure that is not finite or not known is null. A run that failed also
-has a line "error", with its message and traceback.
+The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled: it leaves no line
+"step", and a second line "seen" replaces the first. dt is in seconds, memory in bytes and of one rank, a loss in nats.
+"tokens" counts what "unit" says. "spent" is the seconds of each of timeline.KINDS, and "graphs" how many torch.compile
+made in the step. On an NVIDIA card "card" is meters.card_state(). A figure that is not finite or not known is null. A
+run that failed also has a line "error", with its message and traceback.
 """
 
 import contextlib
 import json
-import math
 import os
+import statistics
 import sys
 import time
 
+import numpy as np
 import torch
 
 from .. import machine, meters, ranks
 from ..arithmetic import flops_per_token
 from ..card import words_on_card
 from ..common import refuse, say, tell
-from ..figures import UNEVEN, UNITS, figures_of, seconds_of_warmup, speed_of_all
+from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second
 from ..seen import words_on_model
 
 # The meters are read, and the line is renewed, at most so often. They are not on the clock of a step, but make a run of
@@ -39,7 +40,8 @@ SECONDS_BETWEEN = 0.5
 class Log:
     """The log of a run. Rank 0 prints, and each rank writes a record if --record asks for one.
 
-    steps: the step lines of the record so far. seen: the Seen of begin(), or None before it.
+    steps: the step lines of the record so far. The watcher sets device, on which the steps run, at the first step of an
+    optimizer, and seen, a Seen, at the report.
     """
 
     def __init__(self, record_path, out, warmup):
@@ -52,12 +54,12 @@ class Log:
         self.warmup = warmup
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
+        self.device = None
         self.seen = None
-        self.device = None  # on which the steps run, from begin() on
         self.meters = {}  # memory, and the state of a card, as they were last read
         self.steps = []
         self.next_reading = 0.0  # when the meters may be read again
-        self.next_line = 0.0  # when the line may be renewed
+        self.line_is_due = False
         self.line_is_shown = False
         self.has_terminal = self.is_rank_0 and sys.stderr is not None and sys.stderr.isatty()
         if record_path:
@@ -69,50 +71,45 @@ class Log:
 
     # a run, from its first line to its last
 
-    def begin(self, title, device, seen, tokens):
-        """Print what runs.
-
-        title: the first line. device: on which the steps run. tokens: of a whole step, of all ranks.
-        """
-        self.device, self.seen = device, seen
-        model = words_on_model(seen)
-        if seen.unit != "step":
-            model += f" | {tokens:,} {UNITS[seen.unit]} per step"
-        hardware = machine.device_name(device)
-        if device.type == "cpu":
+    def begin(self, title, tokens):
+        """Print what runs. title: the first line. tokens: of a whole step, of all ranks."""
+        model = words_on_model(self.seen)
+        if self.seen.unit != "step":
+            model += f" | {tokens:,} {UNITS[self.seen.unit]} per step"
+        hardware = machine.device_name(self.device)
+        if self.device.type == "cpu":
             hardware += f", threads {torch.get_num_threads()}"
         slow = machine.variables_set(machine.CHANGE_SPEED)
         if slow:
             hardware += f", with {', '.join(slow)} in the environment"
         self.say(title, model, hardware)
 
-    def step(self, loss, dt, tokens, on_clock):
-        """Record a step.
+    def step(self, entry, may_be_last):
+        """Record a step, whose entry lacks its number and what the meters show.
 
-        loss: a float, or None if it is not known. dt: seconds. tokens: or samples, or steps. on_clock: more figures.
+        may_be_last: whether no other step may follow. Then memory is read once more, so that the peak of all is there.
         """
         now = time.monotonic()
         # also at the first counted step, since the peak of memory was reset before it
-        if now >= self.next_reading or len(self.steps) == self.warmup:
+        if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
-            memory, meter = meters.peak_memory(self.device)
-            self.meters = {"memory": memory, "meter": meter, "card": meters.card_state(self.device)}
-        entry = {
-            **on_clock,
-            "step": len(self.steps),
-            "loss": loss if loss is not None and math.isfinite(loss) else None,  # JSON has no infinity
-            "dt": dt,
-            "tokens": tokens,
-            **self.meters,
-        }
+            self.line_is_due = self.has_terminal
+            self.meters = self.read_meters()
+        entry["step"] = len(self.steps)
+        entry.update(self.meters)
         self.steps.append(entry)
-        self.write("step", **entry)
+        self.write(entry)
         if len(self.steps) == self.warmup:
             meters.reset_peak_memory(self.device)
 
+    def read_meters(self):
+        """Return the memory, and the state of a card, as fields of a step, a dict."""
+        memory, meter = meters.peak_memory(self.device)
+        return {"memory": memory, "meter": meter, "card": meters.card_state(self.device)}
+
     def finish(self, shares):
         """Write the summary, and print the figures of the whole run. shares: {kind: share of the time}."""
-        self.write("summary", shares=shares)
+        self.write({"kind": "summary", "shares": shares})
         self.say(*self.lines_of_figures())
 
     def counted_steps(self):
@@ -123,9 +120,13 @@ class Log:
         """Return the counted steps, or the last one alone if none was counted."""
         return self.counted_steps() or self.steps[-1:]
 
+    def waits_in(self, number):
+        """Return whether each kind of time waits for the card in the step of this number, which is not counted."""
+        return 2 <= number < self.warmup and self.device.type != "cpu"
+
     def waiting_steps(self):
-        """Return those steps of the warm-up in which, on a card, each kind of time waits for it."""
-        return self.steps[2 : self.warmup]
+        """Return the steps in which each kind of time waited for the card."""
+        return [step for step in self.steps if self.waits_in(step["step"])]
 
     # in words
 
@@ -135,16 +136,15 @@ class Log:
         which = f"over {len(steps)} steps after {self.warmup} of warm-up"
         if not self.counted_steps():
             which = "of the last step alone, since none was counted"
-        figures = figures_of(steps)
-        quartiles = f"quartiles {figures['dt_q1_ms']:.2f} and {figures['dt_q3_ms']:.2f}"
-        lines = [f"median {figures['dt_ms']:.2f} ms, {quartiles}, {which}"]
-        speed = figures["tok_per_sec"]
-        if figures["dt_mean_ms"] > UNEVEN * figures["dt_ms"]:
-            lines.append(f"mean {figures['dt_mean_ms']:.2f} ms: some steps take far longer, and the speed counts all")
-            speed = speed_of_all(steps)
-        words = self.words_on_speed(speed)
-        meter = steps[-1]["meter"]
-        words.append(f"memory {figures['memory'] / 1e9:.2f} GB ({meter})" if figures["memory"] else meter)
+        dts = [1e3 * step["dt"] for step in steps]
+        first_quartile, median, third_quartile = np.percentile(dts, [25, 50, 75])
+        lines = [f"median {median:.2f} ms, quartiles {first_quartile:.2f} and {third_quartile:.2f}, {which}"]
+        uneven = are_uneven(steps)
+        if uneven:
+            lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, and the speed counts all")
+        words = self.words_on_speed(tokens_per_second(steps, uneven))
+        memory, meter = most_memory(steps), steps[-1]["meter"]
+        words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
         return [*lines, " | ".join(words), *words_on_card([steps])]
 
@@ -161,12 +161,7 @@ class Log:
 
     def show_line(self):
         """Show how far the run is in one line of the terminal, which hide_line() removes before the script prints."""
-        if not self.has_terminal or not self.steps:
-            return
-        now = time.monotonic()
-        if now < self.next_line:
-            return
-        self.next_line = now + SECONDS_BETWEEN
+        self.line_is_due = False
         step = self.steps[-1]
         words = f"step {step['step']}: {1e3 * step['dt']:.1f} ms"
         if self.seen.unit != "step":
@@ -198,7 +193,7 @@ class Log:
         if self.is_rank_0:
             tell(message)
 
-    def write(self, kind, **entry):
-        """Write a line of the record. If that fails, the training goes on without one."""
-        if self.file:  # a training is worth more than its record
-            say(json.dumps({"kind": kind, **entry}), self.file, f"--record {self.file.name} ends here")
+    def write(self, entry):
+        """Write a line of the record. If that fails, the training goes on, which is worth more than its record."""
+        if self.file:
+            say(json.dumps(entry), self.file, f"--record {self.file.name} ends here")

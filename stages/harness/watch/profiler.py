@@ -14,19 +14,15 @@ MOST_NODES = 5_000  # of the graph for the backward: above, to list a step's ope
 
 
 class StepProfiler:
-    """The profile of one step. events: of torch.profiler, or None without a profile."""
+    """The profile of one step. profiler: of torch, or None while none is at work. events: what it saw, or None."""
 
     def __init__(self, clock):
         """clock: a StepClock, whose kinds the profile names."""
         self.clock = clock
         self.profiler = None
+        self.first_node = 0  # of the graph for the backward, by its number
         self.events = None
         self.script_profiles = False
-
-    @property
-    def is_open(self):
-        """Whether a profile is being made."""
-        return self.profiler is not None
 
     def saw_profiler(self, profiler):
         """Leave the profiler to the script, which starts one of its own: two at work empty one another."""
@@ -35,9 +31,12 @@ class StepProfiler:
             self.give_up()
 
     def start(self, device):
-        """Begin to profile, unless the script does, or a backward() is open, which would end the profile with it."""
+        """Begin to profile, and return whether it did.
+
+        It does not if the script profiles, or if a backward() is open, which would end the profile with it.
+        """
         if self.script_profiles or torch.autograd._profiler_enabled() or "backward" in self.clock.kinds:
-            return
+            return False
         activities = [ProfilerActivity.CPU]
         if device.type != "cpu":
             activities = torch.profiler.supported_activities()
@@ -46,24 +45,25 @@ class StepProfiler:
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.clock.is_profiled = True
         self.clock.name_in_profile()
+        return True
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
-        if self.is_open:
+        if self.profiler:
             profiler, self.profiler = self.profiler, None  # now, since Ctrl-C may end stop()
             self.clock.is_profiled = False
             self.clock.range.close()
             profiler.stop()
             self.events = profiler.events()
 
-    def stop_early(self):
+    def stop_if_large(self):
         """End the profile, and keep what it saw, if the forwards of the step have very many operations."""
-        if self.is_open and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
+        if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
             self.stop()
 
     def give_up(self):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""
-        if self.is_open:
+        if self.profiler:
             self.stop()
             self.forget()
 

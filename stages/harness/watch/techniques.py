@@ -17,7 +17,7 @@ from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from .added import is_compiled, is_of_pytorch
-from .counting import unwrapped, vocabulary_of
+from .counting import Batch, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
 from .timeline import count_threads_of_script
@@ -44,73 +44,64 @@ class Habits:
     repeats_forward: bool = False
     batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
 
-    def saw_autocast(self, device_type, dtype, enabled, *others):
-        """Note an autocast. torch.compile calls _enter_autocast() with these arguments, once, while it traces."""
-        if enabled and dtype:
-            self.autocast = machine.dtype_name(dtype)
-
-    def saw_clipping(self, parameters, max_norm, *others, **options):
-        """Note that gradients are clipped, and not only measured."""
-        self.clips = self.clips or float(max_norm) < math.inf  # JSON knows no booleans of numpy
-
-    def saw_batch(self, iterator):
-        """Note how many processes a DataLoader has that is asked for a batch."""
-        self.batches[iterator._num_workers] += 1
-
 
 def find_techniques(watcher):
     """Return the Seen of a script by PyTorch's flags and calls. The operations of a step show more: see seen_in()."""
-    habits, micro_batches, device = watcher.habits, watcher.micro_batches, watcher.device
-    models = list(watcher.models.values())
-    modules = [module for model in models for module in model.modules()]
-    parameters = parameters_of(models, *habits.optimizers)
-    largest_parameter = max(parameters, key=torch.Tensor.numel)
-    batch_size = seq_len = shape = None
-    if micro_batches.batches:
-        batch = max(micro_batches.batches, key=lambda call: call.priority)
-        batch_size, seq_len = batch.batch_size, batch.seq_len
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if seq_len and trained > sum(p.numel() for p in parameters) / 2:  # arithmetic's FLOPs are those of training all
-        shape = gpt_shape(models, seq_len)
-    largest_model = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
-    units = machine.units_of(device)
+    habits, micro_batches, device = watcher.habits, watcher.micro_batches, watcher.log.device
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    units = machine.units_of(device)
+    calls = micro_batches.batches
+    batch = max(calls, key=lambda call: call.priority).batch if calls else Batch()
     return Seen(
-        device=device.type,
         unit=micro_batches.unit,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        accum=len(micro_batches.batches) if micro_batches.are_shares else 1,
+        batch_size=batch.batch_size,
+        seq_len=batch.seq_len,
+        accum=len(calls) if micro_batches.are_shares else 1,
         world_size=watcher.world_size,
-        parameters=sum(p.numel() for p in parameters),
-        shape=shape,
+        loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         tf32="tf32" in precisions,
-        weights=machine.dtype_name(largest_parameter.dtype),
         autocast=habits.autocast,
         enters_autocast=habits.autocast is not None,
         emulated=habits.autocast is not None and habits.autocast not in units,
-        **update_of(habits.optimizers),
-        compile=any(is_compiled(module) for module in modules),
-        ddp=any(isinstance(module, DistributedDataParallel) for module in modules),
-        vocabulary=vocabulary_of(modules) if micro_batches.unit == "tok" else None,
         clips=habits.clips,
         framework=framework_of(sys._getframe()),
-        model_name=name_of(largest_model, sys._getframe()),
-        can_compile_in_place=largest_model is not None and not is_of_pytorch(unwrapped(largest_model)),
-        loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
-        failed=watcher.added.failed,
+        device=device.type,
         can_tf32="tf32" in units,
         amp_dtype=machine.dtype_name(machine.native_amp_dtype(device)),
         compile_problem=machine.compile_problem(device),
+        **model_of(list(watcher.models.values()), habits.optimizers, micro_batches.unit, batch.seq_len),
+        **update_of(habits.optimizers),
     )
 
 
+def model_of(models, optimizers, unit, seq_len):
+    """Return what is trained, as fields of a Seen, a dict. unit, seq_len: of the same Seen."""
+    modules = [module for model in models for module in model.modules()]
+    parameters = parameters_of(models, *optimizers)
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
+    shape = None
+    if seq_len and trained > count / 2:  # arithmetic's FLOPs are those of training all
+        shape = gpt_shape(models, seq_len)
+    return {
+        "parameters": count,
+        "shape": shape,
+        "weights": machine.dtype_name(max(parameters, key=torch.Tensor.numel).dtype),
+        "compile": any(is_compiled(module) for module in modules),
+        "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
+        "vocabulary": vocabulary_of(modules) if unit == "tok" else None,
+        "model_name": name_of(largest, sys._getframe()),
+        "can_compile_in_place": largest is not None and not is_of_pytorch(unwrapped(largest)),
+    }
+
+
 def update_of(optimizers):
-    """Return what optimizers do, fields of a Seen, a dict. optimizers: {optimizer: its first learning rate}."""
+    """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its first learning rate}."""
     can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
-    shown = unfused[0] if unfused else next(iter(optimizers))
+    advised = unfused[0] if unfused else next(iter(optimizers))
     schedules = decays_by_groups = False
     for optimizer, first_lr in optimizers.items():
         first_group = optimizer.param_groups[0]
@@ -120,7 +111,7 @@ def update_of(optimizers):
             decays_by_groups = True
     return {
         "fused": not unfused if can_fuse else None,
-        "optimizer": type(shown).__name__,
+        "optimizer": type(advised).__name__,
         "schedules": schedules,
         "groups": decays_by_groups,
     }
@@ -167,29 +158,30 @@ def name_of(module, frame):
     return "model"
 
 
-def seen_in(profiler, seen, device):
+def seen_in(events, seen, device):
     """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
-    What runs in an evaluation, as a teacher does, is not what is trained. profiler: a StepProfiler that has events.
+    What runs in an evaluation, as a teacher does, is not what is trained. events: of torch.profiler.
     """
-    all_operations = [(event, names_with_callers(event)) for event in profiler.events]
-    operations = [(event, names) for event, names in all_operations if "python (evaluation)" not in names]
-    kernel = kernel_of_attention(operations)
-    fields = {"profiled": True, "sdpa": kernel, "attention": kernel is not None or attends_by_hand(operations)}
-    fields["attention_drops"] = any(names[0] == "aten::bernoulli_" and MATH_KERNEL in names for _, names in operations)
+    operations = [(event, names_with_callers(event)) for event in events]
+    operations = [(event, names) for event, names in operations if "python (evaluation)" not in names]
     matmuls = [(event, names) for event, names in operations if is_matmul(names)]
     in_forward = [(event, names) for event, names in matmuls if "python (forward)" in names]
+    kernel = kernel_of_attention(operations)
+    fields = {"profiled": True, "sdpa": kernel, "compile": seen.compile}
+    fields["attention"] = kernel is not None or attends_by_hand(operations)
+    fields["attention_drops"] = any(names[0] == "aten::bernoulli_" and MATH_KERNEL in names for _, names in operations)
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         fields["compile"] = any(is_in_compiled_code(names) for _, names in in_forward or matmuls)
-        dtype = dtype_of_most(matmuls)
-        if seen.weights == "float32" and seen.autocast is None and dtype:
-            fields["autocast"] = dtype
-            fields["emulated"] = dtype not in machine.units_of(device)
-    if seen.unit == "tok" and not fields.get("compile", seen.compile):  # a compiler has other names for the last matmul
+    dtype = dtype_of_most(matmuls)
+    if dtype and seen.weights == "float32" and seen.autocast is None:
+        fields["autocast"] = dtype
+        fields["emulated"] = dtype not in machine.units_of(device)
+    if seen.unit == "tok" and not fields["compile"]:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
-        fields["busy_ms"] = busy_ms(profiler.events) or None  # 0: the profiler saw no kernel, as on WSL2
-        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiler.events)
+        fields["busy_ms"] = busy_ms(events) or None  # 0: the profiler saw no kernel, as on WSL2
+        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in events)
     return fields
 
 
@@ -232,28 +224,29 @@ def kernel_of_attention(operations):
 
 
 def attends_by_hand(operations):
-    """Return whether a softmax of what a batched matmul returned goes into another one, as in attention.
+    """Return whether a forward has attention in single operations, in which a softmax stands between two matmuls.
 
-    operations: pairs of an event and its names, in the order in which they began. Backwards multiply the same shapes.
+    Shapes tell what goes where: a batched matmul makes scores, a softmax makes weights of them, and a batched matmul
+    takes these. operations: pairs of an event and its names, in the order in which they began.
     """
-    scores, weights = set(), set()  # shapes of what was multiplied, and of what went through a softmax then
+    scores, weights = set(), set()  # shapes
     for event, names in operations:
         shapes = event.input_shapes
-        is_in_backward = any(name.startswith("autograd::engine") for name in names)
-        has_shapes = all(shapes[:2])  # a nested tensor has none
-        if names[0] in ("aten::bmm", "aten::baddbmm") and not is_in_backward and has_shapes:
-            left, right = shapes[1:3] if names[0] == "aten::baddbmm" else shapes[:2]
+        if any(name.startswith("autograd::engine") for name in names):
+            continue  # the backward of a matmul multiplies the same shapes
+        if event.name == "aten::baddbmm":
+            shapes = shapes[1:]  # without what it adds to
+        if event.name in ("aten::bmm", "aten::baddbmm") and all(shapes[:2]):  # a nested tensor has no shape
+            left, right = shapes[:2]
             if tuple(left) in weights:
                 return True
             product = (left[0], left[1], right[2])
             scores.add(product)
             if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
                 weights.add(product)
-        elif names[0] == "aten::_softmax" and len(shapes[0]) > 2:
-            rows, columns = shapes[0][-2:]
-            shape = (math.prod(shapes[0][:-2]), rows, columns)
-            if shape in scores:
-                weights.add(shape)
+        elif event.name == "aten::_softmax" and len(shapes[0]) > 2:
+            *batch, rows, columns = shapes[0]
+            weights.update(scores & {(math.prod(batch), rows, columns)})
     return False
 
 

@@ -17,26 +17,30 @@ from .. import meters
 # a forward without gradients and the DataLoader that brings its batches, and what is left, the script's own code.
 KINDS = ("data", "forward", "loss", "backward", "update", "evaluation", "rest")
 WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
-PID = os.getpid()
+IN_CHILD = threading.Event()  # set in processes that the script forks
+os.register_at_fork(after_in_child=IN_CHILD.set)
 MAIN_THREAD = threading.main_thread().ident
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
-# Where code lies that is not the reader's: Python's own, ours, and what has no file; and what was installed.
-LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, "<")
+NO_FILE = "<"  # how the path of code begins that lies in no file, as "<string>"
+# Where code lies that is not the reader's: Python's own, ours and PyTorch's; and what was installed.
+LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, NO_FILE)
 INSTALLED = re.compile("(site|dist)-packages")
 
 
 class StepClock:
     """Measures on what a step spends its time.
 
-    began: when the step did. spent: {kind: seconds} of it. is_running: False between two steps. waits_for: the devices
-    that must be ready before another kind begins; none where kernels are only queued. own_seconds: of all time so far
-    in the script's own code and in losses. lines: {kind: {the script's line that ran, "train.py:228": seconds}} of the
-    same. is_profiled: whether a profile is open, in which each kind gets a name.
+    cards: all devices but the CPU, which have queues of their own. waits: whether they must be ready before another
+    kind begins; else kernels are only queued. began: when the step did. spent: {kind: seconds} of it. is_running: False
+    between two steps. own_seconds: of all time so far in the script's own code and in losses. lines: {kind: {the
+    script's line that ran, "train.py:228": seconds}} of the same. is_profiled: whether a profile is open, in which each
+    kind gets a name.
     """
 
     def __init__(self):
         # those that are open, each inside of the one before; a loss is "rest" until backward() shows that it was one
         self.kinds = ["rest"]
+        self.cards = []
         self.own_code_runs = threading.Event()  # set when the script comes to its own code, on the clock
         self.looks_at_lines = False  # whether own code took long in the step before: each look disturbs a little
         self.is_after_forward = False
@@ -45,29 +49,34 @@ class StepClock:
         self.forget_own_code()
         self.begin_step()
 
-    def begin_step(self, devices=(), waits_between=False):
-        """Begin a step, once the devices are ready. waits_between: whether each kind waits for them, too."""
-        self.waits_for = devices if waits_between else ()
-        self.has_queue = any(device.type != "cpu" for device in devices)
-        wait_for(devices)
+    def begin_step(self, waits=False):
+        """Begin a step. The cards must be ready. waits: whether each kind waits for them, too."""
+        self.waits = waits
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.began = self.since = time.perf_counter()
         self.is_running = True
-        if self.looks_at_lines:
+        if self.looks_at_lines and not self.own_code_runs.is_set():
             self.own_code_runs.set()
 
-    def end_step(self, devices):
-        """End a step, once the devices are ready. Return its seconds."""
-        wait_for(devices)
+    def end_step(self):
+        """End a step, once the cards are ready. Return its seconds."""
+        self.wait_for_cards()
         self.count(self.kinds[-1])
         self.is_running = False
         dt = self.since - self.began
         self.looks_at_lines = self.spent["rest"] + self.spent["loss"] > WORTH_A_LOOK * dt
         return dt
 
-    def begin(self, kind):
-        """Count the time from now on as another kind, until that ends."""
-        self.count("loss" if kind == "backward" and self.is_after_forward else self.kinds[-1])
+    def begin(self, kind, entered):
+        """Count the time from now on as another kind, until that ends.
+
+        entered: when the hook that calls this began. Its time is the watcher's own, and left off the clock. But a card
+        has worked on its queue meanwhile, so there it stays on the clock.
+        """
+        is_loss = kind == "backward" and self.is_after_forward
+        self.count("loss" if is_loss else self.kinds[-1], entered)
+        if kind == "update" and kind in self.kinds:  # it had no end, since it failed, or this one is inside of it
+            self.kinds.remove(kind)
         self.kinds.append(kind)
         self.is_after_forward = False
         if self.is_profiled:
@@ -76,36 +85,39 @@ class StepClock:
     def end(self, kind):
         """Count the time from now on as what was open before a kind began."""
         self.count(self.kinds[-1])
-        self.kinds.remove(kind)  # and not pop(): "update" stays open if an optimizer has failed
+        if kind in self.kinds:
+            while self.kinds.pop() != kind:  # an update inside of it that failed, and so had no end
+                pass
         self.is_after_forward = kind == "forward"
-        if self.looks_at_lines and self.kinds[-1] == "rest":
+        if self.looks_at_lines and self.kinds[-1] == "rest" and not self.own_code_runs.is_set():
             self.own_code_runs.set()
         if self.is_profiled:
             self.name_in_profile()
 
-    def count(self, kind):
-        """Count the time since the last call as this kind."""
-        if self.waits_for and not is_captured():
-            wait_for(self.waits_for)
+    def count(self, kind, entered=None):
+        """Count the time since the last call as this kind, without the time since a hook was entered."""
+        if self.waits and not is_captured():
+            self.wait_for_cards()
         now = time.perf_counter()
-        self.spent[kind] += now - self.since
-        if self.kinds[-1] == "rest":
-            self.own_seconds += now - self.since
+        if entered and not self.cards:
+            left_out = now - max(entered, self.since)  # the step may have begun in the hook
+            self.began += left_out
+            self.since += left_out
+        elapsed = now - self.since
         self.since = now
+        if self.is_running:
+            self.spent[kind] += elapsed
+        if self.kinds[-1] == "rest":  # which a loss is, too
+            self.own_seconds += elapsed
         if self.looks:
             looks, self.looks = self.looks, []
             for place, seconds in looks:
                 self.lines[kind][place] += seconds
 
-    def leave_out(self, began):
-        """Take the time since then, which was the watcher's own, off the clock.
-
-        A card has worked on its queue meanwhile, so there it stays on the clock.
-        """
-        if not self.has_queue:
-            seconds = time.perf_counter() - max(began, self.since)
-            self.began += seconds
-            self.since += seconds
+    def wait_for_cards(self):
+        """Wait until all cards have done what was queued."""
+        for card in self.cards:
+            meters.synchronize(card)
 
     def forget_own_code(self):
         """Forget which lines took the time so far."""
@@ -136,13 +148,6 @@ class StepClock:
         self.range.enter_context(torch.profiler.record_function(name))
 
 
-def wait_for(devices):
-    """Wait until all devices have done what was queued."""
-    for device in devices:
-        if device.type != "cpu":
-            meters.synchronize(device)
-
-
 def is_captured():
     """Return whether operations are only noted, for a CUDA graph. Nothing may wait for the card then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -150,7 +155,7 @@ def is_captured():
 
 def lock_of_compiler():
     """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # None before something is compiled
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # which the first optimizer imports
     return getattr(dynamo, "compile_lock", contextlib.nullcontext())
 
 
@@ -173,7 +178,7 @@ def is_of_a_library(frame):
 
 def is_elsewhere():
     """Return whether a thread or a process calls that the script started. On a card autograd has threads of its own."""
-    if os.getpid() != PID:
+    if IN_CHILD.is_set():
         return True
     if threading.get_ident() == MAIN_THREAD:
         return False

@@ -8,15 +8,16 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import time
 import weakref
 from dataclasses import asdict, replace
 
 import torch
 
-from .. import meters
+from .. import machine, meters
 from . import gate
 from .added import Added
-from .counting import MicroBatches, call_of
+from .counting import MicroBatches
 from .findings import answer, shares_of, words_on_profile
 from .profiler import StepProfiler
 from .techniques import Habits, find_techniques, parameters_of, seen_in
@@ -24,6 +25,16 @@ from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewh
 
 MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets the thread look that waits for it; Python's own are 5 ms
+
+
+class Phase:
+    """How far a run is: which step it is in."""
+
+    FIRST = 1  # the first one, or what is before it
+    SECOND = 2  # the second one, which shows what is trained. Then that is reported, and both steps are recorded
+    TIMED = 3  # one that is recorded at its end
+    PROFILED = 4  # the last one, on a card or with --profile, which is profiled and not recorded
+    OVER = 5  # none: no other step is wanted, and the script ends when it begins one
 
 
 class Watcher:
@@ -35,80 +46,98 @@ class Watcher:
     def __init__(self, args, log):
         self.args = args
         self.log = log
+        self.phase = Phase.FIRST
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.clock = StepClock()
         self.profiler = StepProfiler(self.clock)
         self.added = Added(args.added)
         self.habits = Habits()
         self.micro_batches = MicroBatches()  # since the last step ended
-        self.models = {}  # {id: module} of all that were called in training, up to the first report
-        self.devices = []  # of all parameters that optimizers have
-        # References to optimizers are weak, since a script may delete them.
-        self.main_ref = lambda: None  # to the one that ends a step
+        self.models = {}  # {id: module} of all that were called in training, up to the report
+        self.main_ref = lambda: None  # a weak reference to the optimizer that ends a step: a script may delete it
         self.others = weakref.WeakKeyDictionary()  # {another one: how often it stepped since the last step ended}
         self.optimizers_take_turns = False  # as in a GAN
         self.is_update_due = False  # by a GradScaler, which may skip it
-        self.first_step = None  # what record() takes, kept until the second one has shown what is trained
-        self.is_in_last_step = False  # which is profiled, on a card or with --profile, and leaves no line
-        self.last_dt = None  # seconds of that step
-        self.is_over = False  # no other step is wanted, and the script ends when it begins one
+        self.first_step = None  # its entry in the record and its MicroBatches, up to the report
+        self.dt_of_profiled = None  # seconds
         self.graphs_before = 0  # how many torch.compile had made when the step began
-        self.world_size = 1  # how many processes train together, from the first step on
-        self.seen = None  # a Seen, from the first report on
+        self.steps_taken = 0  # with the profiled one
+        # from the first step on:
+        self.world_size = 1  # how many processes train together
+        self.profiles_last = False  # whether the last step is profiled
+        self.limit = None  # how many steps are recorded, if there is no gate
 
     # what PyTorch calls
 
-    def saw_forward(self, module, reader, args, kwargs):
-        """Note a call of an outermost module, and add to it what is to be added. reader: its Reader.
+    def saw_forward(self, module, signature, args, kwargs):
+        """Note a call of an outermost module, and add to it what is to be added.
 
         Return what its time counts as: "forward", "evaluation", or "backward" for activation checkpointing. After the
-        first report only what it reads is noted, in a few microseconds.
+        report only what it reads is noted.
         """
         if "backward" in self.clock.kinds:
             self.habits.repeats_forward = True
             return "backward"
         if not torch.is_grad_enabled():
-            return "evaluation"
-        if reader.weight.is_meta:  # where nothing is computed, for example to count FLOPs
-            return "forward"
-        if self.is_over:
+            return "evaluation"  # which may also follow the last step
+        if self.phase == Phase.OVER:
             self.end_script()
-        self.log.show_line()
-        if self.first_step is None and not self.models:
+        if self.log.line_is_due:
+            self.log.show_line()
+        if self.phase == Phase.FIRST and not self.models:
             self.clock.begin_step()  # the first one, without the start of the script
         if self.added.names:
             self.added.before_forward(module)
-        if self.micro_batches.add_again(module, args):
-            return "forward"
-        call = call_of(module, reader, args, kwargs)
-        if call is None:
-            return "forward"
-        self.micro_batches.add_call(call)
-        if self.seen is None:
-            self.models[id(module)] = module
-            self.profiler.stop_early()
-            device_type = reader.weight.device.type
-            if torch.is_autocast_enabled(device_type):
-                self.habits.saw_autocast(device_type, torch.get_autocast_dtype(device_type), True)
+        inputs, batch = signature.read(args, kwargs)
+        if batch:
+            self.micro_batches.add_call(module, signature.weight, inputs, batch)
+            if self.phase <= Phase.SECOND:
+                self.models[id(module)] = module
+                self.profiler.stop_if_large()
+                kind = signature.weight.device.type
+                self.note_autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         return "forward"
 
     def saw_autocast(self, autocast):
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
         is_for_model = "forward" in self.clock.kinds or not self.models
-        if is_for_model and torch.is_grad_enabled():
-            self.habits.saw_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
+        if self.phase <= Phase.SECOND and is_for_model and torch.is_grad_enabled():
+            self.note_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
+
+    def note_autocast(self, device_type, dtype, is_enabled, *others):
+        """Note an autocast that is in force in a forward."""
+        if is_enabled and dtype:
+            self.habits.autocast = machine.dtype_name(dtype)
+
+    def saw_clipping(self, parameters, max_norm, *others, **options):
+        """Note that gradients are clipped, and not only measured, as by a norm of infinity."""
+        self.habits.clips = self.habits.clips or float(max_norm) < float("inf")
+
+    def saw_loader(self, loader):
+        """Return what the time of a DataLoader counts as: an evaluation loads batches of its own."""
+        return "data" if torch.is_grad_enabled() else "evaluation"
+
+    def saw_batch(self, iterator):
+        """Note how many processes a DataLoader has that is asked for a batch. Return what its time counts as."""
+        self.habits.batches[iterator._num_workers] += 1
+        return self.saw_loader(iterator)
 
     def saw_backward(self, tensors, *args, **kwargs):
-        """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
+        """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that.
+
+        Return what its time counts as.
+        """
         if "backward" in self.clock.kinds:
-            return
-        if self.is_over:
+            return "backward"
+        if self.phase == Phase.OVER:
             self.end_script()
-        self.added.autocast.close()
-        if self.seen is None:
-            self.profiler.stop_early()
+        if self.added.names:
+            self.added.autocast.close()
+        if self.phase <= Phase.SECOND:
+            self.profiler.stop_if_large()
         if not is_captured():
             self.micro_batches.add_backward(tensors)
+        return "backward"
 
     def saw_scale(self, scaler, outputs):
         """Note the loss before a GradScaler multiplies it."""
@@ -121,7 +150,11 @@ class Watcher:
             self.is_update_due = True
 
     def saw_scaler_update(self, scaler, *args, **kwargs):
-        """End a step whose optimizer a GradScaler has skipped. It is a step without an update."""
+        """End a step whose optimizer a GradScaler has skipped. It is a step without an update.
+
+        Until an optimizer has stepped, it is not known which one ends a step, so what is skipped belongs to the step
+        after it.
+        """
         if self.is_update_due:
             self.end_step()
 
@@ -131,15 +164,18 @@ class Watcher:
         """Note that an optimizer begins its step, which may be inside of another one's, as Lookahead has it."""
         if is_elsewhere():
             return
-        if self.is_over:
+        entered = time.perf_counter()
+        if self.phase == Phase.OVER:
             self.end_script()
         if optimizer not in self.habits.optimizers:
             lr = optimizer.param_groups[0].get("lr")
             self.habits.optimizers[optimizer] = lr.detach().clone() if torch.is_tensor(lr) else lr
             devices = [p.device for p in parameters_of([], optimizer)]
-            self.devices = list(dict.fromkeys(self.devices + devices))
+            self.log.device = self.log.device or devices[0]
+            cards = [device for device in devices if device.type != "cpu"]
+            self.clock.cards = list(dict.fromkeys(self.clock.cards + cards))
             self.added.before_first_update(optimizer)
-        self.clock.begin("update")
+        self.clock.begin("update", entered)
 
     @torch._disable_dynamo
     def saw_optimizer_end(self, optimizer, *call):
@@ -151,9 +187,10 @@ class Watcher:
         if is_elsewhere():
             return
         self.clock.end("update")
+        main = self.main_ref()
         if is_captured():
             self.log.notice("its step is captured as a CUDA graph, whose replays show nothing")
-        elif self.main_ref() in (None, optimizer):
+        elif main is optimizer or main is None:
             self.main_ref = weakref.ref(optimizer)
             self.others.clear()
             self.end_step()
@@ -168,57 +205,53 @@ class Watcher:
         if steps == MOST_WITHOUT:
             self.main_ref = weakref.ref(optimizer)
             self.others.clear()
-            self.micro_batches = MicroBatches()
-            self.clock.begin_step(self.devices)  # anew, so that no step of ten is reported
+            self.clock.end_step()
+            self.begin_step()  # anew, so that no step of ten is reported
 
     # a step
 
-    @property
-    def device(self):
-        """The device of the first optimizer's first parameter."""
-        return self.devices[0]
-
     def end_step(self):
         """End a step: stop the clock, report, and start the clock again. The first step began with a forward."""
+        self.steps_taken += 1
         self.is_update_due = False
-        self.added.autocast.close()  # if the script calls no backward()
-        dt = self.clock.end_step(self.devices)
+        if self.added.names:
+            self.added.autocast.close()  # if the script calls no backward()
+        dt = self.clock.end_step()
         self.log.hide_line()
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         graphs = meters.compiled_graphs()
-        on_clock = {"spent": dict(self.clock.spent), "graphs": graphs - self.graphs_before}
+        entry = {"kind": "step", "loss": self.micro_batches.loss, "dt": dt, "spent": self.clock.spent}
+        entry["graphs"] = graphs - self.graphs_before
         self.graphs_before = graphs
-        step = (self.micro_batches, dt, on_clock)
-        if self.first_step is None:
-            self.first_step = step
+        if self.phase == Phase.FIRST:
             self.after_first_step()
-        elif self.seen is None:
+            self.first_step = entry, self.micro_batches
+            self.phase = Phase.SECOND
+        elif self.phase == Phase.SECOND:
             self.begin_report()
             self.record(*self.first_step)
-            self.record(*step)
-        elif self.is_in_last_step:
-            self.last_dt = dt
+            self.first_step = None
+            self.record(entry, self.micro_batches)
+            self.phase = Phase.TIMED
+        elif self.phase == Phase.TIMED:
+            self.record(entry, self.micro_batches)
+        elif self.phase == Phase.PROFILED:
+            self.dt_of_profiled = dt
             self.keep_profile()
-            self.is_over = True
-        else:
-            self.record(*step)
-        if not self.is_over:
-            self.begin_next_step()
-
-    def record(self, micro_batches, dt, on_clock):
-        """Let the log record a step. dt: its seconds. on_clock: more figures, a dict."""
-        self.log.step(micro_batches.loss, dt, self.tokens_of(micro_batches), on_clock)
-
-    def tokens_of(self, micro_batches):
-        """Return the tokens or samples of a step, of all ranks. A step of which neither is known counts as 1."""
-        if self.seen.unit == "step":
-            return 1
-        return micro_batches.count_of(self.seen.unit) * self.world_size
+            self.phase = Phase.OVER
+            return
+        self.begin_next_step()
 
     def after_first_step(self):
-        """Let looks at the script's lines come in time. Exits if the script started ranks by itself."""
+        """Find out how the run goes on, and let looks at the script's lines come in time.
+
+        Exits if the script started ranks by itself.
+        """
         self.clock.forget_own_code()
+        # what profiles a card slows all steps that follow, so there it is the last one, and on a CPU the second one
+        self.profiles_last = self.args.profile or (self.log.device.type != "cpu" and self.args.steps > 2)
+        self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
         if count_threads_of_script() == 0:  # these would take turns more often than without us
@@ -227,39 +260,12 @@ class Watcher:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them by {remedy}")
 
-    def begin_next_step(self):
-        """Start the clock of the next step. If no other one is wanted, the script ends when it begins one.
-
-        On a CPU the second step is profiled. On a card, or with --profile, so is one more step after all others, since
-        what profiles a card slows all steps that follow.
-        """
-        steps = len(self.log.steps)
-        on_card = self.device.type != "cpu"
-        profiles_at_the_end = on_card or self.args.profile
-        if self.args.gate:
-            is_wanted = gate.wait(*self.args.gate, steps)
-        else:
-            is_wanted = steps < (self.args.steps - 1 if profiles_at_the_end else self.args.steps)
-        if is_wanted and steps == 0 and not on_card:
-            self.profiler.start(self.device)
-        if not is_wanted and profiles_at_the_end:
-            self.profiler.start(self.device)
-            self.is_in_last_step = self.profiler.is_open  # False if the script profiles itself
-        if not is_wanted and not self.is_in_last_step:
-            self.is_over = True
-            return
-        if steps == self.log.warmup:
-            self.clock.forget_own_code()  # what it did once is not reported
-        self.micro_batches = MicroBatches()
-        self.clock.begin_step(self.devices, waits_between=on_card and 2 <= steps < self.log.warmup)
-
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
-        self.seen = find_techniques(self)
-        tokens = self.tokens_of(self.micro_batches)
+        self.log.seen = find_techniques(self)
         flush_stdout()  # so that the script's own lines stand before ours
-        self.log.begin(self.args.title, self.device, self.seen, tokens)
-        if self.seen.unit == "step":
+        self.log.begin(self.args.title, self.tokens_of(self.micro_batches))
+        if self.log.seen.unit == "step":
             self.log.say("steps are counted, since neither ids of a text nor a batch of samples was surely seen")
         if self.optimizers_take_turns:
             self.log.say("optimizers train in turn: a step ends with the first one's, and has its batch and its loss")
@@ -271,8 +277,47 @@ class Watcher:
         """Add to what was seen what the profiled step has shown, if there was one, and write it to the record."""
         self.profiler.stop()
         if self.profiler.events is not None:
-            self.seen = replace(self.seen, **seen_in(self.profiler, self.seen, self.device))
-        self.log.write("seen", **asdict(self.seen))
+            self.log.seen = replace(self.log.seen, **seen_in(self.profiler.events, self.log.seen, self.log.device))
+        self.log.write({"kind": "seen", **asdict(self.log.seen)})
+
+    def record(self, entry, micro_batches):
+        """Let the log record a step."""
+        steps = len(self.log.steps) + 1
+        may_be_last = steps == self.limit
+        if self.args.gate:
+            may_be_last = not gate.allows(self.args.gate[0], steps)
+        entry["tokens"] = self.tokens_of(micro_batches)
+        self.log.step(entry, may_be_last)
+
+    def tokens_of(self, micro_batches):
+        """Return the tokens or samples of a step, of all ranks. A step of which neither is known counts as 1."""
+        if self.log.seen.unit == "step":
+            return 1
+        return micro_batches.count_of(self.log.seen.unit) * self.world_size
+
+    def begin_next_step(self):
+        """Begin the next step: one that is recorded, the last one, which is profiled, or none."""
+        steps = len(self.log.steps)
+        is_wanted = steps < self.limit
+        if self.args.gate:
+            is_wanted = gate.wait(*self.args.gate, steps)
+        if is_wanted:
+            if self.phase == Phase.SECOND and self.log.device.type == "cpu":
+                self.profiler.start(self.log.device)
+            if steps == self.log.warmup:
+                self.clock.forget_own_code()  # what it did once is not reported
+            self.begin_step()
+            return
+        if self.profiles_last and self.phase == Phase.TIMED and self.profiler.start(self.log.device):
+            self.phase = Phase.PROFILED
+            self.begin_step()
+        else:
+            self.phase = Phase.OVER
+
+    def begin_step(self):
+        """Start the clock of a step."""
+        self.micro_batches = MicroBatches()
+        self.clock.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     # the end
 
@@ -282,7 +327,9 @@ class Watcher:
         if not self.log.steps:
             return
         self.clock.is_running = False  # no look at the script's lines may come between
-        shares = shares_of(self)
+        if self.phase == Phase.TIMED:  # the script has ended before the last step that was wanted
+            self.log.steps[-1].update(self.log.read_meters())
+        shares = shares_of(self.log)
         self.log.finish(shares)
         self.log.say(*answer(self, shares))
         self.log.say(*words_on_profile(self))
@@ -290,7 +337,7 @@ class Watcher:
     def end_script(self):
         """End the script, which begins a step that is not wanted. What it does after its last step has run by then."""
         self.finish()
-        self.log.notice(f"{self.args.title} was stopped after {len(self.log.steps)} steps, when it began another")
+        self.log.notice(f"{self.args.title} was stopped after {self.steps_taken} steps, when it began another")
         self.leave(0)
 
     def refuse(self, line):
