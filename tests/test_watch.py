@@ -259,6 +259,8 @@ def test_what_may_load_data_is_counted(tmp_path):
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     """Each loop is told its own causes, and none of the others. Its loss is the one that it prints."""
+    if name == "casts by hand" and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 does not show the dtypes of operations")
     loop = LOOPS[name]
     ended = watch_in_a_fork(tmp_path, loop.text, "--steps", str(loop.steps))
     assert "Traceback" not in ended.err, ended.err
@@ -282,11 +284,11 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
 
 def test_what_a_hook_does_is_not_on_the_clock():
     clock = StepClock()
-    entered = time.perf_counter()
-    time.sleep(0.1)
-    clock.begin("forward", entered)
+    clock.began -= 100  # as if the step had begun 100 s ago, and the hook 40 s ago
+    clock.since -= 100
+    clock.begin("forward", time.perf_counter() - 40)
     clock.end("forward")
-    assert clock.end_step() < 0.1
+    assert clock.end_step() == pytest.approx(60, rel=0.1)
 
 
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():
