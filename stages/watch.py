@@ -188,7 +188,7 @@ def report_end(args, watcher, status, reason):
     elif not watcher.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
     watcher.finish()
-    print(f"{args.title} {line}", file=sys.stderr)
+    watcher.log.notice(f"{args.title} {line}")
     if status == 0 and not watcher.log.steps:
         return 2
     return status

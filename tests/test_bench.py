@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 
 import pytest
 from conftest import ROOT, Ended, lines_of
@@ -73,9 +74,12 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_WATCH)
     (folder / "ids.bin").write_bytes(bytes(20_000))
 
+    starts = Counter()
+
     def command_of_named_row(row, bench, number, folder, command=rows.Row.command):
         """Return the command of a row whose fake knows of which row and round it is."""
-        os.environ |= {"FAKE_ROW": row.name, "FAKE_ROUND": str(number)}
+        os.environ |= {"FAKE_ROW": row.name, "FAKE_ROUND": str(starts[row.name])}
+        starts[row.name] += 1
         return command(row, bench, number, folder)
 
     os.environ["FAKE_SEEN"] = json.dumps(SEEN)

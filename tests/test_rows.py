@@ -136,9 +136,9 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
     """The second run that is the control has a number of its own, too."""
     first, again, second = together = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
     bench = BENCH | {"rows": [{"name": row.name} for row in together]}
-    numbers = [row.command(bench, number, FOLDER)[-1] for number in (0, 1) for row in (first, again, second)]
-    assert numbers == [f"--out=o/{count}/x" for count in range(6)]
-    assert second.command(bench, 1, FOLDER)[:2] == ["env", "A=r5"]
+    numbers = [row.command(bench, number, FOLDER)[-1] for number, row in enumerate((first, again, second))]
+    assert numbers == [f"--out=o/{count}/x" for count in range(3)]
+    assert second.command(bench, 5, FOLDER)[:2] == ["env", "A=r5"]
 
 
 @pytest.mark.parametrize(

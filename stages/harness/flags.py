@@ -190,10 +190,10 @@ def check_ranks_of_stage(args):
 
     world_size = ranks.world_size()
     stage = ladder.stage_of(sys.argv[0])
-    if args.accum % world_size:
-        refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
     if stage and not stage.takes_ranks:
         refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
+    if args.accum % world_size:
+        refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
 
 
 def check_save(args):

@@ -35,7 +35,7 @@ class Seen:
     unit: str  # in which a step is counted: "tok", "sample" or "step"
     batch_size: int | None  # of the largest batch
     seq_len: int | None
-    accum: int  # micro-batches of a rank for each update
+    accum: int  # micro-batches of a rank for each update, if their losses are shares of one; else 1
     world_size: int
     loaders: int  # processes and threads that it started, most likely to load its data
     framework: str | None  # the package that calls the optimizer

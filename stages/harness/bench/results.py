@@ -9,8 +9,8 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
 "rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
-many "turns". If there are none, one row runs after the other. "loss_step" is the last step that every row takes, whose
-loss is shown. "flags" are those of all stages, and "variables" of the environment those of all rows.
+many "turns". If there are none, one row runs after the other. "loss_step" is a step that every row takes, whose loss is
+shown. "flags" are those of all stages, and "variables" of the environment those of all rows.
 
 A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line is of a
 process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before the
@@ -66,6 +66,7 @@ class Results:
         self.began = time.monotonic()
         self.rows = {fields["name"]: Row(**fields) for fields in bench["rows"]}
         self.runs = {}
+        self.processes = 0  # how many were started
         self.write(bench)
 
     @classmethod
@@ -87,6 +88,7 @@ class Results:
         key = line.get("name"), line.get("round")
         match line["kind"]:
             case "start":
+                self.processes += 1
                 self.runs[key] = Run(line["round"], self.rows[line["name"]].warmup(self.bench))
             case "apart":  # all begins again
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}

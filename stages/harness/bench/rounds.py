@@ -163,7 +163,7 @@ class RowProcess:
         self.run = results.runs[row.name, number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
-                row.command(results.bench, number, Path(self.folder.name)),
+                row.command(results.bench, results.processes, Path(self.folder.name)),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -180,12 +180,13 @@ class RowProcess:
 
     @property
     def steps_taken(self):
-        """How many steps its ranks have taken, by their mean, rounded down.
+        """How many steps its ranks have taken, by their mean, rounded down; 0 before rank 0 has reported what it saw.
 
         No rank takes more than the gate allows. So this reaches what the gate allows only when all ranks have.
         """
-        ranks = self.run.seen.world_size if self.run.seen else 1
-        return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // ranks
+        if self.run.seen is None:
+            return 0
+        return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // self.run.seen.world_size
 
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""

@@ -21,8 +21,8 @@ SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # What the names of programs in a launcher become.
 PYTHON = [sys.executable]
 THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
-# Programs and packages that start a Python for the script after them, for example by python3 and torch.distributed.run.
-LAUNCHERS = ("python", "torchrun", "torch", "accelerate", "deepspeed")
+# Programs and packages that start a Python for the script after them, for example by python3 and accelerate.
+LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Row:
         """
         return bench["warmup"] if self.keeps_memory else bench["warmup_of_plain"]
 
-    def command(self, bench, round_number, folder):
+    def command(self, bench, process_number, folder):
         """Return the command line as a list: watch.py runs it. bench: the first line of a record.
 
         folder: where this process writes its record, and finds the gate that allows its steps.
 
         In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
         typed. If the launcher starts no Python at all, as env does not, this Python stands between it and the script.
-        {row} becomes a number that no other process has, since several may not write one file.
+        {row} becomes the number of the process, which no other one of the bench has: two may not write one file.
         """
         launcher = []
         for word in self.launcher:
@@ -86,9 +86,7 @@ class Row:
         script = [path] if path.endswith(".py") else ["-m", path]
         if self.takes_flags:
             script += bench["flags"]
-        names = [row["name"] for row in bench["rows"]]
-        process_number = str(round_number * len(names) + names.index(self.name))
-        return [word.replace("{row}", process_number) for word in launcher + watch + script + self.flags]
+        return [word.replace("{row}", str(process_number)) for word in launcher + watch + script + self.flags]
 
     def environment(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
@@ -102,8 +100,8 @@ class Row:
 
 
 def is_launcher(name):
-    """Return whether a program or a module of this name starts a Python, as python3.12 and torchrun do."""
-    return name.split(".")[0].rstrip("0123456789") in LAUNCHERS
+    """Return whether a program or a module of this name starts a Python, as python3.12 and torch.distributed.run do."""
+    return name.startswith("torch.distributed") or name.split(".")[0].rstrip("0123456789") in LAUNCHERS
 
 
 def runs_the_same(row, above):

@@ -143,9 +143,9 @@ def words_on_loader(batches, share):
     batches: {num_workers of a DataLoader: how many batches came from it}.
     """
     processes = max(batches, key=batches.get)
-    remedy = "less work in __getitem__ helps, as by tokenizing once"
+    remedy = "do less in __getitem__, for example tokenize once"
     if processes < machine.cores():
-        remedy = f"more of them, of {machine.cores()} cores, kept by persistent_workers=True, or {remedy}"
+        remedy = f"take up to {machine.cores()}, with persistent_workers=True, or {remedy}"
     return f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}: {remedy}"
 
 

@@ -192,7 +192,6 @@ class Watcher:
             self.log.notice("its step is captured as a CUDA graph, whose replays show nothing")
         elif main is optimizer or main is None:
             self.main_ref = weakref.ref(optimizer)
-            self.others.clear()
             self.end_step()
         else:
             self.saw_other_step(optimizer)
@@ -214,6 +213,7 @@ class Watcher:
         """End a step: stop the clock, report, and start the clock again. The first step began with a forward."""
         self.steps_taken += 1
         self.is_update_due = False
+        self.others.clear()
         if self.added.names:
             self.added.autocast.close()  # if the script calls no backward()
         dt = self.clock.end_step()
