@@ -61,11 +61,13 @@ def test_a_script_that_ends_early_has_the_turns_that_it_took():
     assert [len(steps) for steps in results.runs["a", 0].turns] == [4, 2]
 
 
-def test_the_clock_of_a_bench_begins_again_when_its_rows_do():
+def test_the_clock_of_a_bench_begins_again_when_its_rows_do_and_the_numbers_of_processes_go_on():
     results = results_of(rows=[row("s01")])
     results.began -= 1000
+    results.add({"kind": "start", "name": "s01", "round": 0})
     results.add({"kind": "apart", "reason": "memory is short"})
     assert time.monotonic() - results.began < 1000
+    assert results.processes == 1
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_a_script_on_its_o
     [
         ("env A=b torchrun -n 2", ["env", "A=b", sys.executable, "-m", "torch.distributed.run", "-n", "2"]),
         ("python3 -u", [sys.executable, "-u"]),
+        ("conda run -n torch", ["conda", "run", "-n", "torch", sys.executable]),  # the name of an environment
         ("env A=/python B=y.py", ["env", "A=/python", "B=y.py", sys.executable]),
         ("/usr/bin/python3.99", ["/usr/bin/python3.99"]),  # another Python stays what it is
     ],
