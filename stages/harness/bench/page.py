@@ -135,6 +135,7 @@ def page(table, name):
     address_of_picture = urllib.parse.quote(os.fsencode(f"{name}.svg"))
     parts = [
         f"# {escaped(name)}: a bench on {escaped(table.bench['environment']['device_name'])}",
+        table.bench.get("remark", ""),
         f"![The speed of each row]({address_of_picture})",
         markdown(short_table(table, path_to_stages="../stages/")),
         "\n\n".join(how_to_read(table)),

@@ -8,9 +8,10 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
      "environment": {...}, "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
-"rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so
-many "turns". If there are none, one row runs after the other. "loss_step" is a step that every row takes, whose loss is
-shown. "flags" are those of all stages, and "variables" of the environment those of all rows.
+"rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so many
+"turns". If there are none, one row runs after the other. "loss_step" is a step that every row takes, whose loss is
+shown. "flags" are those of all stages, and "variables" of the environment those of all rows. A "remark" in markdown may
+be added by hand, and stands first on the page.
 
 A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line is of a
 process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before the
@@ -116,5 +117,4 @@ class Results:
 
     def error(self, row):
         """Return the line of the first run of a row that failed, or None."""
-        errors = [run.error for run in self.runs_of(row.name) if run.error]
-        return errors[0] if errors else None
+        return next((run.error for run in self.runs_of(row.name) if run.error), None)
