@@ -212,9 +212,8 @@ def limits_of_rows(steps, device):
         steps = steps or WARMUP + rounds.MOST_COUNTED_STEPS
         warmup = warmup_of_plain = WARMUP
         turns = 0
-    fewest_steps = min(steps - 1, warmup + rounds.TURNS)  # of any row; on a card the last one may be profiled
-    limits = {"warmup": warmup, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns}
-    return limits | {"loss_step": fewest_steps - 1}
+    last = min(steps - 1, warmup + rounds.TURNS) - 1  # that every row takes; on a card one more may be profiled
+    return {"warmup": warmup, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns, "loss_step": last}
 
 
 def variables_of(device, card):

@@ -1,16 +1,32 @@
-"""The probe, as the bench starts it."""
+"""The rates: each part against a clock that is known, and the probe as the bench starts it."""
 
+from harness import rates
 from harness.bench import probe
 
 import json
 
+import pytest
+import torch
 from conftest import ROOT, python
+
+CPU = torch.device("cpu")
+
+
+def test_a_rate_is_what_was_done_over_the_seconds_that_it_took_without_the_first_call(monkeypatch):
+    """Each call takes 10 ms: 2 * 64**3 FLOPs, or 4 bytes read and 4 written for each of 1000 numbers."""
+    done = []
+    monkeypatch.setattr(torch, "matmul", lambda a, b, out: done.append("matmul"))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: done.append("copy"))
+    monkeypatch.setattr(rates, "seconds_of", lambda repeats, *call, **options: done.append(repeats) or 0.01 * repeats)
+    assert rates.matmul_peak(CPU, torch.float32, 64, seconds=0.5) == pytest.approx(2 * 64**3 / 0.01)
+    assert rates.copy_bandwidth(CPU, 1000, copies=7) == pytest.approx(8 * 1000 / 0.01)
+    assert done == ["matmul", 1, 51, "copy", 7]  # one matmul on the clock tells how many fill half a second
 
 
 def test_the_probe_says_what_the_bench_needs_and_how_fast_the_machine_is():
     probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
     flags = ("--device", "cpu", "--amp-dtype", "float32", "--data", "docs")
-    about = json.loads(python(probe, "--has-stages", *flags).out)
+    about = json.loads(python(probe, "--has-stages", *flags, MKL_VERBOSE="1").out)  # MKL prints by itself then
     assert (about["environment"]["device"], about["text"]) == ("cpu", "Python's documentation, a token a byte")
     assert about["flags"] == ["--device", "cpu", "--batch-size", "1"]
     assert about["rates"]["peak"].keys() <= {"float32", "tf32"}

@@ -128,8 +128,7 @@ def causes(watcher):
             own_lines = own_lines + lines["loss"]
         words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
     if on_card and idle - data - evaluation - own > LONG:
-        waits = percent(idle - data - evaluation - own)
-        words.append(f"{waits} the card waits for Python: compile, or a larger batch")
+        words.append(f"{percent(idle - data - evaluation - own)} the card waits for Python: compile, or a larger batch")
     if not on_card and loss > max(LONG, shares["forward"]):
         words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
     if not on_card and shares["update"] > SLOW_UPDATE:
