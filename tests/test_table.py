@@ -190,4 +190,10 @@ def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_ro
 def test_a_row_whose_base_is_not_right_above_says_so():
     rows = [row("t.py"), row("a.py", base="t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
     table = table_from(*[run(each.name, [1.0]) for each in rows], rows=rows)
-    assert [remarks(outcome)[0][:11] for outcome in table.shown] == ["has nothing", "has nothing", "beside t.py"]
+    assert [remarks(outcome)[0][:11] for outcome in table.shown] == ["has none of", "has none of", "compared wi"]
+
+
+def test_what_a_script_has_and_lacks_is_said_once():
+    rows = [row("plain", script="t.py", keeps_memory=False), row("t.py", base="plain")]
+    table = table_from(*[run(each.name, [1.0]) for each in rows], rows=rows)
+    assert [len(remarks(outcome)) for outcome in table.shown] == [3, 0]

@@ -7,10 +7,10 @@ from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, WARMUP, seconds_of_warmup, waiting_share
 from ..seen import has_and_lacks, words_on_missing, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
-from .rows import shortened
+from .rows import runs_the_same, shortened
 
 NOTHING = "–"  # a cell without a figure
-MOST_OF_A_REASON = 300  # letters of a cell that says why a row failed
+MOST_OF_A_REASON = 300  # characters of a cell that says why a row failed
 LONG_WARMUP = 10  # seconds that are worth a word
 
 
@@ -49,7 +49,7 @@ def in_parentheses(text, verdict):
 
 
 def in_one_line(text):
-    """Return a text with blanks in place of line breaks and other control characters."""
+    """Return a text with spaces in place of line breaks and other control characters."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", text)
 
 
@@ -60,12 +60,12 @@ def code(text):
 
 
 def quoted(title):
-    """Return a title or a reason for a page, in backticks if markdown would read its signs."""
+    """Return a title or a reason for a page, in backticks if it has special characters of markdown."""
     return title if re.fullmatch(r"[\w+./=…,:;()' -]*", title) else code(title)
 
 
 def escaped(text):
-    """Return a text for a page, on which markdown shows its signs as they are. A single _ is no sign in a word."""
+    """Return a text for a page, with markdown's special characters escaped. A single _ is none inside of a word."""
     return re.sub(r"[\\`*<>\[\]]|_(?=_)|(?<=_)_", r"\\\g<0>", in_one_line(text))
 
 
@@ -83,7 +83,7 @@ def note_cell(outcome, bench):
     parts += words_on_card([run.counted for run in outcome.runs])
     idle = outcome.seen.idle_share(outcome.dt_ms) if outcome.dt_ms else None
     if idle and idle > LONG:
-        parts.append(f"the card waits for Python or for data in {100 * idle:.0f} % of a step")
+        parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
     seconds = seconds_of_warmup(outcome.runs[0].steps, WARMUP) if outcome.runs else 0  # the first steps compile
@@ -102,7 +102,7 @@ def remarks(outcome):
     if outcome.error:
         words.append(failure(outcome.error))
     elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
-        words.append(f"beside {base.row.title}, and not beside the row above")
+        words.append(f"compared with {base.row.title}, and not with the row above")
     elif base and base.speeds and outcome.speeds and not outcome.comparison.ratio:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
     if outcome.seen:
@@ -113,18 +113,20 @@ def remarks(outcome):
 def remarks_on_script(outcome):
     """Return what is said of a script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    A stage has no words on the ladder. A row that adds a technique to its base has words only if that took no effect.
+    Neither a stage nor a row that runs the same script as its base has words on the ladder, except on a technique that
+    was added to it and took no effect.
     """
-    seen, change = outcome.seen, outcome.comparison.change
+    seen, change, base = outcome.seen, outcome.comparison.change, outcome.comparison.base
     has, lacks = has_and_lacks(seen)
     words = []
     for name in change.in_vain:
-        words.append(f"{name} is in it already" if ladder.ADDED[name] in has else words_on_missing(seen, name))
-    if not (outcome.row.stage or change.stages):
+        words.append(f"it already has {name}" if ladder.ADDED[name] in has else words_on_missing(seen, name))
+    is_known = base and base.seen and runs_the_same(outcome.row, base.row)
+    if not (outcome.row.stage or is_known):
         words_on_has, words_on_lacks, others = words_on_techniques(seen, has, lacks)
         words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *others]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
-        words.append(f"{100 * waiting_share(outcome.counted):.0f} % of its time waits for a DataLoader")
+        words.append(f"it waits for a DataLoader for {100 * waiting_share(outcome.counted):.0f} % of its time")
     return words
 
 
@@ -132,7 +134,7 @@ def failure(error):
     """Return why a row failed, by the error line of its record, in one line."""
     message = error["message"]
     if "ModuleNotFoundError" in message:
-        message += ": start the bench by the Python that runs the script (make climb PY=python)"
+        message += ": start the bench with the Python that runs the script (make climb PY=python)"
     if not error["out_of_memory"]:
         message = f"failed: {message}"
     return shortened(in_one_line(message), MOST_OF_A_REASON)

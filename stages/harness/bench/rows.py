@@ -10,9 +10,9 @@ from pathlib import Path
 
 from .. import ladder
 from ..common import ROOT, refuse, tell
-from ..seen import is_of_the_ladder
+from ..seen import is_beside_the_stages
 
-LONGEST_TITLE = 32  # letters
+LONGEST_TITLE = 32  # characters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -55,7 +55,7 @@ class Row:
     @property
     def takes_flags(self):
         """Whether it takes the flags that stand after all rows, as stages and scripts beside them do."""
-        return self.stage is not None or is_of_the_ladder(self.script)
+        return self.stage is not None or is_beside_the_stages(self.script)
 
     def warmup(self, bench):
         """Return how many steps of it are not counted. bench: the first line of a record.
@@ -166,15 +166,21 @@ def rows_of_ladder(device):
 def rows_of_climb(script, probed):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why.
+    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why. bf16
+    comes last if matmuls are slower in it than in float32, so that no other row is as slow.
     """
     useless = {"compile": probed["compile_problem"]}  # {technique: why it does nothing here, or None}
     if "tf32" not in probed["units"]:
         useless["tf32"] = "this device has no TF32 units"
     if "bfloat16" not in probed["units"]:
         useless["bf16"] = "this device has no bfloat16 units"
+    names = list(ladder.ADDED)
+    peak = probed["rates"]["peak"]
+    if peak.get("bfloat16", 0) < peak["float32"]:
+        names.remove("bf16")
+        names.append("bf16")
     rows = with_plain([script], probed["environment"]["device"])
-    for name in ladder.ADDED:
+    for name in names:
         if useless.get(name):
             tell(f"+{name} is left out: {useless[name]}")
         elif name not in script.added:
@@ -184,7 +190,7 @@ def rows_of_climb(script, probed):
 
 
 def with_plain(rows, device):
-    """Return Rows and, on a CPU, `plain` above them: the first one without the variables of memory."""
+    """Return Rows and, on a CPU, `plain` above them: the first one without the memory variables."""
     if device != "cpu":
         return rows
     return [replace(rows[0], name="plain", title="plain", keeps_memory=False), *rows]
@@ -207,7 +213,7 @@ def all_rows(rows):
     names = [row.name for row in in_order]
     for name in names:
         if names.count(name) > 1:
-            refuse(f"two rows are {name!r}: leave one out, since the bench runs a row a second time by itself")
+            refuse(f"two rows are {name!r}: leave one out: the bench runs a row a second time by itself, as a control")
     return in_order
 
 
@@ -235,7 +241,7 @@ def check(row):
 
 
 def shortened(label, most):
-    """Return a label of at most `most` letters, without its middle: rows of one script differ at their ends."""
+    """Return a label of at most `most` characters, without its middle: rows of one script differ at their ends."""
     if len(label) <= most:
         return label
     half = (most - 1) // 2
