@@ -19,18 +19,18 @@ ifneq ($(shell .venv/bin/python -c 'import pip; print("works")' 2> /dev/null),wo
 endif
 
 help:
-	@echo 'make setup         what the stages need, into .venv'
+	@echo 'make setup         install what the stages need into .venv'
 	@echo 'make bench         all stages, a table      (ARGS="--steps 20" for flags of bench.py)'
 	@echo 'make climb SCRIPT="../nanoGPT/train.py --batch_size=8" PY=python'
-	@echo '                   your own script, with a technique more in each row; PY is the'
+	@echo '                   your own script, with one more technique in each row; PY is the'
 	@echo '                   Python that runs it, since .venv lacks its packages'
 	@echo 'make amp           s03 in float32, bfloat16 and float16'
 	@echo 'make limit         s11 with larger and larger batches, on a card'
 	@echo 'make scale N=2     s12 in one process and in several'
 	@echo 'make test          the tests, on the CPU'
-	@echo 'make diff N=5      what stage 5 changes'
+	@echo 'make diff N=5      what stage 5 changes, and why'
 	@echo 'make clean         remove .venv and caches, keep results'
-	@echo 'PY=python3 with bench to test uses that Python and installs nothing'
+	@echo 'PY=python3 uses that Python and installs nothing (bench, climb, amp, limit, scale, test)'
 
 setup: $(runtime)
 

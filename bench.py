@@ -1,26 +1,27 @@
-"""Runs stages and scripts side by side, each in a process of its own, and writes a table of what each is worth here.
+"""Runs stages and scripts, each in a process of its own, and writes a table of how much faster each is on this machine.
 
     python bench.py                                                    the twelve stages
-    python bench.py s10 "my/train.py --batch_size=8"                   one of them, and a script of your own, as it is
-    python bench.py my/train.py "+bf16 my/train.py"                    your script, and what autocast would bring it
-    python bench.py --climb "my/train.py --batch_size=8"               your script, and a technique more in each row
+    python bench.py s10 "my/train.py --batch_size=8"                   one stage, and a script of your own
+    python bench.py my/train.py "+bf16 my/train.py"                    your script, without and with autocast
+    python bench.py --climb "my/train.py --batch_size=8"               your script, with one more technique in each row
     python bench.py "s11 --batch-size 16" "s11 --batch-size 64"        one stage with other flags
     python bench.py s12 "torchrun --standalone --nproc_per_node=2 s12" one process and two
 
 A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
-word that is a stage, ends in .py, or is the -m of a module, so before it write --log-dir=s05 and not --log-dir s05.
-+tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the folder that you are in.
-If it writes files, put {row} into their names, for example --out=out-{row}: it is another number in each run.
+word that is a stage, ends in .py, or is the -m of a module. So write a flag of a launcher as --log-dir=s05, and not as
+--log-dir s05. +tf32, +bf16, +compile and +fused add a technique to a script from outside. If you are in this
+repository, a script runs in its own folder, and from elsewhere in the folder that you are in. If it writes files, put
+{row} into their names, for example --out=out-{row}: it becomes a different number in each process.
 
-Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts, and
---steps limits them, but in a turn they take several steps if these are short. A script chooses its own device, so
---device cpu hides all cards, and --device cuda:1 all but that one.
+Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts. A
+script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
 Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 6 steps of warm-up they
-take 7 turns, a step each, there and back. On a card, or if memory does not hold all, or if one loads its data ahead,
-they run one after the other, each until it has counted 7 steps that took six seconds together, or has taken --steps.
+take 7 turns, in reverse order every other time. A turn is one step, or several if these are short. On a card, or if
+memory can't hold all rows, or if one loads its data in workers, they run one after the other, each until it has counted
+7 steps that took six seconds together, or has taken --steps.
 """
 
 import argparse
@@ -49,12 +50,12 @@ from harness.flags import Parser, positive, seed
 def main(argv):
     """Measure, or draw what was measured. Return the exit status.
 
-    It is 1 if a row failed for another reason than memory, and 128 and the number of a signal that ended the bench.
+    It is 1 if a row failed for any reason but memory, 128 + N if signal N ended the bench, and 0 otherwise.
     """
     set_up_output()
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, signal.SIGINT)  # Windows has no SIGHUP
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN:  # it is ignored under nohup
             signal.signal(number, interrupt)
     try:
         task = parse_command(argv)
@@ -91,7 +92,7 @@ def parse_command(argv):
         if name is not None and (name.strip(".") == "" or "/" in name):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
     if options.steps and options.steps <= WARMUP + 1:
-        refuse(f"--steps {options.steps}: the first {WARMUP} are warm-up, and the last may be profiled: pass more")
+        refuse(f"--steps {options.steps}: {WARMUP} are warm-up, and one may be profiled: pass {WARMUP + 2} or more")
     commands = list(itertools.takewhile(is_row, words))
     rows = [row_of(command) for command in commands]
     flags = words[len(commands) :]
@@ -108,11 +109,11 @@ def new_parser():
     """Return the parser of the bench's own flags."""
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
-    add("--rounds", type=positive, metavar="N", help=f"how often every row is started ({rounds.ROUNDS})")
-    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164 on a card; 27 on a CPU)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--rounds", type=positive, metavar="N", help=f"how many times each row is started ({rounds.ROUNDS})")
+    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; about 27 on a CPU)")
+    add("--seed", type=seed, default=1337, metavar="S", help="seed of all rows (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
-    add("--climb", type=row_of, metavar="COMMAND", help="rows that add a technique each to a script of your own")
+    add("--climb", type=row_of, metavar="COMMAND", help="rows that each add a technique to a script of your own")
     add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
     return parser
 
@@ -126,7 +127,7 @@ def refuse_flags_of_stages(flags):
     """Exit with one line if flags for stages were passed, though no row is a stage."""
     for flag in flags:
         if flag.startswith("--") and flag.split("=")[0] != "--device":
-            refuse(f"{flag} is for stages, and no row is one: put a script and its own flags into quotes")
+            refuse(f"no row takes {flag}, since none is a stage: put a script and its own flags into quotes")
 
 
 # A run
@@ -135,7 +136,7 @@ def refuse_flags_of_stages(flags):
 def run(task, argv):
     """Run a new bench, and return its Results. If it is interrupted, show what was measured so far."""
     if os.name == "nt":
-        refuse("the bench runs on Windows in WSL2 alone")
+        refuse("on Windows the bench runs only in WSL2")
     ranks.check_ranks()
     ranks.drop_ranks_if_alone()
     if ranks.world_size() > 1:
@@ -143,11 +144,11 @@ def run(task, argv):
     name = task.options.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
     if path.exists() or path.with_suffix(".md").exists():
-        refuse(f"results/{name} is there already: pass another --out")
+        refuse(f"results/{name} already exists: pass another --out")
     bench = new_bench(task, probe(task), argv)
     with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
-        tell(f"all steps go to results/{path.name}; after a kill, draw them by {command}")
+        tell(f"all steps go to results/{path.name}; if the bench is killed, draw them by {command}")
         results = Results(bench, file)
         if "{row}" not in bench["command"] and not all(row.takes_flags for row in results.rows.values()):
             tell("if your script writes files, put {row} into their names, for example --out=out-{row}")
@@ -173,7 +174,7 @@ def probe(task):
 
 
 def new_bench(task, probed, argv):
-    """Return the line of a record that begins a bench, a dict: see results.py. probed: what the probe wrote."""
+    """Return the first line of a bench's record, a dict: see results.py. probed: what the probe wrote."""
     device = probed["environment"]["device"]
     rows = task.rows
     if task.options.climb:
@@ -201,7 +202,7 @@ def new_bench(task, probed, argv):
 def limits_of_rows(steps, device):
     """Return the part of a bench's line that says how many steps a row takes in a round, a dict: see results.py.
 
-    steps: of --steps, or None.
+    steps: of --steps, or None. Without it a row on a CPU takes 6 steps of warm-up (`plain` 20) and 7 turns.
     """
     if device == "cpu":
         steps = steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
@@ -217,10 +218,10 @@ def limits_of_rows(steps, device):
 
 
 def variables_of(device, card):
-    """Return the variables of the environment of all rows, which lead a script that chooses for itself to a device.
+    """Return the environment variables of all rows: the memory variables on a CPU, and those that hide cards.
 
-    A CPU hides all cards, and a card all others; but the first card hides none, since a script takes it by itself.
-    device: its kind. card: its number, or None.
+    A script chooses its device by itself. On a CPU all cards are hidden, and on a card all others. If it is the first
+    card, none is hidden, since a script takes that one anyway. device: its kind. card: its number, or None.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device == "cpu":
@@ -244,7 +245,7 @@ def render(name):
     except OSError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except Exception as error:  # what an older record lacks may be missed anywhere
-        refuse(f"results/{path.name} is no record of this version of the bench ({type(error).__name__}: {error})")
+        refuse(f"results/{path.name} is not a record of this version of the bench ({type(error).__name__}: {error})")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 One by one, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back.
 torch.compile traces the model into a graph, and fuses neighbors into one kernel that reads once and writes once. The
-first step compiles, for a minute or less. This needs a C++ compiler, and Triton on a GPU; --no-compile goes on without
-it. A model that spends its time in matmuls gains little.
+first step compiles, for a minute or less. On a CPU this needs a C++ compiler, on a GPU Triton and a C compiler. Without
+them nothing is compiled. A model that spends its time in matmuls gains little.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

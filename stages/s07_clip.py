@@ -1,9 +1,9 @@
 """Stage 7 · clip: GPT-3's betas, gradient clipping.
 
-For the loss, not for speed: it passes over the gradients twice more. If the norm of all gradients is above 1, clipping
-scales them down to 1, so that one bad batch can't throw the weights far off. With beta2 = 0.95 AdamW's estimate of the
-gradients' size follows them sooner (Brown et al., arXiv:2005.14165, appendix B). Clipping needs the true gradients, so
-float16's loss scale is taken out first.
+For the loss, not for speed: clipping passes over the gradients twice more. If the norm of all gradients together is
+above 1, it scales them down to a norm of 1, so that one bad batch can't throw the weights far off. With beta2 = 0.95
+AdamW's estimate of the gradients' size follows them sooner (Brown et al., arXiv:2005.14165, appendix B). Clipping needs
+the true gradients, so float16's loss scale is taken out first.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

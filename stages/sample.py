@@ -1,6 +1,6 @@
 """Text from a GPT-2, or its loss on a held-out text.
 
-python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with what --save wrote
+python stages/sample.py --weights mine.pt --prompt "To be"    continue a text, with the weights of --save
 python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (pip install transformers)
 python stages/sample.py --weights mine.pt --eval              the loss on held-out text, its last tenth
 """
@@ -27,14 +27,14 @@ def attention(q, k, v):  # (B, n_head, T, head_dim) each
 set_up_output()
 parser = Parser(__doc__)
 add = parser.add_argument
-add("--weights", metavar="W", required=True, help=f"what --save wrote, see above, or {', '.join(PUBLISHED)}")
+add("--weights", metavar="W", required=True, help=f"a file that --save wrote, or {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
 add("--temperature", type=rate, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--eval", action="store_true", help="print the loss on held-out text instead")
-add("--data", metavar="PATH", help="whose held-out part is taken, as a stage takes it (Tiny Shakespeare)")
+add("--data", metavar="PATH", help="the text, as for a stage; its end is held out (Tiny Shakespeare)")
 add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
 args = parser.parse_args()
 sys.excepthook = lambda *failure: end_in_a_line(None, *failure)
@@ -42,7 +42,7 @@ sys.excepthook = lambda *failure: end_in_a_line(None, *failure)
 device = machine.find_device(args.device)
 model = load(args.weights, attention).to(device)
 if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
-    refuse(f"{args.weights} has {model.config.vocab_size} ids, not GPT-2's vocabulary, and no other is known here")
+    refuse(f"{args.weights} has {model.config.vocab_size} ids, and only GPT-2's vocabulary is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 if args.eval:
@@ -52,7 +52,7 @@ if args.eval:
 try:
     encoding = gpt2_encoding()
 except TextError as error:
-    tell(f"{error}; taking single bytes")
+    tell(f"{error}; using single bytes")
     encoding = single_bytes()
 
 decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
@@ -62,6 +62,6 @@ ids = torch.tensor([prompt], device=device)
 for _ in range(args.tokens):
     ids = model.generate(ids, 1, args.temperature, args.top_k)
     token = ids[0, -1].item()
-    if token < encoding.n_vocab:  # weights of single bytes may draw another one
+    if token < encoding.n_vocab:  # a model trained on single bytes may draw a larger id
         print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
 print(decoder.decode(b"", final=True))

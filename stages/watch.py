@@ -1,4 +1,4 @@
-"""Runs any training script as it is, times each step of its optimizer, and says what it has of the ladder and lacks.
+"""Runs any training script as it is, times each step of its optimizer, and lists which techniques it has and lacks.
 
     python stages/watch.py ../nanoGPT/train.py --batch_size=8
     python stages/watch.py --steps 30 ../nanoGPT/train.py --batch_size=8
@@ -43,7 +43,7 @@ def main(argv):
     watcher = Watcher(args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
     log.say(f"watching {args.title} in {args.folder}{limit}")
-    log.say(f"this seeds it with {args.seed}, and waits for the device after each step")
+    log.say(f"it is seeded with {args.seed}, and each step waits for the device")
     hooks.watch_pytorch(watcher)
     rename_our_modules()
     become_process_of_script(args)
@@ -63,18 +63,18 @@ def parse_command(argv):
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = "stop it when it begins another step after so many, at least 2, or 3 with --profile (%(default)s)"
+    steps_help = "stop it after N steps, when it begins another: at least 2, or 3 with --profile (%(default)s)"
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
-    add("--warmup", type=positive, default=WARMUP, metavar="N", help="of these, how many are not counted (%(default)s)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of random, numpy and torch (%(default)s)")
+    add("--warmup", type=positive, default=WARMUP, metavar="N", help="how many of these are not counted (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="seed for random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    gate_help = "instead of --steps: begin a step if FILE has more bytes than steps were taken, and none if it is gone"
+    gate_help = "instead of --steps: take as many steps as FILE has bytes, and end if FILE or the process PID is gone"
     add("--gate", nargs=2, metavar=("FILE", "PID"), help=gate_help)
     for name, stage in ladder.ADDED.items():
         add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; all after it is its own")
+    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; the rest is for the script")
     args = parser.parse_args(argv)
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
@@ -90,7 +90,7 @@ def parse_command(argv):
 
 
 def folder_of(script):
-    """Return the folder in which a script runs: the one that the reader is in, as under python.
+    """Return the folder in which a script runs: the current one, as under python.
 
     If that is within this repository and the script is not, it is the script's own, where its data may be.
     """
@@ -176,7 +176,7 @@ def execute(args, watcher):
 
 
 def report_end(args, watcher, status, reason):
-    """Say how the script ended, beside its figures. Return the exit status, which is 2 if nothing was timed.
+    """Print the figures and how the script ended. Return the exit status, which is 2 if nothing was timed.
 
     A script that failed keeps its own.
     """

@@ -61,7 +61,7 @@ def parse(monkeypatch, tmp_path):
 )
 def test_a_save_that_would_fail_or_replace_a_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
     (tmp_path / "mine.py").write_text("keep")
-    line = f"error: --save {path}: {problem}: pass the name of a new file in a folder that you may write to"
+    line = f"error: --save {path}: {problem}: pass the name of a new file in a folder that you can write to"
     assert error_of(capsys, parse, "--save", path) == line
     assert (tmp_path / "mine.py").read_text() == "keep"
 
@@ -70,7 +70,7 @@ def test_a_save_that_would_fail_or_replace_a_file_is_refused_at_once(parse, caps
     "stage, accum, device, ranks, remedy",
     [
         ("s12", "3", CPU, 2, "pass a multiple of 2"),
-        ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: start it by python"),
+        ("s11", "4", CPU, 2, "s11_accum is for one process, and torchrun started 2: start it with python"),
     ],
 )
 def test_flags_that_do_not_fit_the_ranks_are_refused(parse, capsys, stage, accum, device, ranks, remedy):
@@ -119,7 +119,7 @@ def test_what_the_machine_lacks_is_left_out_with_the_reason(parse):
     args = parse(**NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
     assert args.notes == [
-        "this cpu has no 16-bit arithmetic, so float32 stays",
+        "this cpu has no 16-bit units, so float32 stays",
         "nothing is compiled: no C++ compiler found: install g++",
     ]
 
@@ -132,7 +132,7 @@ def test_a_variable_that_changes_what_is_measured_is_named_by_a_stage_and_on_a_p
 
 def test_more_threads_than_cores_are_said(parse, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 0)
-    assert parse().notes == ["more threads (1) than cores that it may use (0): set OMP_NUM_THREADS=0"]
+    assert parse().notes == ["1 threads on 0 usable cores: set OMP_NUM_THREADS=0"]
 
 
 # Ends without a traceback

@@ -40,7 +40,7 @@ def test_a_process_takes_the_device_that_is_named_or_the_card_of_its_rank(cuda, 
 @pytest.mark.parametrize("name, missing", [(None, "cuda:2"), ("cuda:x", "cuda:x"), ("xpu", "xpu")])
 def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys, name, missing):
     monkeypatch.setenv("LOCAL_RANK", "2")
-    line = f"error: --device {missing} is not here: pass cuda:0 or cuda:1 or cpu"
+    line = f"error: there is no device {missing} here: pass cuda:0 or cuda:1 or cpu"
     assert error_of(capsys, machine.find_device, name) == line
 
 

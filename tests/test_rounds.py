@@ -91,7 +91,7 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
     monkeypatch.setattr(rounds, "PATIENCE", 2)
-    assert outcome_of(do="hang", at=1).error["message"] == "no step and no end in 2 s: stopped"
+    assert outcome_of(do="hang", at=1).error["message"] == "no step within 2 s, so it was stopped"
     assert all_have_ended(tmp_path / "lock")
 
 
@@ -107,4 +107,4 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
 def test_rows_take_no_turns_if_memory_is_short(monkeypatch):
     monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
     results = results_of(rows=[row("s01"), row("s02")], turns=3)
-    assert rounds.take_turns(0, results) == "memory does not hold all 2 processes at once"
+    assert rounds.take_turns(0, results) == "memory can't hold all 2 processes at once"

@@ -18,7 +18,7 @@ def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on(tmp_p
     assert first.out.startswith("Größe" * 10)  # more than the 24 tokens of its training
     assert first.out == again.out
     assert first.out != run_script(SAMPLE, *flags, "--seed", 2).out
-    assert first.err == "no GPT-2 vocabulary (no network in a test): connect to a network once; taking single bytes\n"
+    assert first.err == "no GPT-2 vocabulary (no network in a test): connect to a network once; using single bytes\n"
     assert run_script(SAMPLE, *flags, "--temperature", 0).out == run_script(SAMPLE, *flags, "--top-k", 1).out
 
 
@@ -32,4 +32,4 @@ def test_a_vocabulary_of_another_tokenizer_is_one_line(tmp_path, vocab_size):
     save_as_a_stage(GPT(GPTConfig(vocab_size, 8, 1, 1, 4), None), tmp_path / "w.pt")
     ended = run_script(SAMPLE, "--device", "cpu", "--weights", tmp_path / "w.pt")
     assert (ended.status, ended.out) == (2, "")
-    assert f"has {vocab_size} ids, not GPT-2's vocabulary" in ended.err
+    assert f"has {vocab_size} ids, and only GPT-2's vocabulary" in ended.err

@@ -232,7 +232,7 @@ def test_a_gpt_of_transformers_has_its_techniques_and_its_shape(tmp_path):
     assert {name: seen[name] for name in expected} == expected
     assert seen["shape"] == {"vocab_size": 2048, "n_layer": 2, "n_head": 2, "n_embd": 64, "seq_len": 16}
     assert "TFLOP/s" in ended.out
-    assert "has     autocast (s03), compile (s04), flash attention (s05), a padded vocabulary (s06), " in ended.out
+    assert "has     autocast (s03), compile (s04), flash attention (s05), padded vocabulary (s06), " in ended.out
     assert "\n        s04 model" not in ended.out  # what to type is told of what it lacks
 
 

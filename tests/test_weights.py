@@ -62,4 +62,4 @@ def test_what_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(tmp_path, c
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    assert "w.pt holds no weights of a GPT-2 (" in error_of(capsys, load, path, SDPA)
+    assert "w.pt can't be loaded as a GPT-2 (" in error_of(capsys, load, path, SDPA)

@@ -20,7 +20,7 @@ HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 
 
 def parse_args(doc):
-    """Return the flags of a stage as a namespace. Print its title, its sizes, and what the user should know of them.
+    """Return the flags of a stage as a namespace. Print its title, its sizes and its notes.
 
     doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
     a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong flag. From here on a wrong
@@ -62,8 +62,9 @@ def end_in_a_line(save, kind, error, trace):
 def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
-    doc: what --help begins with. The namespace also has `notes`, a list of lines that the user should know: why a
-    default is not what it usually is, and what slows all down. Exits with one line and status 2 for a wrong flag.
+    doc: what --help begins with. The namespace also has `notes`, a list of lines for the user: why a default is not
+    what it usually is, and what in the environment changes the speed. Exits with one line and status 2 for a wrong
+    flag.
     """
     args = new_parser(doc).parse_args(argv)
     args.notes = []
@@ -89,12 +90,12 @@ def new_parser(doc):
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
-    add("--seed", type=seed, default=1337, metavar="S", help="of the weights (%(default)s)")
+    add("--seed", type=seed, default=1337, metavar="S", help="seed of the weights (%(default)s)")
     add("--lr", type=rate, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
     add("--data", metavar="PATH", help=HELP_ON_DATA)
-    add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="of autocast, from s03 on (the device's own)")
+    add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="for autocast, from s03 on (the device's own)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (if it can)")
-    add("--accum", type=positive, metavar="N", help="micro-batches of all ranks per step, from s11 on (4; 2 on a CPU)")
+    add("--accum", type=positive, metavar="N", help="micro-batches a step, over all ranks, from s11 on (4; 2 on a CPU)")
     add("--save", type=Path, metavar="FILE", help="write the weights to this new file at the end")
     return parser
 
@@ -111,21 +112,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError if it is not a whole number of 1 or more."""
+    """Return the number in a string. Raises argparse.ArgumentTypeError if it is not a whole number of 1 or more."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
 
 
 def seed(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError if numpy does not take it for a seed."""
+    """Return the number in a string. Raises argparse.ArgumentTypeError if numpy can't take it as a seed."""
     if text.isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
 
 
 def rate(text):
-    """Return the number in a text. Raises argparse.ArgumentTypeError or ValueError if it is not 0 or more."""
+    """Return the number in a string. Raises argparse.ArgumentTypeError or ValueError if it is not 0 or more."""
     number = float(text)
     if 0 <= number < math.inf:
         return number
@@ -136,7 +137,7 @@ def rate(text):
 
 
 def fill_in_device(args):
-    """Replace the name of the device by the device, the best one if no name was given."""
+    """Replace the name of the device with the device, the best one if no name was given."""
     name = args.device
     args.device = machine.find_device(name)
     if name is None and args.device.type == "cpu":
@@ -145,7 +146,7 @@ def fill_in_device(args):
             args.notes.append(f"this trains on the CPU, since the card can't be used: {reason}")
     threads, cores = torch.get_num_threads(), machine.cores()
     if args.device.type == "cpu" and threads > cores:
-        args.notes.append(f"more threads ({threads}) than cores that it may use ({cores}): set OMP_NUM_THREADS={cores}")
+        args.notes.append(f"{threads} threads on {cores} usable cores: set OMP_NUM_THREADS={cores}")
 
 
 def fill_in_sizes(args):
@@ -172,7 +173,7 @@ def fill_in_techniques(args):
     """Turn on what the device can do, if no flag says otherwise, and note why the others stay off."""
     native = machine.native_amp_dtype(args.device)
     if args.amp_dtype is None and native == torch.float32:
-        args.notes.append(f"this {args.device.type} has no 16-bit arithmetic, so float32 stays")
+        args.notes.append(f"this {args.device.type} has no 16-bit units, so float32 stays")
     args.amp_dtype = getattr(torch, args.amp_dtype) if args.amp_dtype else native
     if args.compile is None:
         problem = machine.compile_problem(args.device)
@@ -191,9 +192,9 @@ def check_ranks_of_stage(args):
     world_size = ranks.world_size()
     stage = ladder.stage_of(sys.argv[0])
     if stage and not stage.takes_ranks:
-        refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it by python")
+        refuse(f"{stage.name} is for one process, and torchrun started {world_size}: start it with python")
     if args.accum % world_size:
-        refuse(f"--accum {args.accum} does not divide over {world_size} ranks: pass a multiple of {world_size}")
+        refuse(f"--accum {args.accum} can't be split evenly over {world_size} ranks: pass a multiple of {world_size}")
 
 
 def check_save(args):
@@ -202,4 +203,4 @@ def check_save(args):
         args.save.touch(exist_ok=False)
         args.save.unlink()
     except OSError as error:
-        refuse(f"--save {args.save}: {error.strerror}: pass the name of a new file in a folder that you may write to")
+        refuse(f"--save {args.save}: {error.strerror}: pass the name of a new file in a folder that you can write to")

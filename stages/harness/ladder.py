@@ -10,9 +10,9 @@ from .common import ROOT
 class Stage:
     """One line of the ladder.
 
-    name: of its file, without ".py". line: what its reader types, in markdown. technique: its name in a sentence, or
-    None for s01, which has none. unpredictable: True if its gain does not follow from FLOPs and bytes. for_the_loss:
-    whether it may change the loss; all others leave it as it was up to rounding, accumulation with --accum 1. added_as:
+    name: of its file, without ".py". line: what its user types, in markdown. technique: its name in a sentence, or None
+    for s01, which has none. unpredictable: True if its gain does not follow from FLOPs and bytes. for_the_loss: whether
+    it is there for the loss; the others leave the training as it was up to rounding (s11 with --accum 1). added_as:
     "bf16" if "+bf16 train.py" adds the technique to a script from outside. left_out_by: the flag with which no stage
     has it. takes_ranks: whether torchrun may start several processes of it.
     """
@@ -43,11 +43,11 @@ STAGES = (
     Stage("s03_bf16", "`with torch.autocast(...):`", "autocast", added_as="bf16", left_out_by="--amp-dtype float32"),
     Stage("s04_compile", "`model = torch.compile(model)`", "compile", added_as="compile", left_out_by="--no-compile"),
     Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", "flash attention"),
-    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "a padded vocabulary", unpredictable=True),
+    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "padded vocabulary", unpredictable=True),
     Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", "clipping", for_the_loss=True),
     Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", "learning-rate schedule", for_the_loss=True),
     Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', "weight decay in groups", for_the_loss=True),
-    Stage("s10_fused", "`AdamW(..., fused=True)`", "a fused update", added_as="fused"),
+    Stage("s10_fused", "`AdamW(..., fused=True)`", "fused optimizer", added_as="fused"),
     Stage("s11_accum", "`for micro in range(args.accum):`", "accumulation"),
     Stage("s12_ddp", "`DistributedDataParallel(model)`", "DDP", takes_ranks=True),
 )
@@ -66,5 +66,5 @@ def stage_of(word):
 
 
 def between(above, stage):
-    """Return the Stages after `above`, up to and with `stage`; none if `stage` comes first."""
+    """Return the Stages after `above`, up to and including `stage`; none if `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]

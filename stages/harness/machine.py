@@ -54,12 +54,12 @@ def find_device(name=None):
     name = name or devices[0]
     if name not in devices:
         reason = why_no_card() or f"pass {' or '.join(devices)}"
-        refuse(f"--device {name} is not here: {reason}")
+        refuse(f"there is no device {name} here: {reason}")
     return torch.device(name)
 
 
 def why_no_card():
-    """Return why PyTorch can't use the card of this machine, or None if there is none or the user has hidden it."""
+    """Return why PyTorch can't use the card of this machine, or None if it can, has none, or the user has hidden it."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
         return None
@@ -96,13 +96,13 @@ def memory_of_smallest_card():
 
 
 def units_of(device):
-    """Return what a device multiplies in hardware, beside float32: some of "bfloat16", "float16" and "tf32", a set."""
+    """Return what a device multiplies in hardware besides float32, a set with any of "bfloat16", "float16", "tf32"."""
     if device.type == "cpu":
         return units_of_cpu()
     if device.type == "mps":
         emulates_bfloat16 = device_name(device).startswith(("Apple M1", "Apple M2"))
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
-    if device.type != "cuda":  # a watched script may have a device of which nothing is known
+    if device.type != "cuda":  # a watched script may have a device that is not known here
         return set()
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 0):  # Ampere
@@ -113,10 +113,10 @@ def units_of(device):
 def units_of_cpu():
     """Return what this CPU multiplies in hardware, as units_of() does."""
     units = set()
-    # torch 2.11 knows the units of Intel and AMD alone, and Linux lists those of Arm
+    # torch 2.11 knows only the units of Intel and AMD, and Linux lists those of Arm
     if torch.cpu._is_avx512_bf16_supported() or " bf16" in read_text("/proc/cpuinfo"):
         units.add("bfloat16")
-    # PyTorch multiplies in TF32 by the units for float16, of which torch 2.11 does not know
+    # PyTorch multiplies in TF32 with the units for float16, which torch 2.11 does not list
     if hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16"):
         units |= {"float16", "tf32"}
     return units
@@ -148,7 +148,7 @@ def compile_problem(device):
     if shutil.which(compiler) is None:
         return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
     if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
-        return f"the path of PyTorch has a blank ({Path(torch.__file__).parent}): move it"
+        return f"PyTorch's path has a space ({Path(torch.__file__).parent}): move it"
     return None
 
 
@@ -170,7 +170,7 @@ def cores():
     """Return how many CPU cores this process may use, by its affinity and the quotas of the cgroups around it."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for folder in cgroup_folders("cpu"):
-        limits = read_text(folder / "cpu.max")  # microseconds of CPU time, and of how many
+        limits = read_text(folder / "cpu.max")  # microseconds of CPU time, and the period that they are for
         if not limits:  # version 1 has two files
             limits = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
         quota, _, period = limits.partition(" ")
@@ -182,8 +182,8 @@ def cores():
 def cgroup_folders(controller):
     """Yield the folder of this process's cgroup, and all folders above it: a limit of any of them counts.
 
-    controller: "cpu" or "memory". In version 1 of cgroups each has a tree of its own, and in version 2 they share one.
-    By cgroups Linux limits what a container or a cluster's job may use.
+    By cgroups Linux limits what a container or a cluster's job may use. controller: "cpu" or "memory". In version 1 of
+    cgroups each has a tree of its own, and in version 2 they share one.
     """
     for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

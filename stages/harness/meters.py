@@ -38,7 +38,7 @@ def free_memory():
     free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     for folder in machine.cgroup_folders("memory"):
         limit = machine.read_text(folder / "memory.max") or machine.read_text(folder / "memory.limit_in_bytes")
-        # by processes, without files: in version 2 of cgroups, or in version 1
+        # by processes, without cached files, in version 2 of cgroups or in version 1
         taken = re.search(r"^(?:anon|total_rss) (\d+)", machine.read_text(folder / "memory.stat"), re.MULTILINE)
         if taken and limit.strip().isdecimal():  # "max" if there is no limit
             free = min(free, int(limit) - int(taken[1]))
@@ -78,7 +78,7 @@ def proc_bytes(path, name):
 
 
 def card_state(device):
-    """Return what NVIDIA's driver says of a card at this moment, or None if it says nothing.
+    """Return what NVIDIA's driver says about a card at this moment, or None if it says nothing.
 
     It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
     """
@@ -87,7 +87,7 @@ def card_state(device):
     nvml, handle = nvml_of(device)
     if nvml is None:
         return None
-    # of 8 bytes that are 0: some functions write the lower 4 alone
+    # 8 bytes each, all zero, since some functions write only the lower 4
     mhz, celsius, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
     errors = [  # 0 if a function succeeds
         nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)),
@@ -117,7 +117,7 @@ def nvml_of(device):
 
 
 def environment(device):
-    """Return the hardware and the versions, a flat dict for JSON."""
+    """Return the hardware, the versions, and what in the environment changes the speed, a dict for JSON."""
     cuda = device.type == "cuda"
     driver = machine.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
@@ -136,7 +136,7 @@ def environment(device):
 
 def commit(folder):
     """Return the commit of a checkout, with a "+" if tracked files differ; "" for a folder that is no checkout."""
-    if not Path(folder, ".git").exists():  # git would say the commit of another repository, which is around it
+    if not Path(folder, ".git").exists():  # git would report the repository around it
         return ""
     describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     return machine.command_output(["git", "-C", str(folder), *describe])

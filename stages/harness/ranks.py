@@ -19,10 +19,10 @@ def is_rank_0():
 
 
 def check_ranks():
-    """Exit with one line if several processes were started that do not find one another."""
+    """Exit with one line if several processes were started but can't find one another."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", *NUMBERS_OF_TASKS):
         if not (os.environ.get(name) or "1").isdecimal():
-            refuse(f"{name} is {os.environ[name]!r} in the environment, and no number: unset it, or use torchrun")
+            refuse(f"{name} is {os.environ[name]!r} in the environment, not a number: unset it, or use torchrun")
     missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
     if world_size() != 1 and missing:
         refuse(f"WORLD_SIZE is {world_size()} in the environment, without {missing[0]}: unset it, or use torchrun")

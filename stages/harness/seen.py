@@ -1,4 +1,4 @@
-"""What was seen of a training script, a stage or another, and what follows: what it has, lacks, and has to compute."""
+"""What was seen of a training script, a stage or another, and what follows: what it has, lacks and computes."""
 
 import math
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ IN_FRAMEWORK = {
     ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
     ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
 }
-FUSED_IN_LIGHTNING = "in 16 bits a fused update raises beside gradient_clip_val: clip in on_before_optimizer_step()"
-UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or has ended before"
+FUSED_IN_LIGHTNING = "in 16 bits fused=True raises an error with gradient_clip_val: clip in on_before_optimizer_step()"
+UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or took too few steps"
 NO_FLASH = "its attention takes no flash kernel"
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
 
 
 @dataclass
 class Seen:
-    """What watch.py saw of a script in its first steps: a line of its record, "seen"."""
+    """What watch.py saw of a script: a line of its record, "seen"."""
 
     unit: str  # in which a step is counted: "tok", "sample" or "step"
     batch_size: int | None  # of the largest batch
@@ -70,7 +70,7 @@ class Seen:
     # the columns of the last matmul; in compiled code the rows of the largest embedding, if a layer has as many outputs
     vocabulary: int | None = None
     busy_ms: float | None = None  # for which a card has something to do
-    reads: int = 0  # numbers that are read from a card
+    reads: int = 0  # copies from the card to the CPU in a step
 
     @classmethod
     def of_line(cls, line):
@@ -175,7 +175,7 @@ def what_to_type(seen, stage):
 
 
 def words_on_model(seen):
-    """Return what a script trains: its model and its batch, of which not all may be known."""
+    """Return what a script trains: its model and its batch, as far as they are known."""
     words = f"{seen.parameters:,} parameters"
     if seen.shape:
         words = f"{shape_name(seen.shape)}, {words}"
@@ -193,7 +193,7 @@ def words_on_techniques(seen, has, lacks):
     """
     remarks = []
     if seen.weights != "float32":
-        remarks.append(f"its weights are {seen.weights}, so that autocast has nothing to do")
+        remarks.append(f"its weights are {seen.weights}, so autocast has nothing to do")
     elif seen.autocast and not seen.enters_autocast:
         remarks.append(f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP")
     if seen.emulated:
@@ -204,15 +204,15 @@ def words_on_techniques(seen, has, lacks):
         elif seen.attention_drops:
             remarks.append(f"{NO_FLASH}: set its dropout to 0 on a CPU, or train on a card, which has one")
         else:
-            remarks.append("attention ran as matmuls, PyTorch has no flash kernel for it here")
+            remarks.append("attention ran as matmuls, since PyTorch has no flash kernel for it here")
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
     if seen.device == "cpu" and ladder.ADDED["bf16"] in lacks:
-        remarks.append("on some CPUs 16 bits are slower than float32: measure, by +bf16 in a bench")
+        remarks.append("on some CPUs 16 bits are slower than float32: measure with +bf16 in a bench")
     if not seen.profiled:
-        remarks.append(f"its operations were not looked at, attention among them: {UNSEEN}")
-    words_on_has = names_of(has) or "nothing of the ladder"
-    words_on_lacks = names_of(lacks) or "nothing of the ladder that this machine could use"
+        remarks.append(f"its operations were not seen, attention among them: {UNSEEN}")
+    words_on_has = names_of(has) or "none of the techniques"
+    words_on_lacks = names_of(lacks) or "none that this machine could use"
     return words_on_has, words_on_lacks, remarks
 
 
@@ -226,7 +226,7 @@ def words_on_missing(seen, name):
     reason = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
     if name == "fused" and seen.fused is None:
         reason = f"PyTorch has no fused kernel for {seen.optimizer}"
-    return f"+{name} took no effect: {reason}"
+    return f"+{name} had no effect: {reason}"
 
 
 def words_on_stage(stage, seen):
@@ -237,7 +237,7 @@ def words_on_stage(stage, seen):
         case "s03_bf16" if seen.autocast:
             return f"in {seen.autocast}"
         case "s03_bf16" if seen.amp_dtype == "float32":
-            return f"this {seen.device} has no 16-bit arithmetic, so float32 stays"
+            return f"this {seen.device} has no 16-bit units, so float32 stays"
         case "s03_bf16":
             return "float32 was asked for"
         case "s04_compile" if not seen.compile and seen.compile_problem:
@@ -258,6 +258,6 @@ def words_on_stage(stage, seen):
 # Where it runs
 
 
-def is_of_the_ladder(script):
-    """Return whether a script lies beside the stages, as a stage or a thirteenth one, and takes their flags."""
+def is_beside_the_stages(script):
+    """Return whether a script is a file in stages/: a stage, or a thirteenth one that takes the same flags."""
     return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"

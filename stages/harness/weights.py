@@ -25,14 +25,14 @@ def load(path, attention):
         if path in PUBLISHED:
             return published(path, attention)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        # the names of a compiled model begin otherwise, as do those inside of DDP
+        # torch.compile and DDP put a prefix before the names
         weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): p for name, p in checkpoint["weights"].items()}
         return gpt_of(GPTConfig(**checkpoint["config"]), weights, attention)
     except ModuleNotFoundError:
         refuse(f"{path}: these weights are read by the package transformers: pip install transformers")
     except Exception as error:  # also: no network, a broken file, or another model under GPT-2's name
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        refuse(f"{path} holds no weights of a GPT-2 ({reason}): pass a file of --save, or {' or '.join(PUBLISHED)}")
+        refuse(f"{path} can't be loaded as a GPT-2 ({reason}): pass a file of --save, or {' or '.join(PUBLISHED)}")
 
 
 def gpt_of(config, weights, attention):

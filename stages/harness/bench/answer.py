@@ -38,7 +38,7 @@ def reason_of_verdict(outcome):
     is_same_computation = comparison.change.is_same_computation
     stage = outcome.row.stage
     if comparison.verdict is Verdict.SLOWER and stage and stage.left_out_by:
-        return f"leave it out of all rows by {stage.left_out_by}"
+        return f"leave it out of all rows with {stage.left_out_by}"
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
         return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
     if is_same_computation or comparison.verdict is Verdict.SLOWER:
@@ -47,7 +47,7 @@ def reason_of_verdict(outcome):
 
 
 def all_together(table):
-    """Return what all rows bring together: the fastest of one process beside the first, which may be `plain`.
+    """Return what all rows bring together: how fast the fastest of one process is beside the first, maybe `plain`.
 
     None if that says no more than the second row does, or if no ± is known.
     """

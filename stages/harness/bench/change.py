@@ -1,4 +1,4 @@
-"""What a row changes beside its base: what its reader types, and whether both compute the same."""
+"""What a row changes compared with its base: what its user types, and whether both compute the same."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,15 @@ from ..seen import has_and_lacks, what_to_type
 from .cells import NOTHING, code, in_one_line
 from .rows import CPU_MEMORY, runs_the_same, shortened
 
-MOST_OF_A_COMMAND = 40  # letters of a cell; the page has the whole command of the bench
+MOST_OF_A_COMMAND = 40  # characters of a cell; the page has the whole command of the bench
 
 
 @dataclass
 class Change:
-    """What a row changes beside its base, the row that it is compared with.
+    """What a row changes compared with its base.
 
     label: what the answer and the picture call it: the title of the row, and what it adds if that does not say it.
-    typed: the cell with what its reader types, in markdown. stages: those whose techniques its command adds, even if
+    typed: the cell with what its user types, in markdown. stages: those whose techniques its command adds, even if
     they do nothing here. in_vain: the techniques, for example "bf16", that were added to a script and do nothing there.
     is_same_computation: whether both should be equally fast.
     """
@@ -28,7 +28,7 @@ class Change:
 
 
 def change_of(outcome, base):
-    """Return the Change of a row beside its base. base: an Outcome, or None for the first row."""
+    """Return the Change of a row compared with its base. base: an Outcome, or None for the first row."""
     row = outcome.row
     base_row = base.row if base else None
     if row.control_of:
@@ -42,16 +42,16 @@ def change_of(outcome, base):
     if not stages:
         return Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)))
     used, used_by_base = techniques_of(outcome), techniques_of(base)
-    at_work = [stage for stage in stages if stage in used and stage not in used_by_base]
-    is_same = computes_the_same(outcome, base, stages, at_work)
+    effective = [stage for stage in stages if stage in used and stage not in used_by_base]
+    is_same = computes_the_same(outcome, base, stages, effective)
     if row.added:
-        typed = ", ".join(in_one_line(what_to_type(outcome.seen, stage)) for stage in at_work)
-        in_vain = [stage.added_as for stage in stages if stage.added_as in row.added and stage not in at_work]
+        typed = ", ".join(in_one_line(what_to_type(outcome.seen, stage)) for stage in effective)
+        in_vain = [stage.added_as for stage in stages if stage.added_as in row.added and stage not in effective]
         return Change(row.title, typed or NOTHING, stages, in_vain, is_same)
     label, typed = row.title, row.stage.line
     if row.stage.technique:
         label = f"{row.title} {row.stage.technique}"
-    skipped = ", ".join(stage.short for stage in at_work if stage is not row.stage)
+    skipped = ", ".join(stage.short for stage in effective if stage is not row.stage)
     if skipped:  # these come first, because the ratio includes their gains
         label = f"{row.title} with {skipped}"
         typed = f"{skipped}, {typed}"
@@ -80,16 +80,16 @@ def techniques_of(outcome):
     return has_and_lacks(outcome.seen)[0] if outcome and outcome.seen else []
 
 
-def computes_the_same(outcome, base, stages, at_work):
+def computes_the_same(outcome, base, stages, effective):
     """Return whether a row should be as fast as its base, since what it adds changes nothing that takes time.
 
     Not if scaled_dot_product_attention took another kernel: even its matmuls are not those of explicit attention.
-    stages: those that it adds. at_work: those of them that do something here.
+    stages: those that it adds. effective: those of them that do something here.
     """
     if base is None or any(stage.unpredictable for stage in stages):
         return False
     if outcome.seen is None or base.seen is None or outcome.seen.sdpa != base.seen.sdpa:
         return False
-    if not at_work:
+    if not effective:
         return True
     return outcome.work is not None and outcome.work == base.work

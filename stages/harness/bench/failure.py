@@ -18,24 +18,25 @@ OUT_OF_MEMORY = re.compile(
 def error_of(status, printed, errors):
     """Return the line of a record that says why a process failed, or None for status 0.
 
-    printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks the one counts
-    that failed first, by torchrun's report, since the others may only have lost it.
+    printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks the first to
+    fail counts, by torchrun's report: the others may only have lost their peer.
     """
     if status == 0:
         return None
-    rank, status_of_rank, name = 0, status, ""
+    rank, status_of_rank, prefix = 0, status, ""
     failed_ranks = FAILED_RANK.findall(printed)
     if failed_ranks:
         rank, status_of_rank = map(int, failed_ranks[-1])
-        name = f"rank {rank}: "
+        prefix = f"rank {rank}: "
     if rank in errors:
-        return error_in_words(name + errors[rank]["message"], errors[rank]["traceback"])
+        return error_in_words(prefix + errors[rank]["message"], errors[rank]["traceback"])
     details = last_lines(printed)
     if status_of_rank == -signal.SIGKILL:  # hardly anything sends it but Linux
-        return error_line(f"{name}killed by SIGKILL, most likely because memory was short", details, out_of_memory=True)
-    message = f"{name}exit status {status_of_rank}"
+        message = f"{prefix}killed by SIGKILL, most likely because memory was short"
+        return error_line(message, details, out_of_memory=True)
+    message = f"{prefix}exit status {status_of_rank}"
     if status_of_rank < 0:
-        message = f"{name}killed by signal {-status_of_rank}, {signal.strsignal(-status_of_rank)}"
+        message = f"{prefix}killed by signal {-status_of_rank}, {signal.strsignal(-status_of_rank)}"
     elif details:
         message += f"; last printed: {details.splitlines()[-1]}"
     return error_in_words(message, details)

@@ -165,11 +165,9 @@ def how_it_ran(bench):
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
         return f"{rounds}, all rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
-    line = f"{rounds}, the rows ran one after the other, at most {bench['steps']} steps"
-    line += f", at least {bench['warmup']} for warm-up"
-    if "reason" in bench:
-        line += f", since {bench['reason']}"
-    return f"{line}."
+    since = f", since {bench['reason']}" if "reason" in bench else ""
+    steps = f"at most {bench['steps']} steps, of which at least {bench['warmup']} were warm-up"
+    return f"{rounds}, the rows ran one after the other{since}: {steps}."
 
 
 def machine_line(env):
@@ -191,7 +189,7 @@ def what_ran(table):
     first = rows_that_ran[0]
     line = f"The first row that ran trains {words_on_model(first.seen)}"
     if first.row.takes_flags:  # else it has a text of its own
-        line += f", {table.bench['text']}"
+        line += f", on {table.bench['text']}"
     return f"{line}, seed {table.bench['seed']}, {table.bench['started'][:10]}."
 
 
@@ -203,7 +201,7 @@ def noise_line(table):
         if ratio and outcome.comparison.change.is_same_computation:
             words = f"was {ratio.value:.3f} times as fast as"
             pairs.append(f"{quoted(outcome.row.title)} {words} {quoted(base.row.title)}")
-    return f"Of the rows that should be equally fast: {', '.join(pairs) or 'there are none'}."
+    return f"Rows that should be equally fast: {', '.join(pairs) or 'none was measured'}."
 
 
 def rates_line(rates):

@@ -26,7 +26,7 @@ def draw(table, name):
     title = f"{name}: {table.bench['environment']['device_name']}"
     units = [outcome.seen.unit for outcome in table.shown if outcome.seen]
     unit = units[0] if units else "tok"
-    what = f"{UNITS[unit]} per second, and times the row above"
+    what = f"{UNITS[unit]} per second, and how many times the row above"
     bottom = TOP + LINE * len(table.shown) + 6
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
@@ -67,8 +67,8 @@ def words_beside(outcome):
         return speed_cell(outcome)
     words = in_parentheses(f"x {comparison.ratio.value:.2f}", comparison.verdict)
     if not comparison.is_with_row_above:
-        words += f" beside {shortened(comparison.base.row.title, MOST_LETTERS_OF_A_BASE)}"
-    return f"{speed_cell(outcome)}\u00a0\u00a0 {words}"  # an SVG would fold blanks
+        words += f" vs {shortened(comparison.base.row.title, MOST_LETTERS_OF_A_BASE)}"
+    return f"{speed_cell(outcome)}\u00a0\u00a0 {words}"  # an SVG would fold spaces
 
 
 def text(x, y, words, anchor="start"):

@@ -8,15 +8,16 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
      "environment": {...}, "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}
 
-"rows" are all that is started: see rows.Row. "warmup" of the "steps" are not counted. In a round each row takes so many
-"turns". If there are none, one row runs after the other. "loss_step" is a step that every row takes, whose loss is
-shown. "flags" are those of all stages, and "variables" of the environment those of all rows. A "remark" in markdown may
-be added by hand, and stands first on the page.
+"rows" are all that is started: see rows.Row. A process takes at most "steps", and the first "warmup" of them
+("warmup_of_plain" in the row `plain`) are not counted. "turns" is how many turns a row takes in a round; 0 if one row
+runs after the other. "loss_step" is the step whose loss is shown; every row takes it. "flags" are those of all stages,
+and "variables" of the environment those of all rows. A "remark" in markdown may be added by hand, and stands first on
+the page.
 
-A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line is of a
-process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before the
-first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py describes.
-Of the ranks but the first there are only the steps, as lines "step of another rank".
+A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line belongs
+to a process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before
+the first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py
+describes. Of the ranks but the first there are only the steps, as lines "step of another rank".
 """
 
 import json

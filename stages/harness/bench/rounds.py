@@ -28,11 +28,11 @@ WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 MOST_COUNTED_STEPS = 160  # on a card, with the one that is profiled
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
-# Seconds after which a row is stopped that has neither taken a step nor ended. The first step includes the start and
+# Seconds without a step after which a row is stopped. The first step includes the start and
 # the compilation, and NCCL waits 600 s for a rank before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
-PAUSE = 0.01  # seconds between two looks at a row
+PAUSE = 0.01  # seconds between two polls of a row
 SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
@@ -40,7 +40,7 @@ MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its rea
 def measure(results, path):
     """Measure all rounds, and show the table after each. path: of the record.
 
-    They end with the first one if no row has taken a step in it.
+    If no row has taken a step in the first round, it is the only one.
     """
     for number in range(results.bench["rounds"]):
         measure_round(number, results)
@@ -108,10 +108,10 @@ def why_not_in_turn(processes, results):
     """
     row, seen = processes[-1].row, processes[-1].run.seen
     if seen and seen.loaders:
-        return f"the workers of {row.title} load its data ahead, while others have their turns"
+        return f"the workers of {row.title} load its data ahead, during the turns of other rows"
     is_short = meters.free_memory() < SPARE_MEMORY * max(process.memory for process in processes)
     if is_short and len(processes) < len(results.rows):
-        return f"memory does not hold all {len(results.rows)} processes at once"
+        return f"memory can't hold all {len(results.rows)} processes at once"
     return None
 
 
@@ -194,7 +194,7 @@ class RowProcess:
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
     def steps_to_go(self):
-        """Return how many steps it should take before the bench looks again; 0 if it has enough or has ended."""
+        """Return how many steps it should take before the bench looks again; 0 if it needs or can take no more."""
         counted = self.run.counted
         seconds = sum(step["dt"] for step in counted)
         has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
@@ -215,7 +215,7 @@ class RowProcess:
         self.wait()
 
     def let_end(self):
-        """Let it go on to its end. On a card it takes one more step, which is profiled."""
+        """Let it stop. On a card it takes one more step first, which is profiled."""
         self.allowed = math.inf
         self.gate.unlink(missing_ok=True)  # there is none after a failure
 
@@ -238,7 +238,7 @@ class RowProcess:
         taken, warmup = len(self.run.steps), self.run.warmup
         printed = self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
         if status is None:
-            return error_line(f"no step and no end in {PATIENCE} s: stopped", last_lines(printed))
+            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(printed))
         if status == 0 and taken <= warmup:
             return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
         return error_of(status, printed, self.errors)
@@ -307,7 +307,7 @@ def show(results, path):
     try:
         draw(results, path)
     except Exception as error:
-        tell(f"results/{path.stem}.md was not written, and its steps are in results/{path.name}: {error}")
+        tell(f"results/{path.stem}.md was not written ({error}); the steps are in results/{path.name}")
 
 
 def draw(results, path):

@@ -1,7 +1,7 @@
-"""The table of a bench: what is shown of it, computed once from what was measured. Others put it into words.
+"""The table of a bench: what is shown of it, computed once from what was measured.
 
-An Outcome is what the Runs of one row measured. Its Comparison sets it beside its base: what it changes, and how much
-faster it is.
+An Outcome is what the Runs of one row measured. Its Comparison says how it differs from its base: what it changes, and
+how much faster it is. cells.py, answer.py and page.py put both into words.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from .rows import Row, runs_the_same
 
 @dataclass
 class Comparison:
-    """A row beside its base, which is None for the first row."""
+    """A row compared with its base, which is None for the first row."""
 
     base: "Outcome | None"
     change: Change
@@ -127,7 +127,7 @@ def loss_of(run, step):
 
 
 def peak_share(outcome, rates):
-    """Return the share of the machine's fastest matmuls that a row turned into training, from 0 to 1.
+    """Return the FLOP/s of a row as a share of the machine's fastest matmuls, from 0 to 1.
 
     None for a model that is not a GPT or does not count tokens, for a script on another device, and for several ranks,
     because the probe measures what one process can do. rates: of the probe.

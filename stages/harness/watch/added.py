@@ -53,7 +53,7 @@ def can_be_fused(parameter, optimizer):
 
 
 def compile_in_place(module):
-    """Let calls of a module run compiled, as module.compile() does. Of DDP it is what that wraps."""
+    """Let calls of a module run compiled, as module.compile() does. For DDP, the module inside is compiled."""
     module = unwrapped(module)
     if not is_of_pytorch(module):
         module.compile()
@@ -68,7 +68,7 @@ def compile_in_place(module):
 
 
 def is_of_pytorch(module):
-    """Return whether the forward of a module is PyTorch's own code, of which module.compile() compiles nothing."""
+    """Return whether the forward of a module is PyTorch's own code, which module.compile() leaves uncompiled."""
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward.__module__.startswith("torch.")
 
 

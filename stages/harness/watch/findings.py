@@ -1,4 +1,4 @@
-"""What watch.py says of a script at the end: what it has of the ladder and lacks, and where its time goes."""
+"""What watch.py says of a script at the end: which techniques it has and lacks, and where its time goes."""
 
 import linecache
 import os
@@ -13,33 +13,33 @@ from ..seen import IN_FRAMEWORK, has_and_lacks, what_to_type, words_on_missing, 
 from .stepprofile import StepProfile, predicted_ms
 from .timeline import KINDS
 
-SHORT = 0.005  # seconds a step: what takes less is not worth a word
-SMALL = 0.005  # of the time: a share that is less would be shown as 0 %
+SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
+SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
-FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
+FIX_FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 SLOW_UPDATE = 0.4  # of the time
 MANY_GROUPS = 10  # of an optimizer, with the same settings
-MANY = 3  # numbers read from a card in a step, or graphs compiled after the warm-up
+MANY = 3  # copies from a card in a step, or graphs compiled after the warm-up
 
 
 def answer(watcher, shares):
-    """Return lines that say where the script's time goes, what slows it, and what it has of the ladder and lacks.
+    """Return lines that say where the script's time goes, what slows it, and which techniques it has and lacks.
 
     shares: what shares_of() returned.
     """
     seen = watcher.log.seen
-    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALL]
+    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
     lines = [f"time    {', '.join(parts)}"]
     if watcher.log.waiting_steps():
-        lines.append("        of uncounted steps in which each part waited for the card")
+        lines.append("        measured in steps of the warm-up, which wait for the card after each part")
     slow = causes(watcher)
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
     words_on_has, words_on_lacks, remarks = words_on_techniques(seen, has, lacks)
-    if lacks and slow and max(shares["data"], shares["rest"]) > FIRST:
+    if lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
-        words_on_lacks += f": together at most {percent(computation)} of the time, so see to what is slow first"
+        words_on_lacks += f": together at most {percent(computation)} of the time, so fix what is slow first"
     lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
     for stage in lacks:
         typed = what_to_type(seen, stage).replace("`", "")
@@ -54,7 +54,7 @@ def answer(watcher, shares):
 
 
 def words_on_profile(watcher):
-    """Return lines on the parts of the profiled last step, beside what they should take; none without --profile."""
+    """Return lines on the parts of the profiled last step, with what they should take; none without --profile."""
     log, events = watcher.log, watcher.profiler.events
     if not (watcher.args.profile and events):
         return []
@@ -121,14 +121,15 @@ def causes(watcher):
         words.append(words_on_loader(habits.batches, data))
     if evaluation > LONG_WAIT and not habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
-        words.append(f"{percent(evaluation)} is forwards without gradients, as of {purposes}, and their batches")
-    if own > LONG and own * statistics.mean(dts) > SHORT:
+        words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
+    if own > LONG and own * statistics.mean(dts) > SHORT_OWN_CODE:
         own_lines = lines["rest"]
         if loss == shares["backward"]:  # mean_shares() takes what is above that for own code
             own_lines = own_lines + lines["loss"]
         words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
     if on_card and idle - data - evaluation - own > LONG:
-        words.append(f"{percent(idle - data - evaluation - own)} the card waits for Python: compile, or a larger batch")
+        waiting = percent(idle - data - evaluation - own)
+        words.append(f"{waiting} the card waits for Python: compile, or take a larger batch")
     if not on_card and loss > max(LONG, shares["forward"]):
         words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
     if not on_card and shares["update"] > SLOW_UPDATE:
@@ -141,11 +142,11 @@ def words_on_loader(batches, share):
 
     batches: {num_workers of a DataLoader: how many batches came from it}.
     """
-    processes = max(batches, key=batches.get)
+    workers = max(batches, key=batches.get)
     remedy = "do less in __getitem__, for example tokenize once"
-    if processes < machine.cores():
+    if workers < machine.cores():
         remedy = f"take up to {machine.cores()}, with persistent_workers=True, or {remedy}"
-    return f"{percent(share)} waits for a DataLoader, whose num_workers is {processes}: {remedy}"
+    return f"{percent(share)} waits for a DataLoader with num_workers={workers}: {remedy}"
 
 
 def words_on_lines(lines, share, what):
@@ -184,11 +185,11 @@ def words_on_habits(watcher):
     graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
     words = []
     if reads >= MANY:
-        words.append(f"{reads} numbers a step are read from the card, as by .item(), and each waits for it")
+        words.append(f"a step copies from the card {reads} times, as .item() does, and waits for it each time")
     if graphs >= MANY:
         words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
     if habits.repeats_forward:
-        words.append("forwards run again in the backward: activation checkpointing saves memory for time")
+        words.append("forwards run again in the backward: activation checkpointing trades time for memory")
     if watcher.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
-        words.append("it trains on the CPU, and a card is here")
+        words.append("it trains on the CPU, though this machine has a card")
     return words

@@ -9,10 +9,10 @@ for each step, and a summary. An example of each, wrapped:
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
 The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled: it leaves no line
-"step", and a second line "seen" replaces the first. dt is in seconds, memory in bytes and of one rank, a loss in nats.
-"tokens" counts what "unit" says. "spent" is the seconds of each of timeline.KINDS, and "graphs" how many torch.compile
-made in the step. On an NVIDIA card "card" is meters.card_state(). A figure that is not finite or not known is null. A
-run that failed also has a line "error", with its message and traceback.
+"step", and a second line "seen" replaces the first. dt is in seconds, memory in bytes and of one rank, and the loss is
+what backward() was called on. "tokens" counts what "unit" says. "spent" is the seconds of each of timeline.KINDS, and
+"graphs" how many torch.compile made in the step. On an NVIDIA card "card" is meters.card_state(). A figure that is not
+finite or not known is null. A run that failed also has a line "error", with its message and traceback.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from ..common import refuse, say, tell
 from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second
 from ..seen import words_on_model
 
-# The meters are read, and the line is renewed, at most so often. They are not on the clock of a step, but make a run of
-# short steps take longer.
+# Between the first counted step and the last one the meters are read, and the line is renewed, at most this often. They
+# are not on the clock of a step, but make a run of short steps take longer.
 SECONDS_BETWEEN = 0.5
 
 
@@ -108,7 +108,7 @@ class Log:
         return {"memory": memory, "meter": meter, "card": meters.card_state(self.device)}
 
     def finish(self, shares):
-        """Write the summary, and print the figures of the whole run. shares: {kind: share of the time}."""
+        """Write the summary, and print the figures of the counted steps. shares: {kind: share of the time}."""
         self.write({"kind": "summary", "shares": shares})
         self.say(*self.lines_of_figures())
 

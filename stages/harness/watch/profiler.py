@@ -68,7 +68,7 @@ class StepProfiler:
             self.forget()
 
     def forget(self):
-        """Give the memory of the profile back, which is none of the script's."""
+        """Give back the memory of the profile, which the script did not ask for."""
         self.events = None
         gc.collect()  # operations and those that they call refer to one another
         with contextlib.suppress(OSError, AttributeError):  # not with every C library

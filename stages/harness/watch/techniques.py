@@ -33,7 +33,7 @@ DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profile
 
 @dataclass
 class Habits:
-    """What the script was seen to do, beside its steps.
+    """What the script was seen to do, besides its steps.
 
     autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None.
     """

@@ -22,7 +22,7 @@ os.register_at_fork(after_in_child=IN_CHILD.set)
 MAIN_THREAD = threading.main_thread().ident
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
 NO_FILE = "<"  # how the path of code begins that lies in no file, as "<string>"
-# Where code lies that is not the reader's: Python's own, ours and PyTorch's; and what was installed.
+# Where code lies that is not the user's: Python's own, ours and PyTorch's; and what was installed.
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, NO_FILE)
 INSTALLED = re.compile("(site|dist)-packages")
 
@@ -168,7 +168,7 @@ def place_in_script():
 
 
 def is_of_a_library(frame):
-    """Return whether a frame is not in the reader's own code, to which a script belongs wherever it lies."""
+    """Return whether a frame is not in the user's own code, to which a script belongs wherever it lies."""
     path = frame.f_code.co_filename
     if frame.f_globals is sys.modules["__main__"].__dict__:
         return False
@@ -177,7 +177,7 @@ def is_of_a_library(frame):
 
 
 def is_elsewhere():
-    """Return whether a thread or a process calls that the script started. On a card autograd has threads of its own."""
+    """Return whether the caller is a thread or a process that the script started, and not a thread of autograd."""
     if IN_CHILD.is_set():
         return True
     if threading.get_ident() == MAIN_THREAD:
@@ -186,7 +186,7 @@ def is_elsewhere():
 
 
 def count_threads_of_script():
-    """Return how many threads run code of the reader's own, beside the main one.
+    """Return how many threads run code of the user's own, besides the main one.
 
     Those that run a library's code alone are left out: one may draw a progress bar.
     """

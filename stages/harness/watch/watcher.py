@@ -24,7 +24,7 @@ from .techniques import Habits, find_techniques, parameters_of, seen_in
 from .timeline import StepClock, count_threads_of_script, is_captured, is_elsewhere
 
 MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
-SWITCH_INTERVAL = 1e-4  # seconds after which Python lets the thread look that waits for it; Python's own are 5 ms
+SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
 
 class Phase:
@@ -189,7 +189,7 @@ class Watcher:
         self.clock.end("update")
         main = self.main_ref()
         if is_captured():
-            self.log.notice("its step is captured as a CUDA graph, whose replays show nothing")
+            self.log.notice("its step is captured as a CUDA graph, and its replays can't be seen")
         elif main is optimizer or main is None:
             self.main_ref = weakref.ref(optimizer)
             self.end_step()
@@ -244,7 +244,7 @@ class Watcher:
         self.begin_next_step()
 
     def after_first_step(self):
-        """Find out how the run goes on, and let looks at the script's lines come in time.
+        """Decide whether the last step is profiled, and let the thread that looks at the script's lines run in time.
 
         Exits if the script started ranks by itself.
         """
@@ -258,7 +258,7 @@ class Watcher:
             sys.setswitchinterval(SWITCH_INTERVAL)
         if self.world_size > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
-            self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them by {remedy}")
+            self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
     def begin_report(self):
         """Print what is trained, and note what it uses, as the second step has shown it."""
@@ -266,7 +266,7 @@ class Watcher:
         flush_stdout()  # so that the script's own lines stand before ours
         self.log.begin(self.args.title, self.tokens_of(self.micro_batches))
         if self.log.seen.unit == "step":
-            self.log.say("steps are counted, since neither ids of a text nor a batch of samples was surely seen")
+            self.log.say("steps are counted, since it is unclear what its tokens or samples are")
         if self.optimizers_take_turns:
             self.log.say("optimizers train in turn: a step ends with the first one's, and has its batch and its loss")
         self.models = {}
