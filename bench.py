@@ -168,6 +168,8 @@ def probe(task):
         command.append("--has-stages")
     command += ["--seed", str(task.options.seed), *task.flags]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    if ended.returncode < 0:
+        refuse(f"the probe of the machine was killed by signal {-ended.returncode}")
     if ended.returncode:
         raise SystemExit(ended.returncode)
     return json.loads(ended.stdout)

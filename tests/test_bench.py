@@ -115,9 +115,11 @@ def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, 
     assert sorted(path.name for path in repo.records.parent.iterdir()) == ["old.jsonl"]
 
 
-def test_a_probe_that_ends_with_a_line_ends_the_bench(repo):
-    repo.plan(probe={"do": "refuse", "at": "start"})
-    repo.run(status=1)
+@pytest.mark.parametrize("what, status", [("refuse", 1), ("be killed", 2)])
+def test_a_probe_that_ends_with_a_line_or_by_a_signal_ends_the_bench(repo, what, status):
+    repo.plan(probe={"do": what, "at": "start"})
+    ended = repo.run(status=status)
+    assert ("killed by signal 9" in ended.err) == (what == "be killed")  # else the probe itself says why
     assert not repo.records.exists()
 
 

@@ -97,6 +97,11 @@ def test_the_batch_of_an_accelerator_is_what_fits_into_its_memory(parse, words, 
     assert parse(*words.split(), device=device, memory=memory).batch_size == batch_size
 
 
+@pytest.mark.parametrize("memory, note", [(5.38e9, "batch size 1, since the"), (3e9, "batch size 1, though the")])
+def test_a_note_says_whether_the_batch_fits(parse, memory, note):
+    assert parse(device=CUDA, memory=memory).notes[0].startswith(note)
+
+
 def test_the_defaults_of_an_accelerator(parse):
     args = parse(device=CUDA)
     assert (args.device, args.size, args.seq_len, args.steps, args.accum) == (CUDA, "gpt2", 1024, 50, 4)

@@ -165,8 +165,9 @@ def fill_in_sizes(args):
         else:
             free = machine.free_memory_of_card(args.device)
         args.batch_size, needed = largest_batch(args.size, args.seq_len, free)
+        word = "since" if needed <= free else "though"
         why = f"the stage that needs most takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
-        args.notes.append(f"batch size {args.batch_size}, since {why}")
+        args.notes.append(f"batch size {args.batch_size}, {word} {why}")
 
 
 def fill_in_techniques(args):

@@ -54,7 +54,7 @@ class MicroBatches:
             call = Call(module, module.training, weight._version, inputs, batch, batch.count)
             if last is None or call.priority > last.priority:
                 self.call = call
-        elif last.inputs is not inputs:
+        elif last.inputs is not inputs:  # the same module reads another part of the batch
             last.inputs = inputs
             last.count += batch.count
             if batch.count > last.batch.count:
@@ -63,7 +63,7 @@ class MicroBatches:
     def add_backward(self, loss):
         """Close a micro-batch, and keep its loss, if it is new. loss: what backward() gets, a tensor or several."""
         call = self.call
-        if call and self.batches and call.is_again(self.batches[-1]):
+        if call and self.batches and call.is_again(self.batches[-1]):  # as SAM and LBFGS do: its loss is not kept
             self.call = None
             return
         self.close()
