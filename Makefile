@@ -27,7 +27,7 @@ help:
 	@echo 'make amp           s03 in float32, bfloat16 and float16'
 	@echo 'make limit         s11 with larger and larger batches, on a card'
 	@echo 'make scale N=2     s12 in one process and in several'
-	@echo 'make test          the tests, on the CPU'
+	@echo 'make test          the tests'
 	@echo 'make diff N=5      what stage 5 changes, and why'
 	@echo 'make clean         remove .venv and caches, keep results'
 	@echo 'PY=python3 uses that Python and installs nothing (bench, climb, amp, limit, scale, test)'

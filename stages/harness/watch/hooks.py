@@ -1,4 +1,4 @@
-"""Lets PyTorch call the watcher at each forward, backward and step. Nothing here asks a card anything.
+"""Lets PyTorch call the watcher at each forward, backward and step, which after the warm-up waits for no card.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
 of optimizers are kept from it, and the others are skipped while it traces. What other threads and processes of the
@@ -77,9 +77,6 @@ def watch_modules(watcher):
     """Let each call of an outermost module that has parameters call the watcher first.
 
     Losses and transforms have none. What a DataLoader calls to make a batch is left out, too.
-
-    torch.compile has to skip watched_call() itself, and to compile what that calls. All models would share its
-    code, and of one code torch.compile makes eight graphs at most.
     """
     call_module = torch.nn.Module.__call__
     clock = watcher.clock
@@ -103,6 +100,8 @@ def watch_modules(watcher):
             clock.end(kind)
 
     torch.nn.Module.__call__ = watched_call
+    # torch.compile has to skip watched_call() itself, and to compile what that calls. All models would share its code,
+    # and of one code torch.compile makes eight graphs at most.
     compiler = torch._C._dynamo.eval_frame  # torch._dynamo would be imported, and take a second
     skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
     strategy = compiler._FrameExecStrategy(skip, default)  # what is done with its frame, and with those that it calls

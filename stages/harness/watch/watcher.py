@@ -322,7 +322,7 @@ class Watcher:
     # the end
 
     def finish(self):
-        """Write and print the summary, and what the script has, lacks and is slow by. Nothing without a timed step."""
+        """Write and print the summary, and what the script has, lacks and loses time by. Nothing without a timed step."""
         flush_stdout()
         if not self.log.steps:
             return
