@@ -33,18 +33,18 @@ def change_of(outcome, base):
     base_row = base.row if base else None
     if row.control_of:
         return Change(row.title, "", is_same_computation=True)
-    if not row.keeps_memory:
+    if not row.keeps_memory:  # `plain`
         return Change(row.title, "without the memory variables")
-    if base and not base_row.keeps_memory and runs_the_same(row, base_row):
+    if base and not base_row.keeps_memory and runs_the_same(row, base_row):  # the row below `plain`
         settings = " ".join(code(f"{name}={value}") for name, value in CPU_MEMORY.items())
         return Change(f"{row.title} with memory variables", f"{settings} in front of `python`")
     stages = stages_added(row, base_row)
-    if not stages:
+    if not stages:  # another script, or other flags
         return Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)))
     used, used_by_base = techniques_of(outcome), techniques_of(base)
     effective = [stage for stage in stages if stage in used and stage not in used_by_base]
     is_same = computes_the_same(outcome, base, stages, effective)
-    if row.added:
+    if row.added:  # a script, to which techniques are added from outside
         typed = ", ".join(in_one_line(what_to_type(outcome.seen, stage)) for stage in effective)
         in_vain = [stage.added_as for stage in stages if stage.added_as in row.added and stage not in effective]
         return Change(row.title, typed or NOTHING, stages, in_vain, is_same)

@@ -100,9 +100,9 @@ class StepClock:
             self.wait_for_cards()
         now = time.perf_counter()
         if entered and not self.cards:
-            left_out = now - max(entered, self.since)  # the step may have begun in the hook
-            self.began += left_out
-            self.since += left_out
+            seconds_of_hook = now - max(entered, self.since)  # the step may have begun in the hook
+            self.began += seconds_of_hook
+            self.since += seconds_of_hook
         elapsed = now - self.since
         self.since = now
         if self.is_running:

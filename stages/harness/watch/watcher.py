@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from dataclasses import asdict, replace
+from enum import IntEnum
 
 import torch
 
@@ -27,7 +28,7 @@ MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is ta
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
 
-class Phase:
+class Phase(IntEnum):
     """How far a run is: which step it is in."""
 
     FIRST = 1  # the first one, or what is before it
@@ -322,7 +323,7 @@ class Watcher:
     # the end
 
     def finish(self):
-        """Write and print the summary, and what the script has, lacks and loses time by. Nothing without a timed step."""
+        """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""
         flush_stdout()
         if not self.log.steps:
             return
