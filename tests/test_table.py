@@ -187,6 +187,12 @@ def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_ro
     assert dict(answer(table_from(*runs, *others)))["all together"] == "c is 2.00 ± 0.00 times as fast as a"
 
 
+def test_all_together_stands_in_parentheses_if_it_is_not_shown_to_differ():
+    dts = {"a": (1, 1, 1), "a again": (1, 1, 1), "b": (1, 1, 1), "c": (0.2, 1, 2)}
+    table = table_from(*[run(name, [dts[name][number]], number) for number in range(3) for name in dts])
+    assert dict(answer(table))["all together"].startswith("c is (1.36 ± ")
+
+
 def test_a_row_whose_base_is_not_right_above_says_so():
     rows = [row("t.py"), row("a.py", base="t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
     table = table_from(*[run(each.name, [1.0]) for each in rows], rows=rows)

@@ -205,6 +205,8 @@ def words_on_techniques(seen, has, lacks):
             remarks.append(f"{NO_FLASH}: set its dropout to 0 on a CPU, or train on a card, which has one")
         else:
             remarks.append("attention ran as matmuls, since PyTorch has no flash kernel for it here")
+    if seen.compile and seen.device == "cpu" and seen.attention and seen.sdpa is None:  # compiled, both look alike
+        remarks.append("if it calls scaled_dot_product_attention already, set its dropout to 0 on a CPU")
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
     if seen.device == "cpu" and ladder.ADDED["bf16"] in lacks:

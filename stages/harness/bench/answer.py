@@ -1,7 +1,7 @@
 """What a bench has shown, in words: what is worth it, what is slower, and what it can't tell."""
 
 from .cells import quoted, ratio_cell
-from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance
+from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
 
 
 def answer(table):
@@ -59,4 +59,5 @@ def all_together(table):
     ratio = fastest.comparison.ratio_to_first
     if fastest is others[0] or ratio.spread is None:
         return None
-    return f"{quoted(fastest.row.title)} is {ratio_cell(ratio)} times as fast as {quoted(first.row.title)}"
+    cell = ratio_cell(ratio, judge(ratio))
+    return f"{quoted(fastest.row.title)} is {cell} times as fast as {quoted(first.row.title)}"
