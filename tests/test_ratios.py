@@ -111,7 +111,7 @@ SIMULATED = {
     "a ladder of 13 ratios": dict(rows=13),
     "processes differ by 1 %": dict(rows=13, offset=0.01),
     "processes differ by 1 %, and 5 of 100 are slowed down by 2 to 15 %": dict(rows=13, offset=0.01, disturbed=0.05),
-    "processes differ by 1 %, and the ones of one row by 4 %": dict(rows=13, offset=0.01, noisy=3),
+    "processes differ by 1 %, and those of one row by 4 %": dict(rows=13, offset=0.01, noisy=3),
     "processes differ by 1 %, and the machine slows down by 5 % in a round": dict(rows=13, offset=0.01, drift=0.05),
     "a script with two techniques, whose processes differ by 1 %": dict(rows=4, offset=0.01),
 }
