@@ -49,6 +49,7 @@ bench: $(runtime)
 
 climb: export COMMAND := $(value SCRIPT)
 climb: $(runtime)
+	@test -n "$$COMMAND" || { echo 'make climb needs SCRIPT="../train.py"' >&2; exit 2; }
 	@"$(PY)" bench.py --climb "$$COMMAND" $(ARGS)
 
 amp: $(runtime)

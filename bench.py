@@ -9,9 +9,9 @@
 
 A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
 word that is a stage, ends in .py, or is the -m of a module. So write a flag of a launcher as --log-dir=s05, and not as
---log-dir s05. +tf32, +bf16, +compile and +fused add a technique to a script from outside. If you are in this
-repository, a script runs in its own folder, and from elsewhere in the folder that you are in. If it writes files, put
-{row} into their names, for example --out=out-{row}: it becomes a different number in each process.
+--log-dir s05. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the current
+folder, but if that is in this repository and the script is not, it runs in its own. If it writes files, put {row} into
+their names, for example --out=out-{row}: it becomes a different number in each process.
 
 Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts. A
 script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
@@ -110,7 +110,7 @@ def new_parser():
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how many times each row is started ({rounds.ROUNDS})")
-    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; about 27 on a CPU)")
+    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; 27 longer ones on a CPU)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed of all rows (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", type=row_of, metavar="COMMAND", help="rows that each add a technique to a script of your own")
@@ -148,7 +148,7 @@ def run(task, argv):
     bench = new_bench(task, probe(task), argv)
     with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
-        tell(f"all steps go to results/{path.name}; if the bench is killed, draw them by {command}")
+        tell(f"all steps go to results/{path.name}; if the bench is killed, {command} makes the page")
         results = Results(bench, file)
         if "{row}" not in bench["command"] and not all(row.takes_flags for row in results.rows.values()):
             tell("if your script writes files, put {row} into their names, for example --out=out-{row}")

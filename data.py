@@ -86,7 +86,7 @@ def load_tokens(source=None):
         except Exception as error:  # of many kinds: no network, a proxy's page, no vocabulary, a full disk
             print(f"no Tiny Shakespeare ({str(error)[:200]}): taking Python's documentation instead", file=sys.stderr)
     if source in (None, "docs"):
-        return corpus_of("Python's documentation, a token a byte", pythons_documentation(), "docs")
+        return corpus_of("Python's documentation (one token per byte)", pythons_documentation(), "docs")
     return corpus_of(Path(source).name, ids_of_file(Path(source)), source)
 
 
@@ -117,7 +117,7 @@ def gpt2_encoding():
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a vocabulary of another hash
-        raise TextError(f"no GPT-2 vocabulary ({str(error)[:200]}): connect to a network once") from None
+        raise TextError(f"no GPT-2 vocabulary ({type(error).__name__}): connect to a network once") from None
 
 
 def single_bytes():
@@ -176,7 +176,8 @@ def ids_of_file(path):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError("it is not a row of ids")
     except (OSError, ValueError, EOFError) as error:
-        raise TextError(f"--data {path}: {error}; {REMEDY}") from None
+        reason = getattr(error, "strerror", None) or error  # an OSError would name the path once more
+        raise TextError(f"--data {path}: {reason}; {REMEDY}") from None
     return ids
 
 

@@ -8,7 +8,7 @@ python stages/sample.py --weights mine.pt --eval              the loss on held-o
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, set_up_output, tell
-from harness.flags import Parser, end_in_a_line, positive, rate, seed
+from harness.flags import Parser, end_in_a_line, non_negative, positive, seed
 from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
 
 import codecs
@@ -30,7 +30,7 @@ add = parser.add_argument
 add("--weights", metavar="W", required=True, help=f"a file that --save wrote, or {', '.join(PUBLISHED)}")
 add("--prompt", metavar="TEXT", default="\n", help="the text to continue (a line break)")
 add("--tokens", type=positive, default=100, metavar="N", help="tokens to generate (%(default)s)")
-add("--temperature", type=rate, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
+add("--temperature", type=non_negative, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
 add("--top-k", type=positive, default=200, metavar="K", help="draw from the K likeliest tokens (%(default)s)")
 add("--seed", type=seed, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
 add("--eval", action="store_true", help="print the loss on held-out text instead")

@@ -1,4 +1,4 @@
-"""Runs any training script as it is, times each step of its optimizer, and lists which techniques it has and lacks.
+"""Runs a PyTorch training script unchanged, times its steps, and lists which techniques it has and lacks.
 
     python stages/watch.py ../nanoGPT/train.py --batch_size=8
     python stages/watch.py --steps 30 ../nanoGPT/train.py --batch_size=8
@@ -15,19 +15,21 @@ from harness import ROOT, ladder, ranks  # first: it makes data and model import
 from harness.common import refuse, set_up_output
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
+from harness.seen import is_beside_the_stages
 from harness.watch import hooks
 from harness.watch.log import Log
 from harness.watch.timeline import is_elsewhere
 from harness.watch.watcher import Phase, Watcher
 
+import argparse
 import builtins
 import os
 import random
 import runpy
+import shlex
 import sys
 import traceback
 import types
-from argparse import PARSER
 from pathlib import Path
 
 import numpy as np
@@ -67,22 +69,26 @@ def parse_command(argv):
     add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="how many of these are not counted (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed for random, numpy and torch (%(default)s)")
-    add("--profile", action="store_true", help="show where the last step's time went, and where it should have gone")
+    add("--profile", action="store_true", help="time each part of the last step, beside what arithmetic predicts")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
-    gate_help = "instead of --steps: take as many steps as FILE has bytes, and end if FILE or the process PID is gone"
-    add("--gate", nargs=2, metavar=("FILE", "PID"), help=gate_help)
+    add("--gate", nargs=2, help=argparse.SUPPRESS)  # of the bench: a file and a process, see gate.py
     for name, stage in ladder.ADDED.items():
-        add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {stage.technique}")
+        line = stage.line.replace("`", "")
+        add(f"+{name}", dest="added", action="append_const", const=name, default=[], help=f"add {line}")
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
-    add("command", nargs=PARSER, metavar="SCRIPT.py", help="or the name of the module; the rest is for the script")
+    add("command", nargs=argparse.PARSER, metavar="SCRIPT.py", help="or a module; the rest is for the script")
     args = parser.parse_args(argv)
     args.script, *args.script_argv = args.command
     if not args.is_module and not Path(args.script).is_file():
-        refuse(f"there is no script {args.script}")
+        refuse(f"there is no script {args.script}: pass the path of a .py file")
     args.steps = max(args.steps, 3 if args.profile else 2)
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script
+    args.climb = None  # the command of a climb
+    if not (args.added or args.gate or is_beside_the_stages(args.script)):
+        command = ["-m", *args.command] if args.is_module else args.command
+        args.climb = shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
     args.folder = folder_of(args.script)
     if args.folder != Path.cwd():
         args.script = str(Path(args.script).resolve())
@@ -182,9 +188,9 @@ def report_end(args, watcher, status, reason):
     """
     line = f"{reason} after {watcher.steps_taken} steps"
     if watcher.phase == Phase.FIRST:
-        line = f"{reason}, and no step of a torch optimizer was seen in the main thread of this process"
+        line = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
         if status == 0:
-            line += ". Its optimizer has to be of torch.optim or a subclass, and ranks to be started by torchrun"
+            line += ". Several ranks must be started by torchrun"
     elif not watcher.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
     watcher.finish()

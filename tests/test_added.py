@@ -88,7 +88,7 @@ def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):
     change = f"optimizer = torch.optim.{optimizer}\ntorch.set_float32_matmul_precision('highest')"
     _, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
     assert f"+fused had no effect: {reason}\n" in out
-    assert f"+tf32 had no effect: {CHOOSES_OTHERWISE}\n" in out
+    assert "+tf32 had no effect: " in out  # for want of units, or as the script chooses otherwise
 
 
 def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_device():

@@ -124,14 +124,14 @@ def test_what_the_machine_lacks_is_left_out_with_the_reason(parse):
     args = parse(**NO_UNITS)
     assert (args.amp_dtype, args.compile) == (torch.float32, False)
     assert args.notes == [
-        "this cpu has no 16-bit units, so float32 stays",
+        "this device has no 16-bit units, so float32 stays",
         "nothing is compiled: no C++ compiler found: install g++",
     ]
 
 
 def test_a_variable_that_changes_what_is_measured_is_named_by_a_stage_and_on_a_page(parse, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    assert parse().notes == ["NVIDIA_TF32_OVERRIDE=1 in the environment changes the speed"]
+    assert parse().notes == ["NVIDIA_TF32_OVERRIDE=1 in the environment may change the speed"]
     assert "with NVIDIA_TF32_OVERRIDE=1 in the environment" in page.machine_line(meters.environment(CPU))
 
 

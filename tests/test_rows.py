@@ -103,7 +103,7 @@ def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypa
     "word, reason",
     [
         ("python -m torch.distributed.run", "names no stage and no script"),
-        ("gone.py --lr 1", "there is no gone.py"),
+        ("gone.py --lr 1", "there is no script gone.py"),
         ("nothing-of-this-name -n 2 s12", "there is no nothing-of-this-name"),
         ("s05 --steps 9", "put --steps after all rows"),
         ("s05", "two rows are 's05'"),

@@ -18,7 +18,7 @@ RATES = {"peak": {"float32": 1e11}, "copy": 1e10}
 def test_profile_shows_the_last_step_in_parts_beside_their_predictions():
     run = python(WATCH, "--steps", "5", "--profile", STAGE_FILES["s01"], *FLOAT32)
     assert " for 5 steps\n" in run.out and " after 5 steps" in run.err
-    for part in ("matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "the rest"):
+    for part in ("matmuls", "attention", "softmax and mask", "pointwise", "loss", "optimizer", "other"):
         assert re.search(rf"\d +(\d+\.\d\d)? *{part}\n", run.out), part
     # in one step's backward two for each of 8 linear layers, and for the last matrix three in all
     assert re.search(r"\d ms in +19 x aten::mm\n", run.out)
@@ -54,7 +54,7 @@ def test_on_a_card_its_own_time_of_each_operation_counts_once():
     profile = StepProfile([add, KERNEL, mm, mm], torch.device("cuda"), step_ms=6.0)
     assert profile.ms == {"aten::add": 1.0, "aten::mm": 4.0}
     assert profile.calls == {"aten::add": 1, "aten::mm": 2}
-    assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "the rest": 1.0}
+    assert profile.parts == {"pointwise": 1.0, "matmuls": 4.0, "other": 1.0}
 
 
 def test_fused_kernels_take_the_parts_that_a_compiler_merges():
@@ -65,7 +65,7 @@ def test_fused_kernels_take_the_parts_that_a_compiler_merges():
         "   126.00    110.50 the step",
         "    90.00     80.00 matmuls",
         "    35.00     30.50 fused kernels",
-        "     1.00           the rest",
+        "     1.00           other",
     ]
 
 

@@ -184,13 +184,13 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
 def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_rows_model():
     others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=failure("boom"))]
     runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.75, "c": 0.5, "g": 0.6}.items()]
-    assert dict(answer(table_from(*runs, *others)))["all together"] == "c is 2.00 ± 0.00 times as fast as a"
+    assert dict(answer(table_from(*runs, *others)))["all together"] == "c: 2.00 ± 0.00 times as fast as a"
 
 
 def test_all_together_stands_in_parentheses_if_it_is_not_shown_to_differ():
     dts = {"a": (1, 1, 1), "a again": (1, 1, 1), "b": (1, 1, 1), "c": (0.2, 1, 2)}
     table = table_from(*[run(name, [dts[name][number]], number) for number in range(3) for name in dts])
-    assert dict(answer(table))["all together"].startswith("c is (1.36 ± ")
+    assert dict(answer(table))["all together"].startswith("c: (1.36 ± ")
 
 
 def test_a_row_whose_base_is_not_right_above_says_so():

@@ -4,11 +4,14 @@ A stage loads flags, and what these need. harness/watch/ is what only watch.py i
 bench.py imports. Both import from here, and never from each other.
 """
 
+import importlib.util
 import sys
 
-from .common import ROOT
+from .common import ROOT, refuse
 
 sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("torch") is None:
+    refuse("this Python has no torch: type make setup && . .venv/bin/activate, or activate your script's environment")
 
 from .flags import parse_args
 

@@ -6,6 +6,7 @@ Steps are the step lines of a record.
 import statistics
 
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
+PER_SECOND = {"tok": "tok/sec", "sample": "samples/sec", "step": "steps/sec"}
 WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
 COUNTED_STEPS = 20  # that watch.py takes of a script
 UNEVEN = 1.2  # with a mean of dt above 1.2 medians, no step is typical

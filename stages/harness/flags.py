@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from . import machine, ranks
 from .batch import largest_batch
 from .common import refuse, set_up_output
 
+HELP_WIDTH = 80  # columns
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 (np.array(ids, np.uint16).tofile(FILE)); or "docs", Python's documentation (Tiny Shakespeare)"""
 
@@ -74,7 +76,7 @@ def parse(doc, argv):
     fill_in_sizes(args)
     fill_in_techniques(args)
     for setting in machine.variables_set(machine.CHANGE_SPEED):
-        args.notes.append(f"{setting} in the environment changes the speed")
+        args.notes.append(f"{setting} in the environment may change the speed")
     return args
 
 
@@ -91,10 +93,10 @@ def new_parser(doc):
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
     add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there is)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed of the weights (%(default)s)")
-    add("--lr", type=rate, default=6e-4, metavar="RATE", help="learning rate, the highest if it decays (%(default)s)")
+    add("--lr", type=non_negative, default=6e-4, metavar="RATE", help="highest learning rate (%(default)s)")
     add("--data", metavar="PATH", help=HELP_ON_DATA)
     add("--amp-dtype", choices=("float32", "bfloat16", "float16"), help="for autocast, from s03 on (the device's own)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (if it can)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile, from s04 on (if possible)")
     add("--accum", type=positive, metavar="N", help="micro-batches a step, over all ranks, from s11 on (4; 2 on a CPU)")
     add("--save", type=Path, metavar="FILE", help="write the weights to this new file at the end")
     return parser
@@ -104,11 +106,18 @@ class Parser(argparse.ArgumentParser):
     """argparse with one line for a wrong flag, and no usage before it."""
 
     def __init__(self, doc, usage=None):
+        paragraphs = (doc or "").split("\n\n")
+        for place, text in enumerate(paragraphs):
+            if not text.startswith((" ", "python ")):  # a list of commands
+                paragraphs[place] = textwrap.fill(text, HELP_WIDTH)
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=doc, usage=usage, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(
+            description="\n\n".join(paragraphs), usage=usage, formatter_class=formatter, allow_abbrev=False
+        )
 
     def error(self, message):
-        refuse(f"{message}; --help lists the flags")
+        where = "--help" if self.description else "python stages/s01_baseline.py --help"  # as in the bench's probe
+        refuse(f"{message}; {where} lists the flags")
 
 
 def positive(text):
@@ -125,7 +134,7 @@ def seed(text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
 
 
-def rate(text):
+def non_negative(text):
     """Return the number in a string. Raises argparse.ArgumentTypeError or ValueError if it is not 0 or more."""
     number = float(text)
     if 0 <= number < math.inf:
@@ -174,7 +183,7 @@ def fill_in_techniques(args):
     """Turn on what the device can do, if no flag says otherwise, and note why the others stay off."""
     native = machine.native_amp_dtype(args.device)
     if args.amp_dtype is None and native == torch.float32:
-        args.notes.append(f"this {args.device.type} has no 16-bit units, so float32 stays")
+        args.notes.append("this device has no 16-bit units, so float32 stays")
     args.amp_dtype = getattr(torch, args.amp_dtype) if args.amp_dtype else native
     if args.compile is None:
         problem = machine.compile_problem(args.device)

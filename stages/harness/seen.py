@@ -206,7 +206,7 @@ def words_on_techniques(seen, has, lacks):
         else:
             remarks.append("attention ran as matmuls, since PyTorch has no flash kernel for it here")
     if seen.compile and seen.device == "cpu" and seen.attention and seen.sdpa is None:  # compiled, both look alike
-        remarks.append("if it calls scaled_dot_product_attention already, set its dropout to 0 on a CPU")
+        remarks.append("s05 may be in it with dropout: then set the dropout to 0, which a flash kernel on a CPU needs")
     if seen.framework == "lightning" and seen.clips and ladder.ADDED["fused"] in lacks:
         remarks.append(FUSED_IN_LIGHTNING)
     if seen.device == "cpu" and ladder.ADDED["bf16"] in lacks:
@@ -226,6 +226,8 @@ def names_of(stages):
 def words_on_missing(seen, name):
     """Return why "+NAME" is not seen in a script to which it was added."""
     reason = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
+    if name == "tf32" and not seen.can_tf32:
+        reason = "this device has no TF32 units"
     if name == "fused" and seen.fused is None:
         reason = f"PyTorch has no fused kernel for {seen.optimizer}"
     return f"+{name} had no effect: {reason}"
@@ -239,7 +241,7 @@ def words_on_stage(stage, seen):
         case "s03_bf16" if seen.autocast:
             return f"in {seen.autocast}"
         case "s03_bf16" if seen.amp_dtype == "float32":
-            return f"this {seen.device} has no 16-bit units, so float32 stays"
+            return "this device has no 16-bit units, so float32 stays"
         case "s03_bf16":
             return "float32 was asked for"
         case "s04_compile" if not seen.compile and seen.compile_problem:

@@ -41,7 +41,7 @@ def reason_of_verdict(outcome):
         return f"leave it out of all rows with {stage.left_out_by}"
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
         return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
-    if is_same_computation or comparison.verdict is Verdict.SLOWER:
+    if (is_same_computation or comparison.verdict is Verdict.SLOWER) and not outcome.row.added:
         return outcome.words
     return None
 
@@ -59,5 +59,7 @@ def all_together(table):
     ratio = fastest.comparison.ratio_to_first
     if fastest is others[0] or ratio.spread is None:
         return None
-    cell = ratio_cell(ratio, judge(ratio))
-    return f"{quoted(fastest.row.title)} is {cell} times as fast as {quoted(first.row.title)}"
+    title = quoted(fastest.row.title)
+    if fastest.row.added:  # it has what the rows above it add, too
+        title = f"all up to {title}"
+    return f"{title}: {ratio_cell(ratio, judge(ratio))} times as fast as {quoted(first.row.title)}"

@@ -98,7 +98,9 @@ def how_to_read(table):
     if ratios and all(ratio.spread is None for ratio in ratios):
         lines.append("With fewer than three rounds there is no ±, and no row is called faster or slower.")
     elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
-        lines.append("In parentheses: not shown to differ from 1. A ratio is not quite the quotient of two speeds.")
+        lines.append("In parentheses: not shown to differ from 1.")
+    if ratios and (table.bench["turns"] or table.bench["rounds"] > 1):
+        lines.append("Believe the ratio of two rows, which is not quite the quotient of their speeds.")
     if table.disturbance:
         lines.append(
             f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "
@@ -121,7 +123,6 @@ def terminal(table):
         if parts:
             lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
     lines += [beside("", line) for line in how_to_read(table)]
-    lines.append("")
     for heading, text in answer(table):
         lines.append(beside(heading.ljust(WIDTH_OF_A_HEADING), text))
     return "\n".join(lines)
@@ -164,7 +165,7 @@ def how_it_ran(bench):
     """Return how the rows ran. bench: the first line of a record."""
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
-        return f"{rounds}, all rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
+        return f"{rounds}, the rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
     since = f", since {bench['reason']}" if "reason" in bench else ""
     steps = f"at most {bench['steps']} steps, of which at least {bench['warmup']} were warm-up"
     return f"{rounds}, the rows ran one after the other{since}: {steps}."

@@ -93,7 +93,7 @@ def take_turns(number, results):
                 process.turn = turn
                 process.take(process.steps_per_turn)
             processes.reverse()  # so that a drift of speed affects all alike
-        report(number, f"all rows took {turns} turns", results)
+        report(number, f"the {turns} turns are over", results)
         for process in processes:
             process.let_end()
         for process in processes:

@@ -213,7 +213,7 @@ def all_rows(rows):
     names = [row.name for row in in_order]
     for name in names:
         if names.count(name) > 1:
-            refuse(f"two rows are {name!r}: leave one out: the bench runs a row a second time by itself, as a control")
+            refuse(f"two rows are {name!r}: leave one out, since the bench repeats a row anyway, as a control")
     return in_order
 
 
@@ -234,7 +234,7 @@ def check(row):
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
     if row.script.endswith(".py") and not Path(row.script).is_file():
-        refuse(f"{row.name!r}: there is no {row.script}")
+        refuse(f"there is no script {row.script}")
     for word in row.flags:
         if row.takes_flags and word.startswith(("--steps", "--device")):
             refuse(f"{row.name!r}: put {word} after all rows, outside of the quotes, since it is the same for all")

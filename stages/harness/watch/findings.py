@@ -37,10 +37,10 @@ def answer(watcher, shares):
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
     words_on_has, words_on_lacks, remarks = words_on_techniques(seen, has, lacks)
+    lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
     if lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
-        words_on_lacks += f": together at most {percent(computation)} of the time, so fix what is slow first"
-    lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
+        lines.append(f"        together at most {percent(computation)} of the time, so fix what is slow first")
     for stage in lacks:
         typed = what_to_type(seen, stage).replace("`", "")
         has_its_own_words = (seen.framework, stage.name) in IN_FRAMEWORK
@@ -50,7 +50,10 @@ def answer(watcher, shares):
     for name in watcher.args.added:
         if ladder.ADDED[name] not in has:
             remarks.append(words_on_missing(seen, name))
-    return lines + [f"        {remark}" for remark in remarks]
+    lines += [f"        {remark}" for remark in remarks]
+    if watcher.args.climb and any(stage.added_as for stage in lacks):
+        lines.append(f"        to measure what it lacks: {watcher.args.climb}")
+    return lines
 
 
 def words_on_profile(watcher):
@@ -129,7 +132,7 @@ def causes(watcher):
         words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
     if on_card and idle - data - evaluation - own > LONG:
         waiting = percent(idle - data - evaluation - own)
-        words.append(f"{waiting} the card waits for Python: compile, or take a larger batch")
+        words.append(f"{waiting} is the card waiting for Python: compile, or take a larger batch")
     if not on_card and loss > max(LONG, shares["forward"]):
         words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
     if not on_card and shares["update"] > SLOW_UPDATE:
@@ -145,8 +148,8 @@ def words_on_loader(batches, share):
     workers = max(batches, key=batches.get)
     remedy = "do less in __getitem__, for example tokenize once"
     if workers < machine.cores():
-        remedy = f"take up to {machine.cores()}, with persistent_workers=True, or {remedy}"
-    return f"{percent(share)} waits for a DataLoader with num_workers={workers}: {remedy}"
+        remedy = f"take up to {machine.cores()} workers, with persistent_workers=True, or {remedy}"
+    return f"{percent(share)} is waiting for a DataLoader with num_workers={workers}: {remedy}"
 
 
 def words_on_lines(lines, share, what):

@@ -1,4 +1,4 @@
-"""What a watched run leaves: its record, the line that shows how far it is, and a summary in words.
+"""What a watched run leaves: its record, and a summary in words.
 
 A record is a text file with one JSON object in each line, which `watch.py --record FILE` writes: what was seen, a line
 for each step, and a summary. An example of each, wrapped:
@@ -15,11 +15,9 @@ what backward() was called on. "tokens" counts what "unit" says. "spent" is the 
 finite or not known is null. A run that failed also has a line "error", with its message and traceback.
 """
 
-import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 
 import numpy as np
@@ -29,11 +27,11 @@ from .. import machine, meters, ranks
 from ..arithmetic import flops_per_token
 from ..card import words_on_card
 from ..common import refuse, say, tell
-from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second
+from ..figures import PER_SECOND, UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second
 from ..seen import words_on_model
 
-# Between the first counted step and the last one the meters are read, and the line is renewed, at most this often. They
-# are not on the clock of a step, but make a run of short steps take longer.
+# Between the first counted step and the last one the meters are read at most this often. That is not on the clock of a
+# step, but makes a run of short steps take longer.
 SECONDS_BETWEEN = 0.5
 
 
@@ -59,9 +57,6 @@ class Log:
         self.meters = {}  # memory, and the state of a card, as they were last read
         self.steps = []
         self.next_reading = 0.0  # when the meters may be read again
-        self.line_is_due = False
-        self.line_is_shown = False
-        self.has_terminal = self.is_rank_0 and sys.stderr is not None and sys.stderr.isatty()
         if record_path:
             path = record_path if self.is_rank_0 else f"{record_path}.{os.environ['RANK']}"
             try:
@@ -93,7 +88,6 @@ class Log:
         # also at the first counted step, since the peak of memory was reset before it
         if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
-            self.line_is_due = self.has_terminal
             self.meters = self.read_meters()
         entry["step"] = len(self.steps)
         entry.update(self.meters)
@@ -141,7 +135,7 @@ class Log:
         lines = [f"median {median:.2f} ms, quartiles {first_quartile:.2f} and {third_quartile:.2f}, {which}"]
         uneven = are_uneven(steps)
         if uneven:
-            lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, and the speed counts all")
+            lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, so the speed is by the mean")
         words = self.words_on_speed(tokens_per_second(steps, uneven))
         memory, meter = most_memory(steps), steps[-1]["meter"]
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
@@ -151,45 +145,22 @@ class Log:
     def words_on_speed(self, tokens_per_second):
         """Return a speed in words, a list: tokens per second and, for a GPT, the FLOP/s that they need."""
         if self.seen.unit == "step":
-            return [f"{tokens_per_second:.2f} steps/sec"]
-        words = [f"{tokens_per_second:,.0f} {self.seen.unit}/sec"]
+            return [f"{tokens_per_second:.2f} {PER_SECOND[self.seen.unit]}"]
+        words = [f"{tokens_per_second:,.0f} {PER_SECOND[self.seen.unit]}"]
         if self.seen.shape:
             words.append(f"{flops_per_token(self.seen.shape) * tokens_per_second / 1e12:.3g} TFLOP/s")
         return words
 
     # where it goes
 
-    def show_line(self):
-        """Show how far the run is in one line of the terminal, which hide_line() removes before the script prints."""
-        self.line_is_due = False
-        step = self.steps[-1]
-        words = f"step {step['step']}: {1e3 * step['dt']:.1f} ms"
-        if self.seen.unit != "step":
-            words += f", {step['tokens'] / step['dt']:,.0f} {self.seen.unit}/sec"
-        self.on_terminal(f"{words}\r")
-        self.line_is_shown = True
-
-    def hide_line(self):
-        """Remove the line that show_line() left, if there is one."""
-        if self.line_is_shown:
-            self.on_terminal("\33[K")  # erases to the end of the line, at whose beginning the cursor is
-            self.line_is_shown = False
-
-    def on_terminal(self, words):
-        """Write to the terminal, which may be gone."""
-        with contextlib.suppress(OSError, ValueError):
-            os.write(2, words.encode())
-
     def say(self, *lines):
         """Print lines, on rank 0."""
-        self.hide_line()
         if self.is_rank_0:
             for line in lines:
                 say(line, self.out)
 
     def notice(self, message):
         """Print a remark on stderr, on rank 0."""
-        self.hide_line()
         if self.is_rank_0:
             tell(message)
 

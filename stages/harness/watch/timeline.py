@@ -144,7 +144,7 @@ class StepClock:
         """Name the open kind in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
         self.range.close()
         kind = self.kinds[-1]
-        name = "Optimizer.step#watched" if kind == "update" else f"python ({kind})"
+        name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"
         self.range.enter_context(torch.profiler.record_function(name))
 
 

@@ -83,8 +83,6 @@ class Watcher:
             return "evaluation"  # which may also follow the last step
         if self.phase == Phase.OVER:
             self.end_script()
-        if self.log.line_is_due:
-            self.log.show_line()
         if self.phase == Phase.FIRST and not self.models:
             self.clock.begin_step()  # the first one, without the start of the script
         if self.added.names:
@@ -218,7 +216,6 @@ class Watcher:
         if self.added.names:
             self.added.autocast.close()  # if the script calls no backward()
         dt = self.clock.end_step()
-        self.log.hide_line()
         if not self.micro_batches.batches:
             self.micro_batches.close()  # if the script calls no backward()
         graphs = meters.compiled_graphs()
@@ -269,7 +266,7 @@ class Watcher:
         if self.log.seen.unit == "step":
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
         if self.optimizers_take_turns:
-            self.log.say("optimizers train in turn: a step ends with the first one's, and has its batch and its loss")
+            self.log.say("optimizers train in turn: the first one's step ends a step, and batch and loss are its own")
         self.models = {}
         self.keep_profile()
         self.profiler.forget()
@@ -348,7 +345,7 @@ class Watcher:
 
     def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
-        remedy = "let it call its function itself, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
+        remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
         self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
