@@ -110,7 +110,7 @@ def new_parser():
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how many times each row is started ({rounds.ROUNDS})")
-    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; 27 longer ones on a CPU)")
+    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; 27 on a CPU, more if short)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed of all rows (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", type=row_of, metavar="COMMAND", help="rows that each add a technique to a script of your own")
