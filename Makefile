@@ -35,7 +35,7 @@ help:
 setup: $(runtime)
 
 .venv/runtime: requirements.txt
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH, or pass PY=" % sys.version_info[:2])'
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH" % sys.version_info[:2])'
 	.venv/bin/python -c 'import pip' 2> /dev/null || python3 -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@

@@ -61,5 +61,5 @@ def all_together(table):
         return None
     title = quoted(fastest.row.title)
     if fastest.row.added:  # it has what the rows above it add, too
-        title = f"all up to {title}"
+        title = f"up to {title}"
     return f"{title}: {ratio_cell(ratio, judge(ratio))} times as fast as {quoted(first.row.title)}"
