@@ -123,7 +123,10 @@ def terminal(table):
         if parts:
             lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
     lines += [beside("", line) for line in how_to_read(table)]
-    for heading, text in answer(table):
+    answers = answer(table)
+    if answers:
+        lines.append("")
+    for heading, text in answers:
         lines.append(beside(heading.ljust(WIDTH_OF_A_HEADING), text))
     return "\n".join(lines)
 
