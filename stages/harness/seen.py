@@ -22,7 +22,7 @@ IN_FRAMEWORK = {
     ("accelerate", "s03_bf16"): '`Accelerator(mixed_precision="bf16")`',
     ("accelerate", "s04_compile"): '`Accelerator(dynamo_backend="inductor")`',
 }
-FUSED_IN_LIGHTNING = "in 16 bits fused=True raises an error with gradient_clip_val: clip in on_before_optimizer_step()"
+FUSED_IN_LIGHTNING = "in bf16-mixed fused=True fails with gradient_clip_val: clip in on_before_optimizer_step()"
 UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or took too few steps"
 NO_FLASH = "its attention takes no flash kernel"
 SMALL_VOCABULARY = 1024  # below it the last matmul is too small for its tiles to matter
@@ -255,7 +255,7 @@ def words_on_stage(stage, seen):
         case "s11_accum":
             return f"micro-batches per step: {seen.accum * seen.world_size}"
         case "s12_ddp" if seen.world_size == 1:
-            return "one process: what DDP itself costs"
+            return "one process, so DDP only costs time"
     return "for the loss, not for speed" if stage.for_the_loss else ""
 
 
