@@ -187,10 +187,9 @@ def machine_line(env):
 
 def what_ran(table):
     """Return the model, the batch, the text, the seed and the date of the first row that ran."""
-    rows_that_ran = [outcome for outcome in table.shown if outcome.seen]
-    if not rows_that_ran:
+    first = table.first_that_ran
+    if first is None:
         return "No row got as far as its second step, which shows what is trained."
-    first = rows_that_ran[0]
     line = f"The first row that ran trains {words_on_model(first.seen)}"
     if first.row.takes_flags:  # else it has a text of its own
         line += f", on {table.bench['text']}"

@@ -24,8 +24,7 @@ rect { fill: #0969da }
 def draw(table, name):
     """Return the text of results/NAME.svg."""
     title = f"{name}: {table.bench['environment']['device_name']}"
-    units = [outcome.seen.unit for outcome in table.shown if outcome.seen]
-    unit = units[0] if units else "tok"
+    unit = table.first_that_ran.seen.unit if table.first_that_ran else "tok"
     what = f"{UNITS[unit]} per second, and how many times the row above"
     bottom = TOP + LINE * len(table.shown) + 6
     size = f'viewBox="0 0 {WIDTH} {bottom}" width="{WIDTH}" height="{bottom}"'

@@ -70,6 +70,14 @@ class Table:
     shown: list  # Outcomes without that of the control
     disturbance: float  # how far from 1 the control came out, if chance can't explain that
 
+    @property
+    def first_that_ran(self):
+        """The Outcome of the first row that got as far as its second step, or None."""
+        for outcome in self.shown:
+            if outcome.seen:
+                return outcome
+        return None
+
 
 def table_of(results):
     """Return the Table of the Results of a bench."""
