@@ -144,6 +144,16 @@ def test_a_control_that_differs_from_its_first_run_hides_all_that_is_closer_to_1
     assert [outcome.comparison.verdict for outcome in table.shown] == [None, Verdict.UNCLEAR, Verdict.FASTER]
 
 
+def test_what_is_known_of_a_stage_is_no_reason_for_what_was_added_to_it():
+    """s04 alone is left out with --no-compile, and +fused is not."""
+    rows = [row("s03"), row("s04", base="s03"), row("+fused", script="s04_compile", added=("fused",), base="s04")]
+    runs = [run(name, [dt]) for name, dt in {"s03": 1.0, "s04": 2.0}.items()]
+    table = table_from(*runs, run("+fused", [4.0], compile=True, fused=True), rows=rows)
+    assert dict(answer(table))["slower"] == (
+        "s04 compile 0.50 ± 0.00 (leave it out of all rows with --no-compile), +fused 0.50 ± 0.00"
+    )
+
+
 @pytest.mark.parametrize("dt, verdict", [(1.0, Verdict.SAME), (1.04, Verdict.SAME), (2.0, Verdict.UNCLEAR)])
 def test_a_row_that_should_be_as_fast_as_its_base_is_never_called_slower(dt, verdict):
     """s08 computes what s07 does."""

@@ -37,11 +37,13 @@ def reason_of_verdict(outcome):
     comparison = outcome.comparison
     is_same_computation = comparison.change.is_same_computation
     stage = outcome.row.stage
-    if comparison.verdict is Verdict.SLOWER and stage and stage.left_out_by:
-        return f"leave it out of all rows with {stage.left_out_by}"
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
         return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
-    if (is_same_computation or comparison.verdict is Verdict.SLOWER) and not outcome.row.added:
+    if outcome.row.added:  # what is known of its stage is no reason for what was added to it
+        return None
+    if comparison.verdict is Verdict.SLOWER and stage and stage.left_out_by:
+        return f"leave it out of all rows with {stage.left_out_by}"
+    if is_same_computation or comparison.verdict is Verdict.SLOWER:
         return outcome.words
     return None
 
