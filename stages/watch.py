@@ -85,8 +85,8 @@ def parse_command(argv):
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script
-    args.climb = None  # the command of a climb
-    if not (args.added or args.gate or is_beside_the_stages(args.script)):
+    args.climb = None  # the command of a climb, which has no torchrun in it
+    if not (args.added or args.gate or ranks.world_size() > 1 or is_beside_the_stages(args.script)):
         command = ["-m", *args.command] if args.is_module else args.command
         args.climb = shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
     args.folder = folder_of(args.script)
