@@ -4,12 +4,14 @@ from harness import machine, meters, parse_args
 from harness.bench import page
 
 import os
+import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import STAGE_FILES, error_of, python
+from conftest import ROOT, STAGE_FILES, error_of, python
 
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
@@ -165,3 +167,11 @@ def test_lines_appear_at_once_in_a_file_or_a_pipe():
     script = "import harness, os; harness.parse_args('doc'); print('step 0'); os.kill(os.getpid(), 9)"
     ended = python("-c", script, "--device", "cpu", PYTHONPATH=str(STAGE_FILES["s01"].parent))
     assert ended.out.endswith("\nstep 0\n")
+
+
+@pytest.mark.parametrize("script", ["bench.py", "stages/s01_baseline.py", "stages/watch.py"])
+def test_a_python_without_torch_is_one_line(script):
+    """Without its site-packages, by -S, a Python has none."""
+    ended = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch("error: this Python has no torch: .*\n", ended.stderr)

@@ -5,6 +5,7 @@ from harness.arithmetic import ADAMW, CLIPPING, FUSED_ADAMW, PADDED_VOCAB, UNSCA
 from harness.bench import page, picture
 from harness.bench.results import Results
 from harness.bench.table import table_of
+from harness.figures import tokens_per_second
 from harness.flags import parse
 
 import re
@@ -158,6 +159,18 @@ def test_the_pages_predict_by_arithmetic(row, all_rates, batch_size):
     cells = predicted_cells(all_rates, batch_size, "flash" in row, "bf16" in row, has_tf32)
     assert lines_of_tables(ROOT / "stages" / "measured.md")[row][:6] == cells
     assert lines_of_tables(ROOT / "README.md").get(row, cells)[:6] == cells  # not all are there
+
+
+def test_readme_names_figures_that_stand_in_no_table():
+    readme = " ".join(README.split())
+    with_16_sequences = predicted_cells(RTX_3060, 16, has_flash=True, has_bf16=True, has_tf32=True)
+    assert f"[{with_16_sequences[-1]} to 1.25](stages/measured.md#predictions)" in readme
+    h100 = table_of(Results.load(ROOT / "results" / "h100.jsonl")).outcomes
+    assert f"{h100['s10'].tok_per_sec / h100['s01'].tok_per_sec:.1f} up to s10" in readme
+    mean_speeds = [tokens_per_second(h100[name].counted, uneven=True) for name in ("s11", "s01")]
+    assert f"({mean_speeds[0] / mean_speeds[1]:.2f} in all by the [mean]" in readme
+    xeon = table_of(Results.load(ROOT / "results" / "xeon-bf16.jsonl")).outcomes
+    assert f"but {xeon['s02'].comparison.ratio_to_first.value:.2f} before bf16" in readme
 
 
 def make(*words):
