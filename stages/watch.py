@@ -18,8 +18,9 @@ from harness.flags import Parser, positive, seed
 from harness.seen import is_beside_the_stages
 from harness.watch import hooks
 from harness.watch.log import Log
-from harness.watch.timeline import is_elsewhere
-from harness.watch.watcher import Phase, Watcher
+from harness.watch.run import Run
+from harness.watch.threads import is_elsewhere
+from harness.watch.watcher import Watcher
 
 import argparse
 import builtins
@@ -42,17 +43,17 @@ def main(argv):
     args = parse_command(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
     log = Log(args.record_path, out, args.warmup)
-    watcher = Watcher(args, log)
+    run = Run(args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
     log.say(f"watching {args.title} in {args.folder}{limit}")
     log.say(f"it is seeded with {args.seed}, and each step waits for the device")
-    hooks.watch_pytorch(watcher)
+    hooks.watch_pytorch(Watcher(run))
     rename_our_modules()
     become_process_of_script(args)
-    status, reason = run(args, watcher)
+    status, reason = run_script(args, run)
     if not is_elsewhere():
-        status = report_end(args, watcher, status, reason)
-    watcher.profiler.stop()  # which must not be at work when Python ends
+        status = report_end(args, run, status, reason)
+    run.profiler.stop()  # which must not be at work when Python ends
     sys.exit(status)
 
 
@@ -127,10 +128,10 @@ def become_process_of_script(args):
     torch.manual_seed(args.seed)
 
 
-def run(args, watcher):
+def run_script(args, run):
     """Run the script to its end. Return (exit status, how it ended in words)."""
     try:
-        execute(args, watcher)
+        execute(args, run)
     except SystemExit as end:
         if end.code:
             status = end.code if isinstance(end.code, int) else 1  # as Python has it
@@ -139,11 +140,11 @@ def run(args, watcher):
         return 130, "was interrupted"
     except BaseException as error:
         while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
-            error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind run() and execute()
+            error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind execute()
         text = "".join(traceback.format_exception(error))
         print(text, end="", file=sys.stderr)
         if not is_elsewhere():
-            watcher.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
+            run.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
         return 1, f"failed by {type(error).__name__}"
     return 0, "ended"
 
@@ -155,7 +156,7 @@ def in_a_line(error):
     return f"{type(error).__name__}: {line}"
 
 
-def execute(args, watcher):
+def execute(args, run):
     """Execute the script as the module __main__. Raises what it raises.
 
     runpy.run_path() would leave __mp_main__ as watch.py. A process that a DataLoader spawns looks there for classes of
@@ -168,7 +169,7 @@ def execute(args, watcher):
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
-            watcher.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
+            run.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
         code = compile(Path(args.script).read_bytes(), args.script, "exec")
@@ -181,21 +182,21 @@ def execute(args, watcher):
     exec(code, main_module.__dict__)
 
 
-def report_end(args, watcher, status, reason):
+def report_end(args, run, status, reason):
     """Print the figures and how the script ended. Return the exit status, which is 2 if nothing was timed.
 
     A script that failed keeps its own.
     """
-    line = f"{reason} after {watcher.steps_taken} steps"
-    if watcher.phase == Phase.FIRST:
+    line = f"{reason} after {run.steps_taken} steps"
+    if run.steps_taken == 0:
         line = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
         if status == 0:
             line += ". Several ranks must be started by torchrun"
-    elif not watcher.log.steps:
+    elif not run.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
-    watcher.finish()
-    watcher.log.notice(f"{args.title} {line}")
-    if status == 0 and not watcher.log.steps:
+    run.finish()
+    run.log.notice(f"{args.title} {line}")
+    if status == 0 and not run.log.steps:
         return 2
     return status
 

@@ -5,14 +5,12 @@ Most are forks of one process. What only a process from its first line shows has
 
 from harness.bench.rows import row_of
 from harness.seen import Seen
+from harness.watch.events import KINDS
 from harness.watch.findings import causes
 from harness.watch.profiler import busy_ms
-from harness.watch.techniques import Habits
-from harness.watch.timeline import KINDS, StepClock
 
 import json
 import re
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -153,7 +151,7 @@ def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line
     ended = watch_in_a_fork(tmp_path, TRAIN.replace(line, new_line), "--steps", "9", status=status)
     assert told in ended.err.splitlines()[-1]
     assert ("median" in ended.out) == (" steps" in ended.err.splitlines()[-1])
-    assert "watcher.py" not in ended.err
+    assert "run.py" not in ended.err
     if "failed" in told:
         assert ended.of_kind("error")[0]["traceback"] in ended.err
 
@@ -282,26 +280,17 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
-def test_what_a_hook_does_is_not_on_the_clock():
-    clock = StepClock()
-    clock.began -= 100  # as if the step had begun 100 s ago, and the hook 40 s ago
-    clock.since -= 100
-    clock.begin("forward", time.perf_counter() - 40)
-    clock.end("forward")
-    assert clock.end_step() == pytest.approx(60, rel=0.1)
-
-
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     """Without a profile nobody knows how long the card waited."""
     spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
     steps = 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}]
     log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
     log.device, log.seen = torch.device("cuda"), Seen.of_line(SEEN)
-    clock = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
-    watcher = SimpleNamespace(log=log, clock=clock, habits=Habits())
-    assert causes(watcher) == []
+    own_lines = {"rest": Counter({"train.py:3": 0.9}), "loss": Counter()}
+    run = SimpleNamespace(log=log, own_lines=own_lines, loaders={}, repeats_forward=False)
+    assert causes(run) == []
     log.seen.busy_ms = 20.0
-    assert causes(watcher)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
+    assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
 
 
 def watch_after(change, folder, text):

@@ -1,159 +1,22 @@
-"""What a step trains on: its micro-batches, and how many tokens or samples each has."""
+"""What a call of a module reads, and a backward: how many tokens or samples, and the loss."""
 
 import contextlib
 import inspect
-import math
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .events import Batch, Loss
+from .timeline import is_captured
+
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids"
 HAS_NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)pos(_|$)", re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
-
-
-class Loss(NamedTuple):
-    """A loss that backward() was called on. module: that of its micro-batch. is_share: whether it was scaled last."""
-
-    value: float | torch.Tensor
-    module: nn.Module | None
-    is_share: bool
-
-
-class MicroBatches:
-    """What was seen since the last step ended.
-
-    batches: a Call for each micro-batch. losses: a Loss for each. was_used: whether another optimizer has stepped on
-    them than the one that ends a step, as in a GAN. Then what follows replaces them.
-    """
-
-    def __init__(self):
-        self.batches = []
-        self.losses = []
-        self.was_used = False
-        self.unscaled_loss = None  # what a GradScaler multiplied last
-        self.call = None  # the one that counts, of those since the last backward
-
-    def add_call(self, module, weight, inputs, batch):
-        """Keep what a module reads: a Batch, whose first tensor is `inputs`. weight: its first parameter.
-
-        All that a module reads until the next backward counts, also in several calls. Of calls of several modules the
-        largest counts: a head after an encoder sees the same batch.
-        """
-        if self.was_used:
-            self.batches, self.losses, self.was_used = [], [], False
-        last = self.call
-        if last is None or last.module is not module or last.is_training != module.training:
-            call = Call(module, module.training, weight._version, inputs, batch, batch.count)
-            if last is None or call.priority > last.priority:
-                self.call = call
-        elif last.inputs is not inputs:  # the same module reads another part of the batch
-            last.inputs = inputs
-            last.count += batch.count
-            if batch.count > last.batch.count:
-                last.batch = batch
-
-    def add_backward(self, loss):
-        """Close a micro-batch, and keep its loss, if it is new. loss: what backward() gets, a tensor or several."""
-        call = self.call
-        if call and self.batches and call.is_again(self.batches[-1]):  # as SAM and LBFGS do: its loss is not kept
-            self.call = None
-            return
-        self.close()
-        module = call.module if call else None
-        for each in loss if isinstance(loss, (list, tuple)) else [loss]:
-            if torch.is_tensor(each) and each.numel() == 1:
-                if self.unscaled_loss is not None:
-                    each, self.unscaled_loss = self.unscaled_loss, None
-                is_share = each.grad_fn is not None and each.grad_fn.name() in SHARES
-                # on a card a copy, which does not wait for it, and into which no CUDA graph writes
-                value = each.item() if each.is_cpu else each.detach().float().clone()
-                self.losses.append(Loss(value, module, is_share))
-
-    def close(self):
-        """Take the calls since the last backward, if there were any, for a micro-batch."""
-        if self.call:
-            self.call.inputs = None  # memory that is the script's
-            self.batches.append(self.call)
-            self.call = None
-
-    @property
-    def are_shares(self):
-        """Whether each loss is a share of one for the whole step, as in accumulation."""
-        return all(loss.is_share for loss in self.losses)
-
-    @property
-    def loss(self):
-        """The loss of the step, a float, or None if it has none, or one that is not finite, which JSON does not know.
-
-        It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
-        nobody knows whether their sum or their mean is what the script means.
-        """
-        if not self.losses:
-            return None
-        if len(self.losses) > 1:
-            modules = {id(loss.module) for loss in self.losses}
-            if len(modules) > 1 or not self.are_shares:
-                return None
-        total = float(sum(loss.value for loss in self.losses))
-        return total if math.isfinite(total) else None
-
-    @property
-    def unit(self):
-        """What can be counted surely: "tok", "sample" if there are no tokens, or "step"."""
-        units = {call.batch.unit for call in self.batches}
-        if "tok" in units:
-            return "tok"
-        return "sample" if units == {"sample"} else "step"
-
-    def count_of(self, unit):
-        """Return how many tokens or samples these are. unit: "tok" or "sample", as of the first reported step."""
-        return sum(call.count for call in self.batches if call.batch.unit == unit)
-
-
-class Batch(NamedTuple):
-    """How much a call of a module reads.
-
-    unit: "tok", "sample" or, if neither is sure, "step". batch_size: the rows of its texts, or of all that it gets.
-    seq_len: of its text, or None. count: of all its tokens or samples.
-    """
-
-    unit: str = "step"
-    batch_size: int | None = None
-    seq_len: int | None = None
-    count: int = 0
-
-
-@dataclass
-class Call:
-    """The calls of a module with gradients up to a backward.
-
-    is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: the first tensor of the last call. batch: the largest Batch. count: of all.
-    """
-
-    module: nn.Module
-    is_training: bool
-    version: int
-    inputs: torch.Tensor
-    batch: Batch
-    count: int
-
-    @property
-    def priority(self):
-        """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.batch.unit == "tok", self.count
-
-    def is_again(self, before):
-        """Return whether it reads the batch of the call before, under changed weights, as in SAM and LBFGS."""
-        return self.module is before.module and self.version != before.version
 
 
 class Signature:
@@ -274,3 +137,16 @@ def named_tensors(pairs):
         elif isinstance(value, (list, tuple)):
             tensors += named_tensors((name, each) for each in value)
     return tensors
+
+
+def losses_of(tensors):
+    """Return the Losses that these are, a list. tensors: what backward() gets, a tensor or several."""
+    losses = []
+    if is_captured():
+        return losses
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+        if torch.is_tensor(tensor) and tensor.numel() == 1:
+            # on a card a copy, which does not wait for it, and into which no CUDA graph writes
+            value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()
+            losses.append(Loss(value, tensor.grad_fn is not None and tensor.grad_fn.name() in SHARES))
+    return losses

@@ -10,8 +10,8 @@ import torch
 from .. import ladder, machine, rates
 from ..figures import LONG, LONG_WAIT
 from ..seen import IN_FRAMEWORK, has_and_lacks, what_to_type, words_on_missing, words_on_techniques
+from .events import KINDS
 from .stepprofile import StepProfile, predicted_ms
-from .timeline import KINDS
 
 SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
 SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
@@ -23,17 +23,17 @@ MANY_GROUPS = 10  # of an optimizer, with the same settings
 MANY = 3  # copies from a card in a step, or graphs compiled after the warm-up
 
 
-def answer(watcher, shares):
+def answer(run, shares):
     """Return lines that say where the script's time goes, what slows it, and which techniques it has and lacks.
 
     shares: what shares_of() returned.
     """
-    seen = watcher.log.seen
+    seen = run.log.seen
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
     lines = [f"time    {', '.join(parts)}"]
-    if watcher.log.waiting_steps():
+    if run.log.waiting_steps():
         lines.append("        measured in steps of the warm-up, which wait for the card after each part")
-    slow = causes(watcher)
+    slow = causes(run)
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
     words_on_has, words_on_lacks, remarks = words_on_techniques(seen, has, lacks)
@@ -47,26 +47,26 @@ def answer(watcher, shares):
         if stage.name == "s04_compile" and not (has_its_own_words or seen.can_compile_in_place):
             typed += "; the names in its checkpoints then have _orig_mod."
         lines.append(f"        {stage.short} {typed}")
-    for name in watcher.args.added:
+    for name in run.args.added:
         if ladder.ADDED[name] not in has:
             remarks.append(words_on_missing(seen, name))
     lines += [f"        {remark}" for remark in remarks]
-    if watcher.args.climb and any(stage.added_as for stage in lacks):
-        lines.append(f"        to measure what it lacks: {watcher.args.climb}")
+    if run.args.climb and any(stage.added_as for stage in lacks):
+        lines.append(f"        to measure what it lacks: {run.args.climb}")
     return lines
 
 
-def words_on_profile(watcher):
+def words_on_profile(run):
     """Return lines on the parts of the profiled last step, with what they should take; none without --profile."""
-    log, events = watcher.log, watcher.profiler.events
-    if not (watcher.args.profile and events):
+    log, events = run.log, run.profiler.events
+    if not (run.args.profile and events):
         return []
     predicted = {}
     work = log.seen.work
     if work:
         dtype = getattr(torch, log.seen.autocast or log.seen.weights)
         predicted = predicted_ms(work, rates.measure(log.device, dtype))
-    return StepProfile(events, log.device, 1e3 * watcher.dt_of_profiled).lines(predicted)
+    return StepProfile(events, log.device, 1e3 * run.dt_of_profiled).lines(predicted)
 
 
 def percent(share):
@@ -103,9 +103,9 @@ def mean_shares(steps):
 # What slows a script down
 
 
-def causes(watcher):
+def causes(run):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    log, habits, lines = watcher.log, watcher.habits, watcher.clock.lines
+    log, lines = run.log, run.own_lines
     steps = log.reported_steps()
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)
@@ -120,9 +120,9 @@ def causes(watcher):
     own = shares["rest"]
     loss = shares["loss"]
     words = []
-    if data > LONG_WAIT and habits.batches:
-        words.append(words_on_loader(habits.batches, data))
-    if evaluation > LONG_WAIT and not habits.repeats_forward:  # checkpointing has such forwards, too
+    if data > LONG_WAIT and run.loaders:
+        words.append(words_on_loader(run.loaders, data))
+    if evaluation > LONG_WAIT and not run.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
     if own > LONG and own * statistics.mean(dts) > SHORT_OWN_CODE:
@@ -136,8 +136,8 @@ def causes(watcher):
     if not on_card and loss > max(LONG, shares["forward"]):
         words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
     if not on_card and shares["update"] > SLOW_UPDATE:
-        words += words_on_update(habits.optimizers)
-    return words + words_on_habits(watcher)
+        words += words_on_update(run.optimizers)
+    return words + words_on_habits(run)
 
 
 def words_on_loader(batches, share):
@@ -182,17 +182,17 @@ def words_on_update(optimizers):
     return words
 
 
-def words_on_habits(watcher):
+def words_on_habits(run):
     """Return words on what else slows a script down, a list."""
-    habits, reads = watcher.habits, watcher.log.seen.reads
-    graphs = sum(step["graphs"] for step in watcher.log.counted_steps())
+    reads = run.log.seen.reads
+    graphs = sum(step["graphs"] for step in run.log.counted_steps())
     words = []
     if reads >= MANY:
         words.append(f"a step copies from the card {reads} times, as .item() does, and waits for it each time")
     if graphs >= MANY:
         words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
-    if habits.repeats_forward:
+    if run.repeats_forward:
         words.append("forwards run again in the backward: activation checkpointing trades time for memory")
-    if watcher.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
+    if run.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
         words.append("it trains on the CPU, though this machine has a card")
     return words

@@ -11,7 +11,6 @@ module a thousand times in a step.
 
 import functools
 import os
-import random
 import threading
 import time
 
@@ -20,38 +19,38 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from .counting import signature_of
-from .timeline import is_elsewhere
-
-LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
+from .threads import is_elsewhere, look_at_lines
 
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
-    clock, profiler = watcher.clock, watcher.profiler
-    threading.Thread(target=look_at_own_code, args=[clock], daemon=True).start()
+    timeline, profiler = watcher.timeline, watcher.run.profiler
+    threading.Thread(target=look_at_lines, args=[timeline], daemon=True).start()
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
-    call_first(dataloader.DataLoader, "__iter__", watcher.saw_loader, clock)
-    call_first(dataloader._BaseDataLoaderIter, "__next__", watcher.saw_batch, clock)
-    call_first(torch.autograd, "backward", watcher.saw_backward, clock)
-    call_first(torch.autograd, "grad", lambda *args, **kwargs: "backward", clock)
-    call_first(torch.amp.GradScaler, "scale", watcher.saw_scale, clock)
-    call_first(torch.amp.GradScaler, "step", watcher.saw_scaler_step, clock)
-    call_first(torch.amp.GradScaler, "update", watcher.saw_scaler_update, clock)
-    call_first(torch.autocast, "__enter__", watcher.saw_autocast, clock)
-    call_first(torch.amp.autocast_mode, "_enter_autocast", watcher.note_autocast, clock)  # while torch.compile traces
-    call_first(torch.profiler.profile, "start", profiler.saw_profiler, clock)
-    call_first(torch.multiprocessing, "spawn", watcher.refuse_spawn, clock)
-    call_first(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", watcher.saw_clipping, clock)  # by clip_grad_norm_()
+    for owner, name, note in (
+        (dataloader.DataLoader, "__iter__", watcher.saw_loader),
+        (dataloader._BaseDataLoaderIter, "__next__", watcher.saw_batch),
+        (torch.autograd, "backward", watcher.saw_backward),
+        (torch.autograd, "grad", lambda *args, **kwargs: "backward"),
+        (torch.amp.GradScaler, "scale", watcher.saw_scale),
+        (torch.amp.GradScaler, "step", watcher.saw_scaler_step),
+        (torch.amp.GradScaler, "update", watcher.saw_scaler_update),
+        (torch.autocast, "__enter__", watcher.saw_autocast),
+        (torch.amp.autocast_mode, "_enter_autocast", watcher.note_autocast),  # while torch.compile traces
+        (torch.profiler.profile, "start", profiler.saw_profiler),
+        (torch.multiprocessing, "spawn", watcher.run.refuse_spawn),
+        (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", watcher.saw_clipping),  # by clip_grad_norm_()
+    ):
+        call_first(owner, name, note, timeline)
     register_optimizer_step_pre_hook(watcher.saw_optimizer_begin)
     register_optimizer_step_post_hook(watcher.saw_optimizer_end)
 
 
-def call_first(owner, name, note, clock):
+def call_first(owner, name, note, timeline):
     """Let a function of PyTorch call `note` first, with its own arguments.
 
-    What `note` returns is what the time of the function counts as on this clock, a StepClock. If it returns None, the
-    time counts as what was open before.
+    What `note` returns is what the time of the function counts as. If it returns None, that is as before.
     """
     original = getattr(owner, name)
 
@@ -64,11 +63,12 @@ def call_first(owner, name, note, clock):
         # is_compiling() is also True while torch.export, for example, runs this: the clock would get into its graph
         if kind is None or torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        clock.begin(kind, entered)
+        before = timeline.kind
+        timeline.mark(kind, entered)
         try:
             return original(*args, **kwargs)
         finally:
-            clock.end(kind)
+            timeline.mark(before)
 
     setattr(owner, name, noted_call)
 
@@ -79,7 +79,7 @@ def watch_modules(watcher):
     Losses and transforms have none. What a DataLoader calls to make a batch is left out, too.
     """
     call_module = torch.nn.Module.__call__
-    clock = watcher.clock
+    timeline = watcher.timeline
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
@@ -88,16 +88,16 @@ def watch_modules(watcher):
             return call_module(module, *args, **kwargs)
         entered = time.perf_counter()
         signature = signature_of(module)
-        if signature is None or clock.kinds[-1] == "data":
+        before = timeline.kind
+        if signature is None or before == "data":
             return call_module(module, *args, **kwargs)
-        kind = watcher.saw_forward(module, signature, args, kwargs)
-        clock.begin(kind, entered)
+        timeline.mark(watcher.saw_forward(module, signature, args, kwargs), entered)
         is_inside = True
         try:
             return call_module(module, *args, **kwargs)
         finally:
             is_inside = False
-            clock.end(kind)
+            timeline.mark(before)
 
     torch.nn.Module.__call__ = watched_call
     # torch.compile has to skip watched_call() itself, and to compile what that calls. All models would share its code,
@@ -106,15 +106,3 @@ def watch_modules(watcher):
     skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
     strategy = compiler._FrameExecStrategy(skip, default)  # what is done with its frame, and with those that it calls
     compiler.set_code_exec_strategy(watched_call.__code__, strategy)
-
-
-def look_at_own_code(clock):
-    """Look now and then at the line that runs. This is a thread, as long as the process.
-
-    The looks are irregular, so that they do not meet the same line of a regular loop each time.
-    """
-    own_random = random.Random()  # the script's own is seeded
-    while True:
-        clock.own_code_runs.wait()  # looks at other times would take the interpreter from a forward
-        time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-        clock.look()

@@ -10,7 +10,7 @@ for each step, and a summary. An example of each, wrapped:
 
 The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled: it leaves no line
 "step", and a second line "seen" replaces the first. dt is in seconds, memory in bytes and of one rank, and the loss is
-what backward() was called on. "tokens" counts what "unit" says. "spent" is the seconds of each of timeline.KINDS, and
+what backward() was called on. "tokens" counts what "unit" says. "spent" is the seconds of each of events.KINDS, and
 "graphs" how many torch.compile made in the step. On an NVIDIA card "card" is meters.card_state(). A figure that is not
 finite or not known is null. A run that failed also has a line "error", with its message and traceback.
 """

@@ -14,56 +14,58 @@ MOST_NODES = 5_000  # of the graph for the backward: above, to list a step's ope
 
 
 class StepProfiler:
-    """The profile of one step. profiler: of torch, or None while none is at work. events: what it saw, or None."""
+    """The profile of one step. profile: of torch, or None while none is open. events: what it saw, or None."""
 
-    def __init__(self, clock):
-        """clock: a StepClock, whose kinds the profile names."""
-        self.clock = clock
-        self.profiler = None
+    def __init__(self):
+        self.profile = None
+        self.range = contextlib.ExitStack()  # of the kind of time that runs
         self.first_node = 0  # of the graph for the backward, by its number
         self.events = None
         self.script_profiles = False
 
-    def saw_profiler(self, profiler):
+    def saw_profiler(self, profile):
         """Leave the profiler to the script, which starts one of its own: two at work empty one another."""
-        if profiler is not self.profiler:
+        if profile is not self.profile:
             self.script_profiles = True
             self.give_up()
 
-    def start(self, device):
-        """Begin to profile, and return whether it did.
+    def start(self, device, kind):
+        """Begin to profile, and return whether it did. kind: what runs.
 
         It does not if the script profiles, or if a backward() is open, which would end the profile with it.
         """
-        if self.script_profiles or torch.autograd._profiler_enabled() or "backward" in self.clock.kinds:
+        if self.script_profiles or torch.autograd._profiler_enabled() or kind == "backward":
             return False
         activities = [ProfilerActivity.CPU]
         if device.type != "cpu":
             activities = torch.profiler.supported_activities()
-        self.profiler = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
-        self.profiler.start()
+        self.profile = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
+        self.profile.start()
         self.first_node = torch._C._autograd._get_sequence_nr()
-        self.clock.is_profiled = True
-        self.clock.name_in_profile()
         return True
+
+    def name(self, kind):
+        """Name a kind of time in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
+        self.range.close()
+        name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"
+        self.range.enter_context(torch.profiler.record_function(name))
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""
-        if self.profiler:
-            profiler, self.profiler = self.profiler, None  # now, since Ctrl-C may end stop()
-            self.clock.is_profiled = False
-            self.clock.range.close()
-            profiler.stop()
-            self.events = profiler.events()
+        if self.profile:
+            profile, self.profile = self.profile, None  # now, since Ctrl-C may end stop()
+            self.range.close()
+            profile.stop()
+            self.events = profile.events()
 
     def stop_if_large(self):
         """End the profile, and keep what it saw, if the forwards of the step have very many operations."""
-        if self.profiler and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
+        if self.profile and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
             self.stop()
 
     def give_up(self):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""
-        if self.profiler:
+        if self.profile:
             self.stop()
             self.forget()
 

@@ -5,9 +5,7 @@ import multiprocessing
 import re
 import sys
 import traceback
-import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
+from . import events
 from .added import is_compiled, is_of_pytorch
-from .counting import Batch, unwrapped, vocabulary_of
+from .counting import unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
-from .timeline import count_threads_of_script
+from .threads import count_threads_of_script
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
@@ -31,47 +30,37 @@ FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabri
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
-@dataclass
-class Habits:
-    """What the script was seen to do, besides its steps.
+def find_techniques(notes, micro_batches, optimizers, device, world_size):
+    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step show more: see seen_in().
 
-    autocast: the dtype of the last autocast that was in force in a forward, as "bfloat16", or None.
+    notes: of its first steps. micro_batches: of the last of these. optimizers: {one: its first learning rate}.
     """
-
-    autocast: str | None = None
-    optimizers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)  # {one: its first lr}
-    clips: bool = False
-    repeats_forward: bool = False
-    batches: Counter = field(default_factory=Counter)  # {num_workers of a DataLoader: how many came}
-
-
-def find_techniques(watcher):
-    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step show more: see seen_in()."""
-    habits, micro_batches, device = watcher.habits, watcher.micro_batches, watcher.log.device
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     units = machine.units_of(device)
-    calls = micro_batches.batches
-    batch = max(calls, key=lambda call: call.priority).batch if calls else Batch()
+    autocast = (events.values_of(notes, "autocast") or [None])[-1]
+    models = {id(call.module): call.module for call in events.values_of(notes, "call")}
+    unit = events.unit_of(micro_batches)
+    batch = events.largest_batch(micro_batches)
     return Seen(
-        unit=micro_batches.unit,
+        unit=unit,
         batch_size=batch.batch_size,
         seq_len=batch.seq_len,
-        accum=len(calls) if micro_batches.are_shares else 1,
-        world_size=watcher.world_size,
+        accum=sum(each.call is not None for each in micro_batches) if events.are_shares(micro_batches) else 1,
+        world_size=world_size,
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         tf32="tf32" in precisions,
-        autocast=habits.autocast,
-        enters_autocast=habits.autocast is not None,
-        emulated=habits.autocast is not None and habits.autocast not in units,
-        clips=habits.clips,
+        autocast=autocast,
+        enters_autocast=autocast is not None,
+        emulated=autocast is not None and autocast not in units,
+        clips=len(events.values_of(notes, "clipping")) > 0,
         framework=framework_of(sys._getframe()),
         device=device.type,
         can_tf32="tf32" in units,
         amp_dtype=machine.dtype_name(machine.native_amp_dtype(device)),
         compile_problem=machine.compile_problem(device),
-        **model_of(list(watcher.models.values()), habits.optimizers, micro_batches.unit, batch.seq_len),
-        **update_of(habits.optimizers),
+        **model_of(list(models.values()), optimizers, unit, batch.seq_len),
+        **update_of(optimizers),
     )
 
 
@@ -158,12 +147,12 @@ def name_of(module, frame):
     return "model"
 
 
-def seen_in(events, seen, device):
+def seen_in(profiled, seen, device):
     """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
-    What runs in an evaluation, as a teacher does, is not what is trained. events: of torch.profiler.
+    What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
     """
-    operations = [(event, names_with_callers(event)) for event in events]
+    operations = [(event, names_with_callers(event)) for event in profiled]
     operations = [(event, names) for event, names in operations if "python (evaluation)" not in names]
     matmuls = [(event, names) for event, names in operations if is_matmul(names)]
     in_forward = [(event, names) for event, names in matmuls if "python (forward)" in names]
@@ -180,8 +169,8 @@ def seen_in(events, seen, device):
     if seen.unit == "tok" and not fields["compile"]:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
-        fields["busy_ms"] = busy_ms(events) or None  # 0: the profiler saw no kernel, as on WSL2
-        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in events)
+        fields["busy_ms"] = busy_ms(profiled) or None  # 0: the profiler saw no kernel, as on WSL2
+        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiled)
     return fields
 
 
