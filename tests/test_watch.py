@@ -286,8 +286,8 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     steps = 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}]
     log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
     log.device, log.seen = torch.device("cuda"), Seen.of_line(SEEN)
-    own_lines = {"rest": Counter({"train.py:3": 0.9}), "loss": Counter()}
-    run = SimpleNamespace(log=log, own_lines=own_lines, loaders={}, repeats_forward=False)
+    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
+    run = SimpleNamespace(log=log, own_code=own_code, loaders={}, repeats_forward=False)
     assert causes(run) == []
     log.seen.busy_ms = 20.0
     assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"

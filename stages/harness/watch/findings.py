@@ -105,7 +105,7 @@ def mean_shares(steps):
 
 def causes(run):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    log, lines = run.log, run.own_lines
+    log, lines = run.log, run.own_code.lines
     steps = log.reported_steps()
     dts = [step["dt"] for step in steps]
     shares = mean_shares(steps)

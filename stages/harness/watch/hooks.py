@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from .counting import signature_of
-from .threads import is_elsewhere, look_at_lines
+from .threads import is_elsewhere
 
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
     timeline, profiler = watcher.timeline, watcher.run.profiler
-    threading.Thread(target=look_at_lines, args=[timeline], daemon=True).start()
+    threading.Thread(target=watcher.run.own_code.look_now_and_then, daemon=True).start()
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
     for owner, name, note in (

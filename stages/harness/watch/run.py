@@ -14,13 +14,13 @@ import torch
 from .. import meters
 from . import events, gate
 from .findings import answer, shares_of, words_on_profile
+from .own_code import OwnCode
 from .profiler import StepProfiler
 from .techniques import find_techniques, seen_in
 from .threads import count_threads_of_script
 from .timeline import Timeline
 
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
-WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
 
 
 class Step(NamedTuple):
@@ -47,10 +47,9 @@ class Run:
         self.steps_taken = 0  # with the profiled one
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs_before = 0  # how many torch.compile had made when the step began
-        self.unseen = 0.0  # seconds in own code after the last look at its lines
         self.world_size = 1  # how many processes train together, known from the first step on
         # what slows the script down, see findings.py
-        self.own_lines = {kind: Counter() for kind in events.OWN_KINDS}  # {kind: {a line, "train.py:228": seconds}}
+        self.own_code = OwnCode(self.timeline)
         self.loaders = Counter()  # {num_workers of a DataLoader: how many batches it was asked for}
         self.repeats_forward = False
         self.dt_of_profiled = None  # seconds
@@ -83,14 +82,7 @@ class Run:
         entry = {"kind": "step", "loss": events.loss_of(micro_batches), "dt": dt, "spent": spent}
         entry["graphs"] = graphs - self.graphs_before
         self.graphs_before = graphs
-        if timeline.looks_at_lines.is_set():
-            lines, self.unseen = events.seconds_of_lines(spans, timeline.looks, self.unseen)
-            for kind in lines:
-                self.own_lines[kind].update(lines[kind])
-        if spent["rest"] + spent["loss"] > WORTH_A_LOOK * dt:
-            timeline.looks_at_lines.set()
-        else:
-            timeline.looks_at_lines.clear()
+        self.own_code.read_looks(spans, spent)
         return Step(timeline.notes, micro_batches, entry)
 
     def follow_steps(self):
@@ -173,10 +165,8 @@ class Run:
             may_be_last = not gate.allows(self.args.gate[0], steps)
         step.entry["tokens"] = self.tokens_of(step)
         self.log.step(step.entry, may_be_last)
-        if steps == self.log.warmup:  # what the script did once is not reported
-            self.unseen = 0.0
-            for lines in self.own_lines.values():
-                lines.clear()
+        if steps == self.log.warmup:
+            self.own_code.forget()  # what it did once is not reported
 
     def tokens_of(self, step):
         """Return the tokens or samples of a Step, of all ranks. A step of which neither is known counts as 1."""

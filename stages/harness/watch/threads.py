@@ -1,17 +1,13 @@
-"""Which thread a hook is called in, which run the user's own code, and the one that looks at the script's lines."""
+"""Which thread and which process a hook is called in, and which threads run the user's own code."""
 
-import contextlib
 import os
-import random
 import re
 import sys
 import sysconfig
 import threading
-import time
 
 import torch
 
-LOOK_EVERY = 0.01  # seconds between two looks at the line that runs, on average
 IN_CHILD = threading.Event()  # set in processes that the script forks
 os.register_at_fork(after_in_child=IN_CHILD.set)
 MAIN_THREAD = threading.main_thread().ident
@@ -43,34 +39,6 @@ def count_threads_of_script():
         if frame and ident != MAIN_THREAD:
             count += 1
     return count
-
-
-def look_at_lines(timeline):
-    """Look now and then at the line that runs, while the script's own code matters. This is a thread without an end.
-
-    The looks are irregular, so that they do not meet the same line of a regular loop each time.
-    """
-    own_random = random.Random()  # the script's own is seeded
-    while True:
-        timeline.looks_at_lines.wait()
-        time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-        with lock_of_compiler():  # which may take seconds
-            if timeline.kind == "rest" and timeline.is_running:
-                timeline.looks.append((time.perf_counter(), place_in_script()))
-
-
-def lock_of_compiler():
-    """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # which the first optimizer imports
-    return getattr(dynamo, "compile_lock", contextlib.nullcontext())
-
-
-def place_in_script():
-    """Return the line of the script's own code that the main thread is in, as "/my/train.py:228"."""
-    frame = sys._current_frames()[MAIN_THREAD]
-    while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def is_of_a_library(frame):

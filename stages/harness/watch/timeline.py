@@ -1,6 +1,5 @@
 """Where the hooks append what happens in a step, and what has to wait for a card."""
 
-import threading
 import time
 
 import torch
@@ -12,15 +11,13 @@ class Timeline:
     """The marks and notes of the step so far, see events.py. kind: what the time counts as now.
 
     cards: all devices but the CPU, which have queues of their own. waits: whether they must be ready before another
-    kind begins; else kernels are only queued. is_running: False between two steps. looks: [(time, line)] at the
-    script's own code, of a thread that looks while looks_at_lines is set: each look disturbs a little.
+    kind begins; else kernels are only queued. is_running: False between two steps.
     """
 
     def __init__(self, profiler):
         """profiler: a StepProfiler, in which each kind gets a name."""
         self.profiler = profiler
         self.cards = []
-        self.looks_at_lines = threading.Event()
         self.kind = "rest"
         self.begin_step()
 
@@ -29,7 +26,7 @@ class Timeline:
         self.wait_for_cards()
         self.waits = waits
         self.is_running = True
-        self.marks, self.notes, self.looks = [], [], []
+        self.marks, self.notes = [], []
         self.mark(self.kind)
 
     def end_step(self):

@@ -1,0 +1,71 @@
+"""Which of the script's own lines take the time that no call of PyTorch takes, by a thread that looks now and then."""
+
+import contextlib
+import random
+import sys
+import threading
+import time
+from collections import Counter
+
+from .events import OWN_KINDS, seconds_of_lines
+from .threads import MAIN_THREAD, is_of_a_library
+
+LOOK_EVERY = 0.01  # seconds between two looks, on average
+WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
+
+
+class OwnCode:
+    """lines: {kind: {the script's line that ran, "/my/train.py:228": seconds}} of its own code and of losses."""
+
+    def __init__(self, timeline):
+        self.timeline = timeline
+        self.takes_long = threading.Event()  # each look disturbs a little
+        self.looks = []  # [(time, line)] of this step
+        self.forget()
+
+    def forget(self):
+        """Forget which lines took the time so far."""
+        self.lines = {kind: Counter() for kind in OWN_KINDS}
+        self.unseen = 0.0  # seconds after the last look
+
+    def look_now_and_then(self):
+        """Look at the line that runs, if it is the script's own. This is a thread, as long as the process.
+
+        The looks are irregular, so that they do not meet the same line of a regular loop each time.
+        """
+        own_random = random.Random()  # the script's own is seeded
+        while True:
+            self.takes_long.wait()
+            time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
+            with lock_of_compiler():  # which may take seconds
+                if self.timeline.kind == "rest" and self.timeline.is_running:
+                    self.looks.append((time.perf_counter(), place_in_script()))
+
+    def read_looks(self, spans, spent):
+        """Add the looks of a step to the lines, and decide whether to look in the next one."""
+        looks, self.looks = self.looks, []
+        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
+        if looks:
+            lines, self.unseen = seconds_of_lines(spans, looks, self.unseen)
+            for kind in OWN_KINDS:
+                self.lines[kind].update(lines[kind])
+        else:
+            self.unseen += own_seconds
+        if own_seconds > WORTH_A_LOOK * sum(spent.values()):
+            self.takes_long.set()
+        else:
+            self.takes_long.clear()
+
+
+def lock_of_compiler():
+    """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # which the first optimizer imports
+    return getattr(dynamo, "compile_lock", contextlib.nullcontext())
+
+
+def place_in_script():
+    """Return the line of the script's own code that the main thread is in, as "/my/train.py:228"."""
+    frame = sys._current_frames()[MAIN_THREAD]
+    while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
