@@ -3,7 +3,6 @@
 from harness.watch.events import (
     Batch,
     Call,
-    Loss,
     count_of,
     from_first_forward,
     loss_of,
@@ -25,7 +24,7 @@ def call(module="model", inputs="x", batch=FOUR, version=0, is_training=True):
 
 
 def backward(value=1.0, is_share=False):
-    return ("loss", [Loss(value, is_share)])
+    return ("loss", [(value, is_share)])
 
 
 def kinds_of_spans(*kinds):
@@ -80,7 +79,7 @@ def test_the_first_step_begins_with_its_first_forward():
         ([call(), backward(3.0), call(version=1), backward(9.0)], "sample", 4, 3.0),  # SAM
         ([call(), backward(), ("other", None), call("maker", batch=EIGHT), backward(5.0)], "sample", 8, 5.0),  # a GAN
         ([("other", None), call(), backward()], "sample", 4, 1.0),
-        ([call(), ("scaled", [Loss(2.0, True)]), backward(4096.0)], "sample", 4, 2.0),
+        ([call(), ("scaled", [(2.0, True)]), backward(4096.0)], "sample", 4, 2.0),
         ([call()], "sample", 4, None),  # without backward()
         ([backward(7.0)], "step", 0, 7.0),  # the model is called by a compiled function
         ([call(batch=Batch()), backward(float("nan"))], "step", 0, None),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .events import Batch, Loss
+from .events import Batch
 from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids"
@@ -140,7 +140,7 @@ def named_tensors(pairs):
 
 
 def losses_of(tensors):
-    """Return the Losses that these are, a list. tensors: what backward() gets, a tensor or several."""
+    """Return [(value, is_share)] of what backward() gets, a tensor or several."""
     losses = []
     if is_captured():
         return losses
@@ -148,5 +148,5 @@ def losses_of(tensors):
         if torch.is_tensor(tensor) and tensor.numel() == 1:
             # on a card a copy, which does not wait for it, and into which no CUDA graph writes
             value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()
-            losses.append(Loss(value, tensor.grad_fn is not None and tensor.grad_fn.name() in SHARES))
+            losses.append((value, tensor.grad_fn is not None and tensor.grad_fn.name() in SHARES))
     return losses

@@ -7,8 +7,9 @@ time, and is not the script's.
 A note is (name, value), what was seen:
 
     call      a Call: a module is called with gradients
-    loss      [Loss]: what backward() is called on
-    scaled    [Loss]: what a GradScaler multiplies
+    loss      [(value, is_share)]: the losses that backward() is called on, each a float or a tensor of one number.
+              is_share: whether it was scaled last, as in accumulation
+    scaled    the same: what a GradScaler multiplies
     due       None: a GradScaler is asked for the update that ends a step, and may skip it
     other     None: an optimizer has stepped that ends no step
     repeat    None: a forward runs again in a backward, as activation checkpointing has it
@@ -59,13 +60,6 @@ class Call(NamedTuple):
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
         return self.is_training, self.batch.unit == "tok", self.batch.count
-
-
-class Loss(NamedTuple):
-    """A loss, a float or a tensor of one number. is_share: whether it was scaled last, as in accumulation."""
-
-    value: object
-    is_share: bool
 
 
 class MicroBatch(NamedTuple):
@@ -185,7 +179,7 @@ def has_calls(micro_batches):
 
 def are_shares(micro_batches):
     """Return whether each loss is a share of one for the whole step, as in accumulation."""
-    return all(loss.is_share for micro_batch in micro_batches for loss in micro_batch.losses)
+    return all(is_share for micro_batch in micro_batches for _, is_share in micro_batch.losses)
 
 
 def loss_of(micro_batches):
@@ -194,8 +188,8 @@ def loss_of(micro_batches):
     It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
     nobody knows whether their sum or their mean is what the script means.
     """
-    values = [loss.value for micro_batch in micro_batches for loss in micro_batch.losses]
-    modules = {id(micro_batch.call and micro_batch.call.module) for micro_batch in micro_batches}
+    values = [value for micro_batch in micro_batches for value, _ in micro_batch.losses]
+    modules = {id(each.call.module) if each.call else None for each in micro_batches}
     if len(values) > 1 and (len(modules) > 1 or not are_shares(micro_batches)):
         return None
     total = float(sum(values))

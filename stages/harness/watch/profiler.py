@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import math
 import os
 
 import torch
@@ -19,7 +20,7 @@ class StepProfiler:
     def __init__(self):
         self.profile = None
         self.range = contextlib.ExitStack()  # of the kind of time that runs
-        self.first_node = 0  # of the graph for the backward, by its number
+        self.last_node = 0  # of the graph for the backward, by its number
         self.events = None
         self.script_profiles = False
 
@@ -29,8 +30,8 @@ class StepProfiler:
             self.script_profiles = True
             self.give_up()
 
-    def start(self, device, kind):
-        """Begin to profile, and return whether it did. kind: what runs.
+    def start(self, device, kind, most_nodes=math.inf):
+        """Begin to profile, and return whether it did. kind: what runs. most_nodes: of the graph for the backward.
 
         It does not if the script profiles, or if a backward() is open, which would end the profile with it.
         """
@@ -41,12 +42,18 @@ class StepProfiler:
             activities = torch.profiler.supported_activities()
         self.profile = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
         self.profile.start()
-        self.first_node = torch._C._autograd._get_sequence_nr()
+        self.last_node = torch._C._autograd._get_sequence_nr() + most_nodes
         return True
 
     def name(self, kind):
-        """Name a kind of time in the profile. PyTorch's own range of a step ends after its hooks, and so too late."""
+        """Name what runs from now on in the profile, or end the profile if the forwards have very many operations.
+
+        PyTorch's own range of a step ends after its hooks, and so too late.
+        """
         self.range.close()
+        if torch._C._autograd._get_sequence_nr() > self.last_node:
+            self.stop()
+            return
         name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"
         self.range.enter_context(torch.profiler.record_function(name))
 
@@ -57,11 +64,6 @@ class StepProfiler:
             self.range.close()
             profile.stop()
             self.events = profile.events()
-
-    def stop_if_large(self):
-        """End the profile, and keep what it saw, if the forwards of the step have very many operations."""
-        if self.profile and torch._C._autograd._get_sequence_nr() - self.first_node > MOST_NODES:
-            self.stop()
 
     def give_up(self):
         """End the profile without a result. A process that the script forks would wait for threads of the profiler."""

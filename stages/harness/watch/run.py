@@ -15,7 +15,7 @@ from .. import meters
 from . import events, gate
 from .findings import answer, shares_of, words_on_profile
 from .own_code import OwnCode
-from .profiler import StepProfiler
+from .profiler import MOST_NODES, StepProfiler
 from .techniques import find_techniques, seen_in
 from .threads import count_threads_of_script
 from .timeline import Timeline
@@ -99,7 +99,7 @@ class Run:
         if not self.is_another_wanted(limit):
             return
         if not on_card:
-            self.profiler.start(self.log.device, self.timeline.kind)
+            self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
         self.begin_step()
         second = yield
         self.begin_report(first, second)

@@ -38,7 +38,8 @@ def find_techniques(notes, micro_batches, optimizers, device, world_size):
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     units = machine.units_of(device)
-    autocast = (events.values_of(notes, "autocast") or [None])[-1]
+    dtypes = events.values_of(notes, "autocast")
+    autocast = dtypes[-1] if dtypes else None
     models = {id(call.module): call.module for call in events.values_of(notes, "call")}
     unit = events.unit_of(micro_batches)
     batch = events.largest_batch(micro_batches)

@@ -3,8 +3,8 @@
 A step of the optimizer ends a step, and begins the next one. So data, forward, backward, update and whatever else the
 loop does are on the clock. The script is not changed, and what it uses is not guessed from its text.
 
-A Watcher notes what it sees in a Timeline, and decides which optimizer ends a step. All else is read from
-its notes when a step has ended: see events.py, and run.py for what is done with it.
+A Watcher notes what it sees in a Timeline, and decides which optimizer ends a step. All else is read from the notes of
+a step when it has ended: see events.py, and run.py for what is done with it.
 """
 
 import time
@@ -53,16 +53,16 @@ class Watcher:
             # a reference to the tensor itself would keep it until the step ends, and it is the script's
             call = Call(module, module.training, signature.weight._version, weakref.ref(inputs), batch)
             self.timeline.note("call", call)
-            if self.run.steps_taken < 2:  # what follows is not reported
-                self.run.profiler.stop_if_large()
+            if self.run.steps_taken < 2:  # later it is not reported
                 kind = signature.weight.device.type
                 self.note_autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         return "forward"
 
     def saw_autocast(self, autocast):
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
-        is_for_model = self.timeline.kind == "forward" or not values_of(self.timeline.notes, "call")
-        if is_for_model and torch.is_grad_enabled():
+        if self.run.steps_taken >= 2 or not torch.is_grad_enabled():
+            return
+        if self.timeline.kind == "forward" or not values_of(self.timeline.notes, "call"):
             self.note_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
 
     def note_autocast(self, device_type, dtype, is_enabled, *others):
@@ -92,8 +92,6 @@ class Watcher:
             return "backward"
         self.run.end_script_if_over()
         self.added.autocast.close()
-        if self.run.steps_taken < 2:
-            self.run.profiler.stop_if_large()
         self.timeline.note("loss", losses_of(tensors))
         return "backward"
 
