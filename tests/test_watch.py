@@ -7,7 +7,8 @@ from harness.bench.rows import row_of
 from harness.seen import Seen
 from harness.watch.events import KINDS
 from harness.watch.findings import causes
-from harness.watch.profiler import busy_ms
+from harness.watch.profiler import StepProfiler, busy_ms
+from harness.watch.timeline import Timeline
 
 import json
 import re
@@ -278,6 +279,17 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     own = [float(number) for number in re.findall(r"^own (.*)$", ended.out, re.MULTILINE)]
     if own:  # the losses that it prints
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
+
+
+def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
+    timeline = Timeline(StepProfiler())
+    timeline.mark("forward", entered=1.0)
+    kind, entered, left = timeline.marks[-1]
+    assert (kind, entered) == ("forward", 1.0) and left > 1.0
+    timeline.cards = [torch.device("cuda")]
+    timeline.mark("rest", entered=1.0)
+    kind, entered, left = timeline.marks[-1]
+    assert (kind, entered) == ("rest", left)
 
 
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():

@@ -47,7 +47,10 @@ class Run:
         self.steps_taken = 0  # with the profiled one
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.graphs_before = 0  # how many torch.compile had made when the step began
-        self.world_size = 1  # how many processes train together, known from the first step on
+        # from the first step on:
+        self.world_size = 1  # how many processes train together
+        self.profiles_last = False  # whether the last step is profiled
+        self.limit = None  # how many steps are recorded, if there is no gate
         # what slows the script down, see findings.py
         self.own_code = OwnCode(self.timeline)
         self.loaders = Counter()  # {num_workers of a DataLoader: how many batches it was asked for}
@@ -88,38 +91,41 @@ class Run:
     def follow_steps(self):
         """Report the steps from the first to the last: each `yield` waits for the end of a step, and returns it.
 
-        The second one shows what is trained. Then that is reported, and both are recorded. What profiles a card slows
-        all steps that follow, so there the last step is profiled, and not recorded. On a CPU it is the second one.
+        What profiles a card slows all steps that follow, so there the last step is profiled, and not recorded.
+        """
+        yield from self.follow_first_steps()
+        while self.is_another_wanted():
+            self.begin_step()
+            self.record((yield))
+        if self.log.steps and self.profiles_last and self.profiler.start(self.log.device, self.timeline.kind):
+            self.begin_step()
+            self.dt_of_profiled = (yield).entry["dt"]
+            self.keep_profile()
+
+    def follow_first_steps(self):
+        """Report the first two steps: the second one shows what is trained. On a CPU it is profiled.
+
+        This ends with them, since they hold modules, which the script may delete.
         """
         first = yield
         self.prepare()
-        on_card = self.log.device.type != "cpu"
-        profiles_last = self.args.profile or (on_card and self.args.steps > 2)
-        limit = self.args.steps - 1 if profiles_last else self.args.steps
-        if not self.is_another_wanted(limit):
+        if not self.is_another_wanted():
             return
-        if not on_card:
+        if self.log.device.type == "cpu":
             self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
         self.begin_step()
         second = yield
         self.begin_report(first, second)
-        self.record(first, limit)
-        self.record(second, limit)
-        while self.is_another_wanted(limit):
-            self.begin_step()
-            step = yield
-            self.record(step, limit)
-        if profiles_last and self.profiler.start(self.log.device, self.timeline.kind):
-            self.begin_step()
-            step = yield
-            self.dt_of_profiled = step.entry["dt"]
-            self.keep_profile()
+        self.record(first)
+        self.record(second)
 
     def prepare(self):
-        """Let the thread that looks at the script's lines run in time, and count ranks.
+        """Decide whether the last step is profiled, and let the thread that looks at the script's lines run in time.
 
-        Exits if the script started them by itself.
+        Exits if the script started ranks by itself.
         """
+        self.profiles_last = self.args.profile or (self.log.device.type != "cpu" and self.args.steps > 2)
+        self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
         if count_threads_of_script() == 0:  # these would take turns more often than without us
@@ -128,12 +134,12 @@ class Run:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
             self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
-    def is_another_wanted(self, limit):
+    def is_another_wanted(self):
         """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
         steps = len(self.log.steps)
         if self.args.gate:
             return gate.wait(*self.args.gate, steps)
-        return steps < limit
+        return steps < self.limit
 
     def begin_report(self, first, second):
         """Print what is trained, and note what it uses, as the first two Steps have shown it."""
@@ -157,10 +163,10 @@ class Run:
             self.log.seen = replace(self.log.seen, **seen_in(self.profiler.events, self.log.seen, self.log.device))
         self.log.write({"kind": "seen", **asdict(self.log.seen)})
 
-    def record(self, step, limit):
-        """Let the log record a Step. limit: how many are recorded, if there is no bench."""
+    def record(self, step):
+        """Let the log record a Step."""
         steps = len(self.log.steps) + 1
-        may_be_last = steps == limit
+        may_be_last = steps == self.limit
         if self.args.gate:
             may_be_last = not gate.allows(self.args.gate[0], steps)
         step.entry["tokens"] = self.tokens_of(step)
