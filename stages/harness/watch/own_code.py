@@ -51,10 +51,10 @@ class OwnCode:
                 self.lines[kind].update(lines[kind])
         else:
             self.unseen += own_seconds
-        if own_seconds > WORTH_A_LOOK * sum(spent.values()):
-            self.takes_long.set()
-        else:
+        if own_seconds <= WORTH_A_LOOK * sum(spent.values()):
             self.takes_long.clear()
+        elif not self.takes_long.is_set():
+            self.takes_long.set()
 
 
 def lock_of_compiler():
