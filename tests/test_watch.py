@@ -281,6 +281,26 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
+FOLDS = """
+import weakref
+import torch
+
+models = []
+for fold in range(4):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.append(weakref.ref(model))
+    for step in range(3):
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+print("alive:", sum(ref() is not None for ref in models))
+"""
+
+
+def test_what_a_script_deletes_is_not_held(tmp_path):
+    assert "\nalive: 1\n" in watch_in_a_fork(tmp_path, FOLDS).out
+
+
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
     timeline = Timeline(StepProfiler())
     timeline.mark("forward", entered=1.0)
