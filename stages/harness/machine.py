@@ -163,6 +163,15 @@ def triton_problem(device):
     return None
 
 
+def abilities_of(device):
+    """Return what techniques find on a device, as fields of a Seen, a dict."""
+    return {
+        "can_tf32": "tf32" in units_of(device),
+        "amp_dtype": dtype_name(native_amp_dtype(device)),
+        "compile_problem": compile_problem(device),
+    }
+
+
 # What this process may use of it
 
 

@@ -37,7 +37,6 @@ def find_techniques(notes, micro_batches, optimizers, device, world_size):
     """
     # torch.get_float32_matmul_precision() raises if a script set these newer flags
     precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-    units = machine.units_of(device)
     dtypes = events.values_of(notes, "autocast")
     autocast = dtypes[-1] if dtypes else None
     models = {id(call.module): call.module for call in events.values_of(notes, "call")}
@@ -53,13 +52,11 @@ def find_techniques(notes, micro_batches, optimizers, device, world_size):
         tf32="tf32" in precisions,
         autocast=autocast,
         enters_autocast=autocast is not None,
-        emulated=autocast is not None and autocast not in units,
+        emulated=autocast is not None and autocast not in machine.units_of(device),
         clips=len(events.values_of(notes, "clipping")) > 0,
         framework=framework_of(sys._getframe()),
         device=device.type,
-        can_tf32="tf32" in units,
-        amp_dtype=machine.dtype_name(machine.native_amp_dtype(device)),
-        compile_problem=machine.compile_problem(device),
+        **machine.abilities_of(device),
         **model_of(list(models.values()), optimizers, unit, batch.seq_len),
         **update_of(optimizers),
     )
