@@ -15,7 +15,6 @@ from harness import ROOT, ladder, ranks  # first: it makes data and model import
 from harness.common import refuse, set_up_output
 from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
-from harness.seen import is_beside_the_stages
 from harness.watch import hooks
 from harness.watch.log import Log
 from harness.watch.run import Run
@@ -87,7 +86,7 @@ def parse_command(argv):
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     args.title = f"-m {args.script}" if args.is_module else args.script
     args.climb = None  # the command of a climb, which has no torchrun in it
-    if not (args.added or args.gate or ranks.world_size() > 1 or is_beside_the_stages(args.script)):
+    if not (args.added or args.gate or ranks.world_size() > 1 or ladder.is_beside_the_stages(args.script)):
         command = ["-m", *args.command] if args.is_module else args.command
         args.climb = shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
     args.folder = folder_of(args.script)

@@ -1,7 +1,7 @@
 """What a reader is told to type: it works where it is typed, and it is what + adds."""
 
 from harness import ladder, machine
-from harness.seen import Seen, has_and_lacks, what_to_type
+from harness.seen import Seen
 from harness.watch.techniques import framework_of, name_of
 
 import re
@@ -80,9 +80,10 @@ def test_a_framework_has_its_own_words():
     assert framework_of(frames("lightning.fabric.wrappers", "__main__")) == "fabric"
     in_a_trainer = Seen(**SEEN | {"framework": "transformers"})
     in_fabric = Seen(**SEEN | {"framework": "fabric"})
-    assert what_to_type(in_a_trainer, ladder.ADDED["fused"]) == "`--optim adamw_torch_fused`"
-    assert what_to_type(in_fabric, ladder.ADDED["bf16"]) == '`Fabric(precision="bf16-mixed")`'
-    assert what_to_type(in_fabric, ladder.ADDED["compile"]) == "`model = torch.compile(model)` before `fabric.setup()`"
+    assert ladder.ADDED["fused"].what_to_type(in_a_trainer) == "`--optim adamw_torch_fused`"
+    assert ladder.ADDED["bf16"].what_to_type(in_fabric) == '`Fabric(precision="bf16-mixed")`'
+    in_its_words = "`model = torch.compile(model)` before `fabric.setup()`"
+    assert ladder.ADDED["compile"].what_to_type(in_fabric) == in_its_words
 
 
 def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
@@ -91,9 +92,9 @@ def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
     frame.f_back.f_locals["self"] = module
     assert (name_of(module["net"], frame), name_of(nn.Linear(3, 3), frame)) == ("self.net", "model")
     seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
-    assert what_to_type(seen, ladder.ADDED["fused"]) == "`Adam(..., fused=True)`"
-    assert what_to_type(seen, ladder.stage_of("s06")) == "`vocab_size=5056`, a multiple of 64"
-    assert what_to_type(seen, ladder.ADDED["compile"]) == "`self.net.compile()`"
+    assert ladder.ADDED["fused"].what_to_type(seen) == "`Adam(..., fused=True)`"
+    assert ladder.stage_of("s06").what_to_type(seen) == "`vocab_size=5056`, a multiple of 64"
+    assert ladder.ADDED["compile"].what_to_type(seen) == "`self.net.compile()`"
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES, ids=lambda stage: stage.short)
@@ -108,7 +109,7 @@ def test_a_stage_has_exactly_the_techniques_up_to_its_own(tmp_path, stage):
     ended = python(WATCH, *words, folder=tmp_path) if is_compiled else run_in_a_fork(tmp_path, *words)
     assert ended.status == 0, ended.err
     ended.lines = lines_of(tmp_path / "r.jsonl")
-    has, _ = has_and_lacks(Seen.of_line(ended.of_kind("seen")[-1]))
+    has, _ = ladder.has_and_lacks(Seen.of_line(ended.of_kind("seen")[-1]))
     expected = {each.short for each in ladder.STAGES[1 : ladder.STAGES.index(stage) + 1]} - {"s02"}
     if amp_dtype == "float32":
         expected.discard("s03")

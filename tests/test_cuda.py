@@ -2,7 +2,7 @@
 
 from harness import ladder, meters, rates
 from harness.bench.rows import row_of
-from harness.seen import Seen, has_and_lacks
+from harness.seen import Seen
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
 def test_what_is_seen_of_a_stage_on_a_card_is_the_ladder_up_to_it(stage):
     run = run_by_the_bench(row_of(stage), ON_CUDA, steps=9)
     seen = Seen.of_line(run.of_kind("seen")[-1])
-    has, _ = has_and_lacks(seen)
+    has, _ = ladder.has_and_lacks(seen)
     assert seen.profiled
     assert (seen.sdpa in ("flash", "cudnn", "efficient")) == (stage >= "s05")
     assert {each.short for each in has} <= {each.short for each in ladder.STAGES if each.short <= stage}

@@ -33,7 +33,7 @@ BUDGETS = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_stage_has_its_row_its_title_its_lesson_and_its_budget(name):
-    assert name in NAMES, f"STAGES of stages/harness/ladder.py has no row of {name}"
+    assert name in NAMES, f"STAGES of stages/harness/ladder.py has no class of {name}"
     title = f'"""Stage {int(name[1:3])} · {name[4:]}: '
     assert STAGE_FILES[name[:3]].read_text("utf-8").startswith(title), f"stages/{name}.py does not begin with {title}"
     heading = "## " + name.replace("_", " · ")

@@ -163,18 +163,19 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
 
 
 @pytest.mark.parametrize(
-    "command, device, units, bfloat16, compile_problem, climbed",
+    "command, device, can_tf32, amp_dtype, bfloat16, compile_problem, climbed",
     [
-        ("mine.py", "cuda", ["tf32", "bfloat16"], 9, None, "mine.py, tf32, tf32 bf16, tf32 bf16 compile, ... fused"),
-        ("+bf16 mine.py", "cuda", ["bfloat16"], 9, None, "+bf16 mine.py, bf16 compile, bf16 compile fused"),
-        ("mine.py", "cpu", [], None, "no compiler", "plain, mine.py, fused"),
-        ("mine.py", "cpu", ["bfloat16"], 1, None, "plain, mine.py, compile, compile fused, compile fused bf16"),
+        ("mine.py", "cuda", True, "bfloat16", 9, None, "mine.py, tf32, tf32 bf16, tf32 bf16 compile, ... fused"),
+        ("+bf16 mine.py", "cuda", False, "bfloat16", 9, None, "+bf16 mine.py, bf16 compile, bf16 compile fused"),
+        ("mine.py", "cpu", False, "float32", None, "no compiler", "plain, mine.py, fused"),
+        ("mine.py", "cpu", False, "bfloat16", 1, None, "plain, mine.py, compile, compile fused, compile fused bf16"),
     ],
 )
 def test_a_climb_adds_a_technique_in_each_row_that_does_something_here_and_a_slow_one_last(
-    command, device, units, bfloat16, compile_problem, climbed
+    command, device, can_tf32, amp_dtype, bfloat16, compile_problem, climbed
 ):
-    probed = {"environment": {"device": device}, "units": units, "compile_problem": compile_problem}
+    abilities = {"can_tf32": can_tf32, "amp_dtype": amp_dtype, "compile_problem": compile_problem}
+    probed = {"environment": {"device": device}, "abilities": abilities}
     probed["rates"] = {"peak": {"float32": 2} | ({"bfloat16": bfloat16} if bfloat16 else {})}
     rows = rows_of_climb(row_of(command), probed)
     names = [" ".join(row.added) if row.name.startswith("+ ") else row.name for row in rows]

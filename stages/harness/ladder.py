@@ -1,30 +1,34 @@
-"""The twelve stages in one table, a line each: what the harness knows about a stage, besides its file."""
+"""The ladder: what is known of each stage and of its technique, besides its file, in a class for each.
 
-from dataclasses import dataclass
+Stage has the questions that watch.py and the bench ask of a technique: whether a script has it or lacks it, what its
+user types, what it does on this machine. Elsewhere are only how it is seen (watch/techniques.py), how it is added to a
+script from outside (watch/added.py), and what it computes (Seen.work).
+"""
+
+import math
 from pathlib import Path
 
 from .common import ROOT
 
+UNSEEN = "the script profiles itself, starts a process in its step, steps inside of backward(), or took too few steps"
 
-@dataclass(frozen=True)
+
 class Stage:
-    """One line of the ladder.
+    """A stage and the technique that it adds. What a class below does not say is as it stands here.
 
-    name: of its file, without ".py". line: what its user types, in markdown. technique: its name in a sentence, or None
-    for s01, which has none. unpredictable: True if its gain does not follow from FLOPs and bytes. for_the_loss: whether
-    it is there for the loss; the others leave the training as it was up to rounding (s11 with --accum 1). added_as:
-    "bf16" if "+bf16 train.py" adds the technique to a script from outside. left_out_by: the flag with which no stage
-    has it. takes_ranks: whether torchrun may start several processes of it.
+    name: of its file, without ".py". technique: its name in a sentence, or None for s01, which has none. line: what its
+    user types, in markdown. in_frameworks: {framework: the same in its own words}. for_the_loss: whether it is there
+    for the loss; the others leave the training as it was up to rounding (s11 with --accum 1). unpredictable: True if
+    its gain does not follow from FLOPs and bytes. added_as: "bf16" if "+bf16 train.py" adds it to a script from
+    outside. left_out_by: the flag with which no stage has it. takes_ranks: whether torchrun may start several processes
+    of it.
+
+    seen: the Seen of a script. machine: what has the fields of machine.abilities_of(), as a Seen does, too.
     """
 
-    name: str
-    line: str
-    technique: str | None = None
-    unpredictable: bool = False
-    for_the_loss: bool = False
-    added_as: str | None = None
-    left_out_by: str | None = None
-    takes_ranks: bool = False
+    technique = added_as = left_out_by = None
+    for_the_loss = unpredictable = takes_ranks = False
+    in_frameworks = {}
 
     @property
     def short(self):
@@ -36,24 +40,277 @@ class Stage:
         """The path of its file."""
         return ROOT / "stages" / f"{self.name}.py"
 
+    # in a script
 
-STAGES = (
-    Stage("s01_baseline", "nothing yet: float32"),
-    Stage("s02_tf32", '`set_float32_matmul_precision("high")`', "TF32", added_as="tf32"),
-    Stage("s03_bf16", "`with torch.autocast(...):`", "autocast", added_as="bf16", left_out_by="--amp-dtype float32"),
-    Stage("s04_compile", "`model = torch.compile(model)`", "compile", added_as="compile", left_out_by="--no-compile"),
-    Stage("s05_flash", "`F.scaled_dot_product_attention(...)`", "flash attention"),
-    Stage("s06_vocab", "`vocab_size=50304`, a multiple of 128", "padded vocabulary", unpredictable=True),
-    Stage("s07_clip", "`clip_grad_norm_(...)`, for the loss", "clipping", for_the_loss=True),
-    Stage("s08_cosine", "`lr = get_lr(step)`, for the loss", "learning-rate schedule", for_the_loss=True),
-    Stage("s09_decay", '`"weight_decay": 0.0`, for the loss', "weight decay in groups", for_the_loss=True),
-    Stage("s10_fused", "`AdamW(..., fused=True)`", "fused optimizer", added_as="fused"),
-    Stage("s11_accum", "`for micro in range(args.accum):`", "accumulation"),
-    Stage("s12_ddp", "`DistributedDataParallel(model)`", "DDP", takes_ranks=True),
-)
+    def is_in(self, seen):
+        """Return whether a script has it."""
+        return False
+
+    def would_help(self, seen):
+        """Return whether a script lacks it. What does nothing on this machine, or was not seen, is not lacking."""
+        return False
+
+    def line_for(self, seen):
+        """Return the line for a script that lacks it, with the script's own names."""
+        return self.line
+
+    def what_to_type(self, seen):
+        """Return what adds it to a script, in markdown: a line, or a framework's flag."""
+        return self.in_frameworks.get(seen.framework) or self.line_for(seen)
+
+    def caveat(self, seen):
+        """Return what typing this changes besides the speed, words that follow it, or ""."""
+        return ""
+
+    def remarks(self, seen):
+        """Return, or yield, why it does nothing in a script and what to mind, texts."""
+        return ()
+
+    def why_in_vain(self, seen):
+        """Return why it is not seen in a script to which it was added from outside."""
+        return "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
+
+    # on this machine
+
+    def note(self, seen):
+        """Return what it does in a stage on this machine, or "" if nothing is to be said."""
+        return self.why_useless(seen) or ("for the loss, not for speed" if self.for_the_loss else "")
+
+    def why_useless(self, machine):
+        """Return why no script gains from it on this machine if it is added from outside, or None."""
+        return None
+
+    def is_slow(self, peak):
+        """Return whether it slows this machine down. peak: {dtype: FLOP/s of a large matmul}."""
+        return False
 
 
+class Baseline(Stage):
+    name = "s01_baseline"
+    line = "nothing yet: float32"
+
+
+class TF32(Stage):
+    name, technique = "s02_tf32", "TF32"
+    line = '`set_float32_matmul_precision("high")`'
+    in_frameworks = {"transformers": "`--tf32 True`"}
+    added_as = "tf32"
+
+    def is_in(self, seen):
+        return seen.tf32 and seen.can_tf32 and seen.weights == "float32"
+
+    def would_help(self, seen):
+        return not seen.tf32 and seen.can_tf32 and seen.weights == "float32"
+
+    def why_in_vain(self, seen):
+        return self.why_useless(seen) or super().why_in_vain(seen)
+
+    def why_useless(self, machine):
+        return None if machine.can_tf32 else "this device has no TF32 units"
+
+
+class BF16(Stage):
+    name, technique = "s03_bf16", "autocast"
+    line = "`with torch.autocast(...):`"
+    in_frameworks = {
+        "lightning": '`Trainer(precision="bf16-mixed")`',
+        "fabric": '`Fabric(precision="bf16-mixed")`',
+        "transformers": "`--bf16 True`",
+        "accelerate": '`Accelerator(mixed_precision="bf16")`',
+    }
+    added_as = "bf16"
+    left_out_by = "--amp-dtype float32"
+
+    def is_in(self, seen):
+        return seen.autocast is not None and seen.weights == "float32"
+
+    def would_help(self, seen):
+        return seen.autocast is None and seen.amp_dtype != "float32" and seen.weights == "float32"
+
+    def remarks(self, seen):
+        if seen.weights != "float32":
+            yield f"its weights are {seen.weights}, so autocast has nothing to do"
+        elif seen.autocast and not seen.enters_autocast:
+            yield f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP"
+        if seen.emulated:
+            yield f"this device has no units for {seen.autocast}, and is slow in it"
+        if seen.device == "cpu" and self.would_help(seen):
+            yield "on some CPUs 16 bits are slower than float32: measure with +bf16 in a bench"
+
+    def note(self, seen):
+        if seen.autocast:
+            return f"in {seen.autocast}"
+        if seen.amp_dtype == "float32":
+            return "this device has no 16-bit units, so float32 stays"
+        return "float32 was asked for"
+
+    def why_useless(self, machine):
+        return None if machine.amp_dtype == "bfloat16" else "this device has no bfloat16 units"
+
+    def is_slow(self, peak):
+        return peak.get("bfloat16", 0) < peak["float32"]
+
+
+class Compile(Stage):
+    name, technique = "s04_compile", "compile"
+    line = "`model = torch.compile(model)`"
+    in_frameworks = {
+        "fabric": "`model = torch.compile(model)` before `fabric.setup()`",
+        "transformers": "`--torch_compile True`",
+        "accelerate": '`Accelerator(dynamo_backend="inductor")`',
+    }
+    added_as = "compile"
+    left_out_by = "--no-compile"
+
+    def is_in(self, seen):
+        return seen.compile
+
+    def would_help(self, seen):
+        return not seen.compile and seen.compile_problem is None
+
+    def line_for(self, seen):
+        name = seen.model_name
+        return f"`{name}.compile()`" if seen.can_compile_in_place else f"`{name} = torch.compile({name})`"
+
+    def caveat(self, seen):
+        keeps_names = seen.can_compile_in_place or seen.framework in self.in_frameworks
+        return "" if keeps_names else "; the names in its checkpoints then have _orig_mod."
+
+    def note(self, seen):
+        if seen.compile:
+            return ""
+        return f"not compiled: {seen.compile_problem}" if seen.compile_problem else "nothing was compiled"
+
+    def why_useless(self, machine):
+        return machine.compile_problem
+
+
+class Flash(Stage):
+    name, technique = "s05_flash", "flash attention"
+    line = "`F.scaled_dot_product_attention(...)`"
+    in_frameworks = {"transformers": '`from_pretrained(..., attn_implementation="sdpa")`'}
+
+    def is_in(self, seen):
+        return seen.has_flash_attention
+
+    def would_help(self, seen):
+        return seen.attention and seen.sdpa is None
+
+    def remarks(self, seen):
+        no_kernel = "its attention takes no flash kernel"
+        if seen.sdpa == "math" and seen.device != "cpu":
+            yield f"{no_kernel}: compute in 16 bits, and use is_causal=True in place of a mask"
+        elif seen.sdpa == "math" and seen.attention_drops:
+            yield f"{no_kernel}: set its dropout to 0 on a CPU, or train on a card, which has one"
+        elif seen.sdpa == "math":
+            yield "attention ran as matmuls, since PyTorch has no flash kernel for it here"
+        elif seen.device == "cpu" and seen.compile and self.would_help(seen):  # compiled, both look alike
+            yield "s05 may be in it with dropout: then set the dropout to 0, which a flash kernel on a CPU needs"
+
+    def note(self, seen):
+        if seen.sdpa == "math":
+            return "no kernel for it here: PyTorch falls back on matmuls"
+        return f"the {seen.sdpa} kernel" if seen.sdpa else ""
+
+
+class Vocab(Stage):
+    name, technique = "s06_vocab", "padded vocabulary"
+    line = "`vocab_size=50304`, a multiple of 128"
+    in_frameworks = {"transformers": "`model.resize_token_embeddings(pad_to_multiple_of=128)`"}
+    unpredictable = True
+    smallest = 1024  # with fewer columns the last matmul is too small for its tiles to matter
+
+    def is_in(self, seen):
+        return (seen.vocabulary or 0) >= self.smallest and seen.vocabulary % 64 == 0
+
+    def would_help(self, seen):
+        return (seen.vocabulary or 0) >= self.smallest and seen.vocabulary % 64 != 0
+
+    def line_for(self, seen):
+        size = math.ceil(seen.vocabulary / 64) * 64
+        return f"`vocab_size={size}`, a multiple of {64 if size % 128 else 128}"
+
+
+class Clip(Stage):
+    name, technique = "s07_clip", "clipping"
+    line = "`clip_grad_norm_(...)`, for the loss"
+    for_the_loss = True
+
+    def is_in(self, seen):
+        return seen.clips
+
+
+class Cosine(Stage):
+    name, technique = "s08_cosine", "learning-rate schedule"
+    line = "`lr = get_lr(step)`, for the loss"
+    for_the_loss = True
+
+    def is_in(self, seen):
+        return seen.schedules
+
+
+class Decay(Stage):
+    name, technique = "s09_decay", "weight decay in groups"
+    line = '`"weight_decay": 0.0`, for the loss'
+    for_the_loss = True
+
+    def is_in(self, seen):
+        return seen.groups
+
+
+class Fused(Stage):
+    name, technique = "s10_fused", "fused optimizer"
+    line = "`AdamW(..., fused=True)`"
+    in_frameworks = {"transformers": "`--optim adamw_torch_fused`"}
+    added_as = "fused"
+
+    def is_in(self, seen):
+        return seen.fused is True
+
+    def would_help(self, seen):
+        return seen.fused is False
+
+    def line_for(self, seen):
+        return f"`{seen.optimizer}(..., fused=True)`"
+
+    def remarks(self, seen):
+        if seen.framework == "lightning" and seen.clips and self.would_help(seen):
+            yield "in bf16-mixed fused=True fails with gradient_clip_val: clip in on_before_optimizer_step()"
+
+    def why_in_vain(self, seen):
+        if seen.fused is None:
+            return f"PyTorch has no fused kernel for {seen.optimizer}"
+        return super().why_in_vain(seen)
+
+
+class Accum(Stage):
+    name, technique = "s11_accum", "accumulation"
+    line = "`for micro in range(args.accum):`"
+
+    def is_in(self, seen):
+        return seen.accum > 1
+
+    def note(self, seen):
+        return f"micro-batches per step: {seen.accum * seen.world_size}"
+
+
+class DDP(Stage):
+    name, technique = "s12_ddp", "DDP"
+    line = "`DistributedDataParallel(model)`"
+    takes_ranks = True
+
+    def is_in(self, seen):
+        return seen.ddp
+
+    def note(self, seen):
+        return "one process, so DDP only costs time" if seen.world_size == 1 else ""
+
+
+STAGES = (Baseline(), TF32(), BF16(), Compile(), Flash(), Vocab(), Clip(), Cosine(), Decay(), Fused(), Accum(), DDP())
 ADDED = {stage.added_as: stage for stage in STAGES if stage.added_as}
+
+
+# Where one stands
 
 
 def stage_of(word):
@@ -65,6 +322,47 @@ def stage_of(word):
     return None
 
 
+def is_beside_the_stages(script):
+    """Return whether a script is a file in stages/: a stage, or a thirteenth one that takes the same flags."""
+    return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
+
+
 def between(above, stage):
     """Return the Stages after `above`, up to and including `stage`; none if `stage` comes first."""
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
+
+
+# What a script has of it, and lacks
+
+
+def has_and_lacks(seen):
+    """Return (has, lacks) of a script, two lists of Stages. seen: a Seen.
+
+    What would do nothing on this machine, and what was not seen, is in neither list. Clipping, for example, makes no
+    step faster, so a script may have it, and never lacks it.
+    """
+    has = [stage for stage in STAGES if stage.is_in(seen)]
+    lacks = [stage for stage in STAGES if stage.would_help(seen)]
+    return has, lacks
+
+
+def words_on_techniques(seen):
+    """Return (what a script has of the ladder, what it lacks, remarks), two texts and a list of texts.
+
+    A remark says why a technique does nothing, or what is not known.
+    """
+    has, lacks = has_and_lacks(seen)
+    remarks = [remark for stage in STAGES for remark in stage.remarks(seen)]
+    if not seen.profiled:
+        remarks.append(f"its operations were not seen, attention among them: {UNSEEN}")
+    return names_of(has) or "none of the techniques", names_of(lacks) or "none that this machine could use", remarks
+
+
+def names_of(stages):
+    """Return the techniques of some Stages and where they are in the ladder, in words."""
+    return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
+
+
+def words_in_vain(stage, seen):
+    """Return why a Stage is not seen in a script to which it was added from outside, in words."""
+    return f"+{stage.added_as} had no effect: {stage.why_in_vain(seen)}"

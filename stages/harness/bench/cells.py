@@ -2,10 +2,9 @@
 
 import re
 
-from .. import ladder
 from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, WARMUP, seconds_of_warmup, waiting_share
-from ..seen import has_and_lacks, words_on_missing, words_on_techniques
+from ..ladder import words_in_vain, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
 
@@ -117,13 +116,12 @@ def remarks_on_script(outcome):
     was added to it and took no effect.
     """
     seen, change, base = outcome.seen, outcome.comparison.change, outcome.comparison.base
-    has, lacks = has_and_lacks(seen)
     words = []
-    for name in change.in_vain:
-        words.append(f"it already has {name}" if ladder.ADDED[name] in has else words_on_missing(seen, name))
+    for stage in change.in_vain:
+        words.append(f"it already has {stage.added_as}" if stage.is_in(seen) else words_in_vain(stage, seen))
     is_known = base and base.seen and runs_the_same(outcome.row, base.row)
     if not (outcome.row.stage or is_known):
-        words_on_has, words_on_lacks, others = words_on_techniques(seen, has, lacks)
+        words_on_has, words_on_lacks, others = words_on_techniques(seen)
         words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *others]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"it waits for a DataLoader for {100 * waiting_share(outcome.counted):.0f} % of its time")

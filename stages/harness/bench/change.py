@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from .. import ladder
-from ..seen import has_and_lacks, what_to_type
 from .cells import NOTHING, code, in_one_line
 from .rows import CPU_MEMORY, runs_the_same, shortened
 
@@ -16,7 +15,7 @@ class Change:
 
     label: what the answer and the picture call it: the title of the row, and what it adds if that does not say it.
     typed: the cell with what its user types, in markdown. stages: those whose techniques its command adds, even if
-    they do nothing here. in_vain: the techniques, for example "bf16", that were added to a script and do nothing there.
+    they do nothing here. in_vain: those of them that were added to a script from outside, and do nothing there.
     is_same_computation: whether both should be equally fast.
     """
 
@@ -45,8 +44,8 @@ def change_of(outcome, base):
     effective = [stage for stage in stages if stage in used and stage not in used_by_base]
     is_same = computes_the_same(outcome, base, stages, effective)
     if row.added:  # a script, to which techniques are added from outside
-        typed = ", ".join(in_one_line(what_to_type(outcome.seen, stage)) for stage in effective)
-        in_vain = [stage.added_as for stage in stages if stage.added_as in row.added and stage not in effective]
+        typed = ", ".join(in_one_line(stage.what_to_type(outcome.seen)) for stage in effective)
+        in_vain = [stage for stage in stages if stage.added_as in row.added and stage not in effective]
         return Change(row.title, typed or NOTHING, stages, in_vain, is_same)
     label, typed = row.title, row.stage.line
     if row.stage.technique:
@@ -77,7 +76,7 @@ def stages_added(row, base):
 
 def techniques_of(outcome):
     """Return the Stages whose techniques are seen in a row. None are if it never ran, or if there is no row."""
-    return has_and_lacks(outcome.seen)[0] if outcome and outcome.seen else []
+    return ladder.has_and_lacks(outcome.seen)[0] if outcome and outcome.seen else []
 
 
 def computes_the_same(outcome, base, stages, effective):

@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 from .. import ladder
 from ..common import ROOT, refuse, tell
-from ..seen import is_beside_the_stages
 
 LONGEST_TITLE = 32  # characters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
@@ -55,7 +55,7 @@ class Row:
     @property
     def takes_flags(self):
         """Whether it takes the flags that stand after all rows, as stages and scripts beside them do."""
-        return self.stage is not None or is_beside_the_stages(self.script)
+        return self.stage is not None or ladder.is_beside_the_stages(self.script)
 
     def warmup(self, bench):
         """Return how many steps of it are not counted. bench: the first line of a record.
@@ -166,23 +166,16 @@ def rows_of_ladder(device):
 def rows_of_climb(script, probed):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why. bf16
-    comes last if matmuls are slower in it than in float32, so that no other row is as slow.
+    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why. What
+    is slow here comes last, so that no other row is as slow.
     """
-    useless = {"compile": probed["compile_problem"]}  # {technique: why it does nothing here, or None}
-    if "tf32" not in probed["units"]:
-        useless["tf32"] = "this device has no TF32 units"
-    if "bfloat16" not in probed["units"]:
-        useless["bf16"] = "this device has no bfloat16 units"
-    names = list(ladder.ADDED)
-    peak = probed["rates"]["peak"]
-    if peak.get("bfloat16", 0) < peak["float32"]:
-        names.remove("bf16")
-        names.append("bf16")
+    machine, peak = SimpleNamespace(**probed["abilities"]), probed["rates"]["peak"]
     rows = with_plain([script], probed["environment"]["device"])
-    for name in names:
-        if useless.get(name):
-            tell(f"+{name} is left out: {useless[name]}")
+    for stage in sorted(ladder.ADDED.values(), key=lambda stage: stage.is_slow(peak)):
+        name = stage.added_as
+        useless = stage.why_useless(machine)
+        if useless:
+            tell(f"+{name} is left out: {useless}")
         elif name not in script.added:
             added = [*rows[-1].added, name]
             rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))

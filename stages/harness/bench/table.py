@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
 from ..figures import are_uneven, most_memory, tokens_per_second
-from ..seen import Seen, words_on_stage
+from ..seen import Seen
 from . import ratios
 from .change import Change, change_of
 from .ratios import Ratio, Verdict
@@ -101,7 +101,7 @@ def outcome_of(row, results):
         outcome.words = f"ran on the {seen.device}: pass --device {seen.device}"
     elif seen:
         outcome.work = seen.work
-        outcome.words = words_on_stage(row.stage, seen) if row.stage else ""
+        outcome.words = row.stage.note(seen) if row.stage else ""
     counted = outcome.counted
     if counted:
         uneven = row.stage is None and are_uneven(counted)  # the steps of a stage are alike: a long one was disturbed

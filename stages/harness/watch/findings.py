@@ -7,9 +7,9 @@ from collections import Counter
 
 import torch
 
-from .. import ladder, machine, rates
+from .. import machine, rates
 from ..figures import LONG, LONG_WAIT
-from ..seen import IN_FRAMEWORK, has_and_lacks, what_to_type, words_on_missing, words_on_techniques
+from ..ladder import ADDED, has_and_lacks, words_in_vain, words_on_techniques
 from .events import KINDS
 from .stepprofile import StepProfile, predicted_ms
 
@@ -36,20 +36,16 @@ def answer(run, shares):
     slow = causes(run)
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
-    words_on_has, words_on_lacks, remarks = words_on_techniques(seen, has, lacks)
+    words_on_has, words_on_lacks, remarks = words_on_techniques(seen)
     lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
     if lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
         lines.append(f"        together at most {percent(computation)} of the time, so fix what is slow first")
     for stage in lacks:
-        typed = what_to_type(seen, stage).replace("`", "")
-        has_its_own_words = (seen.framework, stage.name) in IN_FRAMEWORK
-        if stage.name == "s04_compile" and not (has_its_own_words or seen.can_compile_in_place):
-            typed += "; the names in its checkpoints then have _orig_mod."
-        lines.append(f"        {stage.short} {typed}")
-    for name in run.args.added:
-        if ladder.ADDED[name] not in has:
-            remarks.append(words_on_missing(seen, name))
+        typed = stage.what_to_type(seen).replace("`", "")
+        lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
+    in_vain = [ADDED[name] for name in run.args.added if ADDED[name] not in has]
+    remarks += [words_in_vain(stage, seen) for stage in in_vain]
     lines += [f"        {remark}" for remark in remarks]
     if run.args.climb and any(stage.added_as for stage in lacks):
         lines.append(f"        to measure what it lacks: {run.args.climb}")
