@@ -43,8 +43,8 @@ from harness.bench import rounds
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
 from harness.common import refuse, set_up_output, tell
-from harness.figures import WARMUP
 from harness.flags import Parser, positive, seed
+from harness.steps import STEPS_OF_ROW, STEPS_OF_ROW_ON_CPU, TURNS, WARMUP, WARMUP_OF_PLAIN, WARMUP_ON_CPU
 
 
 def main(argv):
@@ -110,7 +110,8 @@ def new_parser():
     parser = Parser(__doc__, usage='bench.py [STAGE | SCRIPT.py | "COMMAND"] ... [flags]')
     add = parser.add_argument
     add("--rounds", type=positive, metavar="N", help=f"how many times each row is started ({rounds.ROUNDS})")
-    add("--steps", type=positive, metavar="N", help="most steps of a row in a round (164; 27 on a CPU, more if short)")
+    steps_help = f"most steps of a row in a round ({STEPS_OF_ROW}; {STEPS_OF_ROW_ON_CPU} on a CPU, more if short)"
+    add("--steps", type=positive, metavar="N", help=steps_help)
     add("--seed", type=seed, default=1337, metavar="S", help="seed of all rows (%(default)s)")
     add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", type=row_of, metavar="COMMAND", help="rows that each add a technique to a script of your own")
@@ -204,18 +205,18 @@ def new_bench(task, probed, argv):
 def limits_of_rows(steps, device):
     """Return the part of a bench's line that says how many steps a row takes in a round, a dict: see results.py.
 
-    steps: of --steps, or None. Without it a row on a CPU takes 6 steps of warm-up (`plain` 20) and 7 turns.
+    steps: of --steps, or None for the numbers of steps.py.
     """
     if device == "cpu":
-        steps = steps or rounds.WARMUP_OF_PLAIN + rounds.TURNS
-        warmup_of_plain = max(WARMUP, min(rounds.WARMUP_OF_PLAIN, steps - rounds.TURNS))
-        warmup = min(rounds.WARMUP_ON_CPU, warmup_of_plain)
+        steps = steps or STEPS_OF_ROW_ON_CPU
+        warmup_of_plain = max(WARMUP, min(WARMUP_OF_PLAIN, steps - TURNS))
+        warmup = min(WARMUP_ON_CPU, warmup_of_plain)
         turns = steps - warmup_of_plain
     else:
-        steps = steps or WARMUP + rounds.MOST_COUNTED_STEPS
+        steps = steps or STEPS_OF_ROW
         warmup = warmup_of_plain = WARMUP
         turns = 0
-    last = min(steps - 1, warmup + rounds.TURNS) - 1  # that every row takes; on a card one more may be profiled
+    last = min(steps - 1, warmup + TURNS) - 1  # that every row takes; on a card one more may be profiled
     return {"warmup": warmup, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns, "loss_step": last}
 
 

@@ -13,8 +13,8 @@ calls watch.py after each step of an optimizer: there a step ends, and the next 
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, set_up_output
-from harness.figures import COUNTED_STEPS, WARMUP
 from harness.flags import Parser, positive, seed
+from harness.steps import STEPS_OF_SCRIPT, WARMUP
 from harness.watch import hooks
 from harness.watch.log import Log
 from harness.watch.run import Run
@@ -66,7 +66,7 @@ def parse_command(argv):
     parser.prefix_chars = "-+"
     add = parser.add_argument
     steps_help = "stop it after N steps, when it begins another: at least 2, or 3 with --profile (%(default)s)"
-    add("--steps", type=positive, default=WARMUP + COUNTED_STEPS, metavar="N", help=steps_help)
+    add("--steps", type=positive, default=STEPS_OF_SCRIPT, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="how many of these are not counted (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed for random, numpy and torch (%(default)s)")
     add("--profile", action="store_true", help="time each part of the last step, beside what arithmetic predicts")

@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's backgr
 
 from harness.bench import rounds
 from harness.bench.results import Results
-from harness.figures import WARMUP
+from harness.steps import WARMUP
 
 import tiktoken
 import torch

@@ -3,7 +3,7 @@
 from harness import ladder
 from harness.bench import rows
 from harness.bench.results import Results
-from harness.figures import WARMUP
+from harness.steps import WARMUP
 
 import json
 import os

@@ -3,7 +3,7 @@
 from harness import ladder
 from harness.bench import rounds, rows
 from harness.bench.table import table_of
-from harness.figures import WARMUP
+from harness.steps import WARMUP
 
 import json
 import time

@@ -7,8 +7,6 @@ import statistics
 
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
 PER_SECOND = {"tok": "tok/sec", "sample": "samples/sec", "step": "steps/sec"}
-WARMUP = 4  # steps left out of the figures: compilation, autotuning, memory touched for the first time
-COUNTED_STEPS = 20  # that watch.py takes of a script
 UNEVEN = 1.2  # with a mean of dt above 1.2 medians, no step is typical
 LONG = 0.2  # of the time: a part of a step that takes more is reported
 LONG_WAIT = 0.1  # the same for a DataLoader and for an evaluation, which take nothing in many scripts

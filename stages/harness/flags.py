@@ -15,6 +15,7 @@ from model import SIZES
 from . import machine, ranks
 from .batch import largest_batch
 from .common import refuse, set_up_output
+from .steps import STEPS, STEPS_ON_CPU
 
 HELP_WIDTH = 80  # columns
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
@@ -87,7 +88,7 @@ def new_parser(doc):
     """Return the parser of the flags. All stages take the same, so that the bench can pass one list to all of them."""
     parser = Parser(doc)
     add = parser.add_argument
-    add("--steps", type=positive, metavar="N", help="optimizer steps (50; 24 on a CPU)")
+    add("--steps", type=positive, metavar="N", help=f"optimizer steps ({STEPS}; {STEPS_ON_CPU} on a CPU)")
     add("--batch-size", type=positive, metavar="B", help="sequences in a micro-batch (16 or what fits; 1 on a CPU)")
     add("--seq-len", type=positive, default=1024, metavar="T", help="tokens in a sequence (%(default)s)")
     add("--size", choices=SIZES, help="model (gpt2; micro on a CPU)")
@@ -163,7 +164,7 @@ def fill_in_sizes(args):
     on_cpu = args.device.type == "cpu"
     world_size = ranks.world_size()
     args.size = args.size or ("micro" if on_cpu else "gpt2")
-    args.steps = args.steps or (24 if on_cpu else 50)
+    args.steps = args.steps or (STEPS_ON_CPU if on_cpu else STEPS)
     micro_batches = 2 if on_cpu else 4
     args.accum = args.accum or world_size * max(1, micro_batches // world_size)  # each rank as many, at least one
     if args.batch_size is None and on_cpu:

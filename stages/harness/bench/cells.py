@@ -3,8 +3,9 @@
 import re
 
 from ..card import words_on_card
-from ..figures import LONG, LONG_WAIT, UNITS, WARMUP, seconds_of_warmup, waiting_share
+from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
 from ..ladder import words_in_vain, words_on_techniques
+from ..steps import WARMUP
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
 

@@ -16,17 +16,14 @@ from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
+from ..steps import TURNS
 from . import page, picture
 from .failure import error_line, error_of, last_lines
 from .ratios import FEWEST_ROUNDS
 from .table import table_of
 
 ROUNDS = FEWEST_ROUNDS
-TURNS = 7  # of a row in a round; without turns it counts as many steps at least
-# On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are.
-WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
 ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
-MOST_COUNTED_STEPS = 160  # on a card, with the one that is profiled
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
 # Seconds without a step after which a row is stopped. The first step includes the start and
 # the compilation, and NCCL waits 600 s for a rank before it says which one is missing.
