@@ -168,7 +168,7 @@ def execute(args, run):
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
-            run.refuse(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
+            run.reject(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
         code = compile(Path(args.script).read_bytes(), args.script, "exec")

@@ -2,7 +2,7 @@
 
 from harness import ladder, machine
 from harness.seen import Seen
-from harness.watch.techniques import framework_of, name_of
+from harness.watch.techniques import framework_of, name_in_script
 
 import re
 import sys
@@ -90,7 +90,7 @@ def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
     module = nn.ModuleDict({"net": nn.Linear(3, 3)})
     frame = frames("torch.optim.adamw", "lightning.pytorch.core.module")
     frame.f_back.f_locals["self"] = module
-    assert (name_of(module["net"], frame), name_of(nn.Linear(3, 3), frame)) == ("self.net", "model")
+    assert (name_in_script(module["net"], frame), name_in_script(nn.Linear(3, 3), frame)) == ("self.net", "model")
     seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
     assert ladder.ADDED["fused"].what_to_type(seen) == "`Adam(..., fused=True)`"
     assert ladder.stage_of("s06").what_to_type(seen) == "`vocab_size=5056`, a multiple of 64"

@@ -1,6 +1,6 @@
 """The arithmetic of a step against what torch counts: FLOPs, passes over memory, and sums made by hand."""
 
-from harness import arithmetic, batch, ladder
+from harness import arithmetic, fit, ladder
 from harness.arithmetic import Work
 from harness.seen import Seen
 
@@ -62,8 +62,8 @@ HELD += [("gpt2", 1, 4096, 16.30, 20.31), ("gpt2-large", 1, 256, 15.46, 15.46)]
 
 
 @pytest.mark.parametrize("size, batch_size, seq_len, s01, s03", HELD)
-def test_the_most_memory_is_what_the_larger_of_s01_and_s03_holds(size, batch_size, seq_len, s01, s03):
-    assert batch.most_memory(size, seq_len, batch_size) / 1e9 == pytest.approx(max(s01, s03), rel=0.011)
+def test_the_memory_needed_is_what_the_larger_of_s01_and_s03_holds(size, batch_size, seq_len, s01, s03):
+    assert fit.memory_needed(size, seq_len, batch_size) / 1e9 == pytest.approx(max(s01, s03), rel=0.011)
 
 
 # Passes over memory of the eager stages

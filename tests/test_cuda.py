@@ -45,7 +45,7 @@ def test_a_compiled_stage_trains_on_a_card_as_an_eager_one(tmp_path):
 
 
 def test_a_card_multiplies_faster_in_16_bits_and_in_tf32_where_it_has_it():
-    measured = rates.measure(torch.device("cuda"), torch.float16)
+    measured = rates.measure_rates(torch.device("cuda"), torch.float16)
     if torch.cuda.get_device_capability() >= (8, 0):
         assert measured["peak"]["tf32"] > measured["peak"]["float32"]
     assert measured["peak"]["float16"] > measured["peak"]["float32"]

@@ -40,7 +40,7 @@ def ladder_cpu():
     )
 
 
-@pytest.mark.parametrize("name, drawn", [("ladder_cpu.md", page.page), ("ladder_cpu.svg", picture.draw)])
+@pytest.mark.parametrize("name, drawn", [("ladder_cpu.md", page.page), ("ladder_cpu.svg", picture.svg)])
 def test_a_page_and_its_picture_are_byte_for_byte_what_they_were(name, drawn):
     """After a wanted change: REDRAW=1 python -m pytest tests/test_page.py, and look at the difference."""
     text = drawn(ladder_cpu(), "ladder_cpu")

@@ -44,7 +44,7 @@ def test_a_record_draws_the_page_and_the_picture_that_are_committed_beside_it(re
     table = table_of(Results.load(record))
     remedy = f"python bench.py --render {record.stem}"
     assert page.page(table, record.stem) == record.with_suffix(".md").read_text("utf-8"), remedy
-    assert picture.draw(table, record.stem) == record.with_suffix(".svg").read_text("utf-8"), remedy
+    assert picture.svg(table, record.stem) == record.with_suffix(".svg").read_text("utf-8"), remedy
 
 
 def lines_of_tables(path):

@@ -94,9 +94,9 @@ def test_this_python_runs_a_command_that_names_no_other(launcher, started):
 def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
     bench = {"turns": 0, "variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
-    assert row_of("mine.py").environment(bench) == os.environ | bench["variables"]
+    assert row_of("mine.py").variables(bench) == os.environ | bench["variables"]
     plain, *_ = rows_of_ladder("cpu")
-    assert not CPU_MEMORY.keys() & plain.environment(bench).keys()
+    assert not CPU_MEMORY.keys() & plain.variables(bench).keys()
 
 
 @pytest.mark.parametrize(

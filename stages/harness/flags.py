@@ -13,8 +13,8 @@ from data import TextError
 from model import SIZES
 
 from . import machine, ranks
-from .batch import largest_batch
 from .common import refuse, set_up_output
+from .fit import largest_batch
 from .steps import STEPS, STEPS_ON_CPU
 
 HELP_WIDTH = 80  # columns

@@ -21,7 +21,7 @@ rect { fill: #0969da }
 </style>"""
 
 
-def draw(table, name):
+def svg(table, name):
     """Return the text of results/NAME.svg."""
     title = f"{name}: {table.bench['environment']['device_name']}"
     unit = table.first_that_ran.seen.unit if table.first_that_ran else "tok"

@@ -164,7 +164,7 @@ class RowProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=row.environment(results.bench),
+                env=row.variables(results.bench),
                 start_new_session=True,  # Ctrl-C reaches the bench alone
             )
 
@@ -311,7 +311,7 @@ def draw(results, path):
     """Print the short table and the verdict, and write the page and its picture. path: of the record."""
     table = table_of(results)
     say(page.terminal(table))
-    write(path.with_suffix(".svg"), picture.draw(table, path.stem))
+    write(path.with_suffix(".svg"), picture.svg(table, path.stem))
     write(path.with_suffix(".md"), page.page(table, path.stem))
     tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 

@@ -88,7 +88,7 @@ class Row:
             script += bench["flags"]
         return [word.replace("{row}", str(process_number)) for word in launcher + watch + script + self.flags]
 
-    def environment(self, bench):
+    def variables(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
         variables = os.environ | bench["variables"]
         left_out = list(SPINNING) if bench["turns"] else []

@@ -23,7 +23,7 @@ MANY_GROUPS = 10  # of an optimizer, with the same settings
 MANY = 3  # copies from a card in a step, or graphs compiled after the warm-up
 
 
-def answer(run, shares):
+def words_on_script(run, shares):
     """Return lines that say where the script's time goes, what slows it, and which techniques it has and lacks.
 
     shares: what shares_of() returned.
@@ -61,7 +61,7 @@ def words_on_profile(run):
     work = log.seen.work
     if work:
         dtype = getattr(torch, log.seen.autocast or log.seen.weights)
-        predicted = predicted_ms(work, rates.measure(log.device, dtype))
+        predicted = predicted_ms(work, rates.measure_rates(log.device, dtype))
     return StepProfile(events, log.device, 1e3 * run.dt_of_profiled).lines(predicted)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import meters
 from . import events, gate
-from .findings import answer, shares_of, words_on_profile
+from .findings import shares_of, words_on_profile, words_on_script
 from .own_code import OwnCode
 from .profiler import MOST_NODES, StepProfiler
 from .techniques import find_techniques, seen_in
@@ -132,7 +132,7 @@ class Run:
             sys.setswitchinterval(SWITCH_INTERVAL)
         if self.world_size > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
-            self.refuse(f"{self.args.title} starts {self.world_size} ranks by itself: start them with {remedy}")
+            self.reject(f"{self.args.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
     def is_another_wanted(self):
         """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
@@ -191,7 +191,7 @@ class Run:
             self.log.steps[-1].update(self.log.read_meters())
         shares = shares_of(self.log)
         self.log.finish(shares)
-        self.log.say(*answer(self, shares))
+        self.log.say(*words_on_script(self, shares))
         self.log.say(*words_on_profile(self))
 
     def end_script_if_over(self):
@@ -201,7 +201,7 @@ class Run:
             self.log.notice(f"{self.args.title} was stopped after {self.steps_taken} steps, when it began another")
             self.leave(0)
 
-    def refuse(self, line):
+    def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
         print(f"error: {line}", file=sys.stderr)
         self.leave(2)
@@ -209,7 +209,7 @@ class Run:
     def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
         remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
-        self.refuse(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
+        self.reject(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
         """End the process at once: threads of the script, its children and its `finally` may hang."""

@@ -79,7 +79,7 @@ def model_of(models, optimizers, unit, seq_len):
         "compile": any(is_compiled(module) for module in modules),
         "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
         "vocabulary": vocabulary_of(modules) if unit == "tok" else None,
-        "model_name": name_of(largest, sys._getframe()),
+        "model_name": name_in_script(largest, sys._getframe()),
         "can_compile_in_place": largest is not None and not is_of_pytorch(unwrapped(largest)),
     }
 
@@ -134,7 +134,7 @@ def framework_of(frame):
     return framework
 
 
-def name_of(module, frame):
+def name_in_script(module, frame):
     """Return what a script calls a module: "self.net" inside of the LightningModule that runs, and else "model"."""
     for caller, _ in traceback.walk_stack(frame):
         owner = caller.f_locals.get("self")

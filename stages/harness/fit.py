@@ -13,13 +13,13 @@ def largest_batch(size, seq_len, free):
     size: of the model, one of SIZES. seq_len: tokens in a sequence. free: bytes.
     """
     for batch_size in (16, 8, 4, 2, 1):
-        needed = CONTEXT + RESERVED * most_memory(size, seq_len, batch_size)
+        needed = CONTEXT + RESERVED * memory_needed(size, seq_len, batch_size)
         if needed <= free:
             break
     return batch_size, needed
 
 
-def most_memory(size, seq_len, batch_size):
+def memory_needed(size, seq_len, batch_size):
     """Return the bytes that the stage which needs most holds at most.
 
     Weights and AdamW's two moments stay. When the backward begins, a layer of s01 keeps the scores after their softmax
