@@ -8,16 +8,16 @@
 
 Flags before the script are watch.py's own, and those after it are the script's. Nothing in the script changes. PyTorch
 calls watch.py after each step of an optimizer: there a step ends, and the next one begins. +tf32, +bf16, +compile and
-+fused add a technique from outside.
++fused add a technique from outside. The script reads its stdin as always; in a bench that is empty.
 """
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, set_up_output
 from harness.flags import Parser, positive, seed
 from harness.steps import STEPS_OF_SCRIPT, WARMUP
-from harness.watch import hooks
+from harness.watch import hooks, pytorch
 from harness.watch.log import Log
-from harness.watch.run import Run
+from harness.watch.run import Run, in_a_line
 from harness.watch.threads import is_elsewhere
 from harness.watch.watcher import Watcher
 
@@ -25,7 +25,6 @@ import argparse
 import builtins
 import os
 import random
-import runpy
 import shlex
 import sys
 import traceback
@@ -37,6 +36,8 @@ import torch
 
 
 def main(argv):
+    if "get_ipython" in vars(builtins):  # this ends the process, which would be the notebook's
+        refuse("watch.py needs a process of its own: type !python stages/watch.py ... in place of %run")
     set_up_output()
     ranks.check_ranks()
     args = parse_command(argv)
@@ -79,8 +80,8 @@ def parse_command(argv):
     add("command", nargs=argparse.PARSER, metavar="SCRIPT.py", help="or a module; the rest is for the script")
     args = parser.parse_args(argv)
     args.script, *args.script_argv = args.command
-    if not args.is_module and not Path(args.script).is_file():
-        refuse(f"there is no script {args.script}: pass the path of a .py file")
+    if not args.is_module:
+        check_script(args.script)
     args.steps = max(args.steps, 3 if args.profile else 2)
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
@@ -91,8 +92,24 @@ def parse_command(argv):
         args.climb = shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
     args.folder = folder_of(args.script)
     if args.folder != Path.cwd():
-        args.script = str(Path(args.script).resolve())
+        args.script = str(args.folder / Path(args.script).name)
+    is_stage = ladder.is_beside_the_stages(args.script)
+    args.saves = is_stage and any(word.split("=")[0] == "--save" for word in args.script_argv)
     return args
+
+
+def check_script(script):
+    """Exit with one line and status 2 if a file is missing or is no Python script."""
+    path = Path(script)
+    if not path.is_file():
+        refuse(f"there is no script {script}: pass the path of a .py file")
+    if path.suffix == ".ipynb":
+        refuse(f"{script} is a notebook: jupyter nbconvert --to script {script} makes a .py file of it")
+    if path.suffix != ".py":
+        try:
+            compile(path.read_bytes(), script, "exec")
+        except (SyntaxError, ValueError):  # the latter for a null byte
+            refuse(f"{script} is no Python script: pass the path of a .py file")
 
 
 def folder_of(script):
@@ -100,7 +117,7 @@ def folder_of(script):
 
     If that is within this repository and the script is not, it is the script's own, where its data may be.
     """
-    here, home = Path.cwd(), Path(script).resolve().parent
+    here, home = Path.cwd(), Path(script).parent.resolve()  # of a link to a script, where the link lies
     if here.is_relative_to(ROOT) and not home.is_relative_to(ROOT):
         return home
     return here
@@ -116,12 +133,11 @@ def rename_our_modules():
 
 
 def become_process_of_script(args):
-    """Give this process the script's folders, its flags, an empty stdin and seeds."""
+    """Give this process the script's folders, its flags and seeds, and in a bench an empty stdin."""
     os.chdir(args.folder)
     sys.path.remove(str(ROOT))
     sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
     sys.argv = [args.script, *args.script_argv]
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -148,13 +164,6 @@ def run_script(args, run):
     return 0, "ended"
 
 
-def in_a_line(error):
-    """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
-    lines = str(error).strip().splitlines() or [""]
-    line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
-    return f"{type(error).__name__}: {line}"
-
-
 def execute(args, run):
     """Execute the script as the module __main__. Raises what it raises.
 
@@ -164,7 +173,7 @@ def execute(args, run):
     spec = None
     if args.is_module:
         try:
-            _, spec, code = runpy._get_module_details(args.script)  # as python -m and pdb do
+            _, spec, code = pytorch.module_details(args.script)
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
@@ -193,9 +202,9 @@ def report_end(args, run, status, reason):
             line += ". Several ranks must be started by torchrun"
     elif not run.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
-    run.finish()
+    hooks.guarded(run.finish, "its figures", run)()
     run.log.notice(f"{args.title} {line}")
-    if status == 0 and not run.log.steps:
+    if status == 0 and not (run.log.steps or run.lost):
         return 2
     return status
 

@@ -1,17 +1,18 @@
 """What is said of a card's state."""
 
 from harness import card
+from harness.figures import Step
 
 import pytest
 
 
 def steps(*clocks, reasons=4):
-    """The step lines of a round in which the card had these clocks, at each second step."""
-    lines = []
+    """The Steps of a round in which the card had these clocks, at each second step."""
+    in_round = []
     for mhz in clocks:
         state = {"mhz": mhz, "celsius": 87, "reasons": reasons}
-        lines += [{"dt": 0.1, "card": state}, {"dt": 0.1, "card": None}]
-    return lines
+        in_round += [Step(None, 0.1, {}, card=state), Step(None, 0.1, {})]
+    return in_round
 
 
 @pytest.mark.parametrize(

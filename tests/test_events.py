@@ -3,28 +3,34 @@
 from harness.watch.events import (
     Batch,
     Call,
+    Habits,
+    accumulated,
     count_of,
-    from_first_forward,
+    first_forward,
     loss_of,
     micro_batches_of,
     seconds_of_kinds,
     seconds_of_lines,
     spans_of,
-    take_turns,
     unit_of,
 )
 
 import pytest
 
+HALF = (0.5, "NllLossBackward0")
 FOUR, EIGHT, TEXT = Batch("sample", 4, None, 4), Batch("sample", 8, None, 8), Batch("tok", 2, 8, 16)
+
+
+class Model:
+    """What is called. A test that keeps it weakly needs more than a name."""
 
 
 def call(module="model", inputs="x", batch=FOUR, version=0, is_training=True):
     return ("call", Call(module, is_training, version, inputs, batch))
 
 
-def backward(value=1.0, is_share=False):
-    return ("loss", [(value, is_share)])
+def backward(value=1.0, share=None):
+    return ("loss", [(value, share)])
 
 
 def kinds_of_spans(*kinds):
@@ -61,17 +67,16 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
 
 
 def test_the_first_step_begins_with_its_first_forward():
-    start = [("rest", 0, 0), ("data", 1, 1), ("rest", 9, 9)]
-    step = [*start, ("forward", 10, 11), ("rest", 15, 15)]
-    assert spans_of(from_first_forward(step)) == [("forward", 11, 15)]
-    assert from_first_forward(start) == start
+    start = [("rest", 0, 9), ("data", 9, 10)]
+    assert first_forward([*start, ("forward", 10, 11), ("forward", 12, 13)]) == 2
+    assert first_forward(start) is None
 
 
 @pytest.mark.parametrize(
     "step, unit, count, loss",
     [
         ([call(), backward(2.0)], "sample", 4, 2.0),
-        ([call(), backward(0.5, True), call(), backward(0.25, True)], "sample", 8, 0.75),
+        ([call(), backward(0.5, HALF), call(), backward(0.25, HALF)], "sample", 8, 0.75),
         ([call(), backward(), call(), backward()], "sample", 8, None),  # a sum or a mean?
         ([call("encoder", batch=TEXT), call("head"), backward()], "tok", 16, 1.0),
         ([call(inputs="x"), call(inputs="y", batch=EIGHT), call(inputs="x"), backward()], "sample", 12, 1.0),
@@ -79,7 +84,7 @@ def test_the_first_step_begins_with_its_first_forward():
         ([call(), backward(3.0), call(version=1), backward(9.0)], "sample", 4, 3.0),  # SAM
         ([call(), backward(), ("other", None), call("maker", batch=EIGHT), backward(5.0)], "sample", 8, 5.0),  # a GAN
         ([("other", None), call(), backward()], "sample", 4, 1.0),
-        ([call(), ("scaled", [(2.0, True)]), backward(4096.0)], "sample", 4, 2.0),
+        ([call(), ("scaled", [(2.0, HALF)]), backward(4096.0)], "sample", 4, 2.0),
         ([call()], "sample", 4, None),  # without backward()
         ([backward(7.0)], "step", 0, 7.0),  # the model is called by a compiled function
         ([call(batch=Batch()), backward(float("nan"))], "step", 0, None),
@@ -92,6 +97,40 @@ def test_what_a_step_trains_on(step, unit, count, loss):
     assert loss_of(micro_batches) == loss
 
 
+@pytest.mark.parametrize(
+    "shares, number",
+    [
+        (4 * [(0.25, "mse")], 4),
+        (3 * [(0.25, "mse")], 3),  # the last window of an epoch
+        ([(0.75, "mse"), (0.25, "mse")], 2),  # by the tokens of each
+        ([(0.5, "mse"), (0.1, "mse")], 1),  # two losses with their weights
+        ([(0.5, "mse"), (0.5, "nll")], 1),
+        (2 * [(None, "mse")], 2),  # a factor on a card
+        ([(0.5, "mse"), None], 1),
+        ([None, None], 1),
+    ],
+)
+def test_losses_are_accumulated_if_they_are_shares_of_one(shares, number):
+    step = [note for share in shares for note in (call(), backward(1.0, share))]
+    assert accumulated(micro_batches_of(step)) == number
+
+
+def habits_of(*steps):
+    habits = Habits()
+    for notes in steps:
+        habits.add(notes)
+    return habits
+
+
 def test_optimizers_take_turns_if_one_steps_behind_a_backward():
-    assert take_turns([call(), backward(), ("other", None), call(), backward()])
-    assert not take_turns([("other", None), call(), backward()])  # it has stepped after the one that ends a step
+    assert habits_of([call(Model), backward(), ("other", None), call(Model), backward()]).optimizers_take_turns
+    # it has stepped after the one that ends a step
+    assert not habits_of([("other", None), call(Model), backward()]).optimizers_take_turns
+
+
+def test_habits_are_of_all_steps():
+    late = [("clipping", None), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2)]
+    habits = habits_of([("batch", 0)], [("batch", 2)], late)
+    assert habits.clips and habits.repeats_forward
+    assert habits.autocast == "bfloat16"
+    assert habits.loaders == {0: 1, 2: 2}

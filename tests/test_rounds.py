@@ -58,7 +58,7 @@ def test_a_script_that_ends_early_has_the_turns_that_it_took():
     """Four of its steps are a turn."""
     results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)
     rounds.take_turns(0, results)
-    assert [len(steps) for steps in results.runs["a", 0].turns] == [4, 2]
+    assert [len(steps) for steps in results.runs["a", 0].turns.values()] == [4, 2]
 
 
 def test_the_clock_of_a_bench_begins_again_when_its_rows_do_and_the_numbers_of_processes_go_on():

@@ -4,7 +4,7 @@ from harness import ladder
 from harness.bench.answer import answer
 from harness.bench.cells import remarks
 from harness.bench.ratios import Verdict
-from harness.figures import tokens_per_second
+from harness.figures import Step, tokens_per_second
 
 import pytest
 from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, table_from
@@ -14,7 +14,7 @@ from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run
 
 def test_the_speed_of_steps_with_different_tokens_is_that_of_the_median_step():
     """Speeds of 10, 20 and 40 tokens per second."""
-    steps = [{"dt": dt, "tokens": tokens} for dt, tokens in ((20, 200), (10, 400), (5, 100), (1, 0))]
+    steps = [Step(None, dt, {}, tokens=tokens) for dt, tokens in ((20, 200), (10, 400), (5, 100), (1, 0))]
     assert tokens_per_second(steps, uneven=False) == 20
 
 

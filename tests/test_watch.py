@@ -4,8 +4,9 @@ Most are forks of one process. What only a process from its first line shows has
 """
 
 from harness.bench.rows import row_of
+from harness.figures import Step
 from harness.seen import Seen
-from harness.watch.events import KINDS
+from harness.watch.events import KINDS, Habits
 from harness.watch.findings import causes
 from harness.watch.profiler import StepProfiler, busy_ms
 from harness.watch.timeline import Timeline
@@ -55,7 +56,7 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
     run_script("train.py", folder=tmp_path)
     alone = [loss for _, loss in json.loads((tmp_path / "own.json").read_text())]
     ended = watch_in_a_fork(tmp_path, TRAIN, "--steps", "5")
-    [seen] = ended.of_kind("seen")
+    *_, seen = ended.of_kind("seen")
     assert (seen["batch_size"], seen["seq_len"], seen["accum"], seen["world_size"]) == (4, 8, 2, 1)
     assert ended.figures("tokens") == [64] * 5
     assert ended.figures("loss")[1:] == pytest.approx(alone[:4], abs=1e-6)  # a sum of shares
@@ -225,7 +226,7 @@ for step in range(9):
 def test_a_gpt_of_transformers_has_its_techniques_and_its_shape(tmp_path):
     """By hand: 12 L C^2 + V C are 229,376 weights; positions, biases and LayerNorms are the others of 232,000."""
     ended = watch_in_a_fork(tmp_path, GPT2, "--steps", "6")
-    [seen] = ended.of_kind("seen")
+    *_, seen = ended.of_kind("seen")
     expected = {"profiled": True, "autocast": "bfloat16", "compile": True, "sdpa": "flash", "fused": True}
     expected |= {"vocabulary": 2048, "optimizer": "AdamW", "weights": "float32"}
     assert {name: seen[name] for name in expected} == expected
@@ -302,7 +303,8 @@ def test_what_a_script_deletes_is_not_held(tmp_path):
 
 
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
-    timeline = Timeline(StepProfiler())
+    timeline = Timeline(StepProfiler(), read_lists=None)
+    timeline.begin_step()
     timeline.mark("forward", entered=1.0)
     kind, entered, left = timeline.marks[-1]
     assert (kind, entered) == ("forward", 1.0) and left > 1.0
@@ -315,11 +317,11 @@ def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     """Without a profile nobody knows how long the card waited."""
     spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
-    steps = 9 * [{"dt": 0.1, "spent": spent, "graphs": 0}]
+    steps = 9 * [Step(None, 0.1, spent)]
     log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
     log.device, log.seen = torch.device("cuda"), Seen.of_line(SEEN)
     own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
-    run = SimpleNamespace(log=log, own_code=own_code, loaders={}, repeats_forward=False)
+    run = SimpleNamespace(log=log, own_code=own_code, habits=Habits())
     assert causes(run) == []
     log.seen.busy_ms = 20.0
     assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"

@@ -9,12 +9,11 @@ CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another 
 def words_on_card(rounds):
     """Return what is worth saying about the card under a row, a list of words.
 
-    rounds: for each round, the step lines of a record that are counted. In each, "card" is meters.card_state(), which
-    may be None.
+    rounds: for each round, the Steps that are counted.
     """
     words, clocks, hot = [], [], []
     for steps in rounds:
-        states = [step["card"] for step in steps if step["card"]]
+        states = [step.card for step in steps if step.card]
         hot += [state for state in states if state["reasons"] & HEAT]
         if states:
             clocks.append(statistics.median(state["mhz"] for state in states))

@@ -1,9 +1,7 @@
-"""The figures of some steps, the same for what watch.py prints and for the tables of the bench.
-
-Steps are the step lines of a record.
-"""
+"""A step, and the figures of some steps, the same for what watch.py prints and for the tables of the bench."""
 
 import statistics
+from dataclasses import dataclass
 
 UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a step is counted
 PER_SECOND = {"tok": "tok/sec", "sample": "samples/sec", "step": "steps/sec"}
@@ -12,9 +10,29 @@ LONG = 0.2  # of the time: a part of a step that takes more is reported
 LONG_WAIT = 0.1  # the same for a DataLoader and for an evaluation, which take nothing in many scripts
 
 
+@dataclass
+class Step:
+    """A step: a line "step" of a record. All but its tokens are of one rank."""
+
+    loss: float | None  # what backward() was called on
+    dt: float  # seconds
+    spent: dict  # {each of events.KINDS: seconds}
+    graphs: int = 0  # that torch.compile made in it
+    tokens: int = 0  # or what else the unit of a Seen says
+    step: int = 0  # its number
+    memory: int | None = None  # bytes
+    meter: str | None = None  # of this memory
+    card: dict | None = None  # see meters.card_state()
+
+    @classmethod
+    def of_line(cls, line):
+        """Return the Step of a line of a record."""
+        return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
+
+
 def are_uneven(steps):
     """Return whether no step is typical, because some take far longer: those with a rollout, or that wait for data."""
-    dts = [step["dt"] for step in steps]
+    dts = [step.dt for step in steps]
     return statistics.mean(dts) > UNEVEN * statistics.median(dts)
 
 
@@ -25,21 +43,21 @@ def tokens_per_second(steps, uneven):
     tokens over all seconds.
     """
     if uneven:
-        return sum(step["tokens"] for step in steps) / sum(step["dt"] for step in steps)
-    seconds_of_a_token = [step["dt"] / step["tokens"] for step in steps if step["tokens"]]
+        return sum(step.tokens for step in steps) / sum(step.dt for step in steps)
+    seconds_of_a_token = [step.dt / step.tokens for step in steps if step.tokens]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
 
 
 def most_memory(steps):
     """Return the most bytes that were held in some steps; 0 without a meter."""
-    return max(step["memory"] or 0 for step in steps)
+    return max(step.memory or 0 for step in steps)
 
 
 def waiting_share(steps):
     """Return the share of their time for which some steps waited for a DataLoader."""
-    return sum(step["spent"]["data"] for step in steps) / sum(step["dt"] for step in steps)
+    return sum(step.spent["data"] for step in steps) / sum(step.dt for step in steps)
 
 
 def seconds_of_warmup(steps, warmup):
     """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
-    return sum(step["dt"] for step in steps[:warmup])
+    return sum(step.dt for step in steps[:warmup])

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import platform
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -19,12 +18,6 @@ def synchronize(device):
         torch.mps.synchronize()
     else:
         torch.get_device_module(device).synchronize(device)
-
-
-def compiled_graphs():
-    """Return how many graphs torch.compile has made so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # which the first optimizer imports
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 # Memory

@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..common import say
+from ..figures import Step
 from ..seen import Seen
 from .rows import Row
 
@@ -36,7 +37,8 @@ class Run:
     round: int
     warmup: int
     seen: Seen | None = None
-    steps: list = field(default_factory=list)
+    steps: list = field(default_factory=list)  # Steps
+    turns: dict = field(default_factory=dict)  # {turn: the counted Steps in it}; one entry if the row took no turns
     steps_of_other_ranks: list = field(default_factory=list)
     summary: dict | None = None
     error: dict | None = None
@@ -45,14 +47,6 @@ class Run:
     def counted(self):
         """The steps after the warm-up."""
         return self.steps[self.warmup :]
-
-    @property
-    def turns(self):
-        """The counted steps of each turn, a list of lists; one list if the row took no turns."""
-        turns = {}
-        for step in self.counted:
-            turns.setdefault(step["turn"], []).append(step)
-        return list(turns.values())
 
 
 class Results:
@@ -97,9 +91,12 @@ class Results:
                 self.runs = {}
                 self.began = time.monotonic()
             case "step":
-                self.runs[key].steps.append(line)
+                run, step = self.runs[key], Step.of_line(line)
+                run.steps.append(step)
+                if len(run.steps) > run.warmup:
+                    run.turns.setdefault(line["turn"], []).append(step)
             case "step of another rank":
-                self.runs[key].steps_of_other_ranks.append(line)
+                self.runs[key].steps_of_other_ranks.append(Step.of_line(line))
             case "seen":  # a later one replaces the first
                 self.runs[key].seen = Seen.of_line(line)
             case "summary":

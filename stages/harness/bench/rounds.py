@@ -173,7 +173,7 @@ class RowProcess:
         """The bytes that its ranks have in memory; 0 without a meter, and before its first step."""
         if not self.run.steps:
             return 0
-        return len(self.records) * (self.run.steps[-1]["memory"] or 0)
+        return len(self.records) * (self.run.steps[-1].memory or 0)
 
     @property
     def steps_taken(self):
@@ -187,13 +187,13 @@ class RowProcess:
 
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
-        dts = [step["dt"] for step in self.run.steps[-5:]]
+        dts = [step.dt for step in self.run.steps[-5:]]
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
     def steps_to_go(self):
         """Return how many steps it should take before the bench looks again; 0 if it needs or can take no more."""
         counted = self.run.counted
-        seconds = sum(step["dt"] for step in counted)
+        seconds = sum(step.dt for step in counted)
         has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
         if self.has_ended or has_enough:
             return 0

@@ -108,7 +108,7 @@ def outcome_of(row, results):
         outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
         if not outcome.error:
             outcome.speeds = speeds_of_rounds(runs, uneven)
-        outcome.dt_ms = 1e3 * statistics.median(step["dt"] for step in counted)
+        outcome.dt_ms = 1e3 * statistics.median(step.dt for step in counted)
         outcome.memory = most_memory(counted) or None  # 0: without a meter
         outcome.loss = loss_of(runs[0], bench["loss_step"])
         outcome.peak_share = peak_share(outcome, bench["rates"])
@@ -122,7 +122,7 @@ def speeds_of_rounds(runs, uneven):
     """
     speeds = {}
     for run in runs:
-        speeds_of_run = [tokens_per_second(steps, uneven) for steps in run.turns]
+        speeds_of_run = [tokens_per_second(steps, uneven) for steps in run.turns.values()]
         if run.summary and speeds_of_run and all(speeds_of_run):
             speeds[run.round] = speeds_of_run
     return speeds
@@ -130,7 +130,7 @@ def speeds_of_rounds(runs, uneven):
 
 def loss_of(run, step):
     """Return the loss of a Run at the step of this number, the mean of all ranks; None if it is not known."""
-    losses = [line["loss"] for line in run.steps + run.steps_of_other_ranks if line["step"] == step]
+    losses = [each.loss for each in run.steps + run.steps_of_other_ranks if each.step == step]
     return statistics.mean(losses) if losses and None not in losses else None
 
 

@@ -4,7 +4,8 @@ import contextlib
 
 import torch
 
-from .counting import unwrapped
+from . import pytorch
+from .counting import modules_of, unwrapped
 
 
 class Added:
@@ -16,18 +17,16 @@ class Added:
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
 
-    def before_forward(self, module):
+    def before_forward(self, module, device_type):
         """Compile the outermost module, and enter autocast. What follows up to backward() is in it, the loss, too.
 
         Around the module alone, autocast would leave a loss outside of the model with logits in 16 bits.
         """
-        if "compile" in self.names and not any(is_compiled(part) for part in module.modules()):
-            torch._dynamo.config.suppress_errors = True  # what can't be compiled runs as it is
+        if "compile" in self.names and not any(pytorch.is_compiled(part) for part in modules_of(module)):
+            pytorch.let_compiler_fail()
             compile_in_place(module)
-        if "bf16" in self.names:
-            device_type = next(module.parameters()).device.type
-            if not torch.is_autocast_enabled(device_type):
-                self.autocast.enter_context(torch.autocast(device_type, torch.bfloat16))
+        if "bf16" in self.names and not torch.is_autocast_enabled(device_type):
+            self.autocast.enter_context(torch.autocast(device_type, torch.bfloat16))
 
     def before_first_update(self, optimizer):
         """Choose the fused kernel of an optimizer that has one, where the script chooses none.
@@ -55,23 +54,12 @@ def can_be_fused(parameter, optimizer):
 def compile_in_place(module):
     """Let calls of a module run compiled, as module.compile() does. For DDP, the module inside is compiled."""
     module = unwrapped(module)
-    if not is_of_pytorch(module):
+    if is_of_pytorch(module):
+        pytorch.compile_around(module)
+    else:
         module.compile()
-        return
-    call = module._call_impl
-
-    def call_module(*args, **kwargs):
-        """Call a module of PyTorch's own, for example an nn.Sequential, which torch.compile skips by itself."""
-        return call(*args, **kwargs)
-
-    module._compiled_call_impl = torch.compile(call_module)
 
 
 def is_of_pytorch(module):
     """Return whether the forward of a module is PyTorch's own code, which module.compile() leaves uncompiled."""
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward.__module__.startswith("torch.")
-
-
-def is_compiled(module):
-    """Return whether torch.compile() or module.compile() was called on a module."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import pytorch
 from .events import Batch
 from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids"
 HAS_NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)pos(_|$)", re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
-SHARES = ("DivBackward0", "MulBackward0")  # the last operation of a loss that is one micro-batch's share of the whole
 
 
 class Signature:
@@ -28,7 +28,7 @@ class Signature:
     """
 
     def __init__(self, module, weight):
-        parts = list(module.modules())
+        parts = modules_of(module)
         self.weight = weight
         self.names = names_of_arguments(parts)
         self.has_embedding = any(isinstance(part, nn.Embedding) for part in parts)
@@ -42,6 +42,8 @@ class Signature:
             tensors += named_tensors(kwargs.items())
         if not tensors:
             return None, None
+        if any(tensor.is_nested for _, tensor in tensors):  # it has no shape
+            return tensors[0][1], Batch()
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
             self.shapes = shapes
@@ -84,11 +86,16 @@ def signature_of(module):
     """Return the Signature of a module. None without parameters, and with those on meta, where nothing is computed."""
     signature = SIGNATURES.get(module)
     if signature is None:
-        weight = next(module.parameters(), None)
+        weight = next(nn.Module.parameters(module), None)
         if weight is None or weight.is_meta:  # to_empty() replaces the latter
             return None
         signature = SIGNATURES[module] = Signature(module, weight)
     return signature
+
+
+def modules_of(module):
+    """Return a module and all modules in it, a list. A script's own class may have a `modules` of another meaning."""
+    return list(nn.Module.modules(module))
 
 
 def names_of_arguments(parts):
@@ -109,7 +116,7 @@ def names_of_arguments(parts):
 
 def unwrapped(model):
     """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
-    for part in model.modules():  # the outermost first
+    for part in modules_of(model):  # the outermost first
         if not isinstance(part, DistributedDataParallel) and not hasattr(part, "_orig_mod"):
             return part
 
@@ -126,21 +133,26 @@ def is_whole(tensor):
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def named_tensors(pairs):
-    """Return [(name, tensor)] of pairs of a name and a value, also of those inside of lists, tuples and dicts."""
+def named_tensors(pairs, around=()):
+    """Return [(name, tensor)] of pairs of a name and a value, also of those inside of lists, tuples and dicts.
+
+    around: the ids of these, since one may contain itself.
+    """
     tensors = []
     for name, value in pairs:
         if isinstance(value, torch.Tensor):
             tensors.append((name, value))
+        elif id(value) in around:
+            continue
         elif isinstance(value, Mapping):
-            tensors += named_tensors(value.items())
+            tensors += named_tensors(value.items(), (*around, id(value)))
         elif isinstance(value, (list, tuple)):
-            tensors += named_tensors((name, each) for each in value)
+            tensors += named_tensors(((name, each) for each in value), (*around, id(value)))
     return tensors
 
 
 def losses_of(tensors):
-    """Return [(value, is_share)] of what backward() gets, a tensor or several."""
+    """Return [(value, share)] of what backward() gets, a tensor or several. share: see share_of()."""
     losses = []
     if is_captured():
         return losses
@@ -148,5 +160,23 @@ def losses_of(tensors):
         if torch.is_tensor(tensor) and tensor.numel() == 1:
             # on a card a copy, which does not wait for it, and into which no CUDA graph writes
             value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()
-            losses.append((value, tensor.grad_fn is not None and tensor.grad_fn.name() in SHARES))
+            losses.append((value, share_of(tensor.grad_fn)))
     return losses
+
+
+def share_of(node):
+    """Return (factor, loss) of a loss that was scaled by a number last, as accumulation does, else None.
+
+    factor: 0.25 for `loss / 4`, or None if it lies on a card. loss: the operation that made it. node: its grad_fn.
+    """
+    if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
+        return None
+    saved = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
+    numbers = [number for number in saved if number is not None and not number.requires_grad]
+    losses = [each.name() for each, _ in node.next_functions if each]
+    if len(numbers) != 1 or len(losses) != 1:  # the product of two losses
+        return None
+    factor = numbers[0].item() if numbers[0].is_cpu else None
+    if factor and node.name() == "DivBackward0":
+        factor = 1 / factor
+    return factor, losses[0]

@@ -7,8 +7,8 @@ time, and is not the script's.
 A note is (name, value), what was seen:
 
     call      a Call: a module is called with gradients
-    loss      [(value, is_share)]: the losses that backward() is called on, each a float or a tensor of one number.
-              is_share: whether it was scaled last, as in accumulation
+    loss      [(value, share)]: the losses that backward() is called on, each a float or a tensor of one number.
+              share: (factor, operation) if it was scaled last, as in accumulation, else None; see counting.share_of()
     scaled    the same: what a GradScaler multiplies
     due       None: a GradScaler is asked for the update that ends a step, and may skip it
     other     None: an optimizer has stepped that ends no step
@@ -19,6 +19,7 @@ A note is (name, value), what was seen:
 """
 
 import math
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from itertools import pairwise
@@ -70,9 +71,9 @@ class MicroBatch(NamedTuple):
     losses: list
 
 
-def values_of(notes, name):
-    """Return the values of all notes of a name, a list."""
-    return [value for each, value in notes if each == name]
+def has_note(notes, name):
+    """Return whether there is a note of a name."""
+    return any(each == name for each, _ in notes)
 
 
 # What its time goes to
@@ -115,10 +116,12 @@ def seconds_of_lines(spans, looks, unseen):
     return lines, unseen
 
 
-def from_first_forward(marks):
-    """Return the marks of the first step, which begins with its first forward, and not with the start of the script."""
-    kinds = [kind for kind, *_ in marks]
-    return marks[kinds.index("forward") :] if "forward" in kinds else marks
+def first_forward(spans):
+    """Return the number of the first forward in spans, or None without one."""
+    for number, (kind, *_) in enumerate(spans):
+        if kind == "forward":
+            return number
+    return None
 
 
 # What it trains on
@@ -178,8 +181,25 @@ def has_calls(micro_batches):
 
 
 def are_shares(micro_batches):
-    """Return whether each loss is a share of one for the whole step, as in accumulation."""
-    return all(is_share for micro_batch in micro_batches for _, is_share in micro_batch.losses)
+    """Return whether each loss is a share of one for the whole step, as in accumulation.
+
+    Then all are of one kind, and their factors are the same, as 1/4 of each of four, or sum to 1. Two losses of which
+    one counts half and the other a tenth are none.
+    """
+    shares = [share for micro_batch in micro_batches for _, share in micro_batch.losses]
+    if not shares or None in shares:
+        return False
+    factors = [factor for factor, _ in shares]
+    are_of_one_kind = len({loss for _, loss in shares}) == 1
+    sum_to_1 = None not in factors and math.isclose(sum(factors), 1)
+    return are_of_one_kind and (len(set(factors)) == 1 or sum_to_1)
+
+
+def accumulated(micro_batches):
+    """Return how many micro-batches a step accumulates the gradients of; 1 if their losses are no shares of one."""
+    if not are_shares(micro_batches):
+        return 1
+    return max(1, sum(each.call is not None for each in micro_batches))
 
 
 def loss_of(micro_batches):
@@ -215,7 +235,40 @@ def largest_batch(micro_batches):
     return max(calls, key=lambda call: call.priority).batch if calls else Batch()
 
 
-def take_turns(notes):
-    """Return whether another optimizer steps between a backward and the end of the step, as in a GAN."""
-    names = [name for name, _ in notes]
-    return "loss" in names and "other" in names[names.index("loss") :]
+# What it does in general
+
+
+class Habits:
+    """What a script was seen to do in any step so far.
+
+    models: {id: module} of those that were called in training. accum: the most micro-batches whose gradients a step
+    accumulates. autocast: the dtype of the last one in a forward, or None. loaders: {num_workers of a DataLoader: how
+    many batches it was asked for}. optimizers_take_turns: whether another one steps between a backward and the end of a
+    step, as in a GAN.
+    """
+
+    def __init__(self):
+        self.models = weakref.WeakValueDictionary()  # a script may delete them
+        self.loaders = Counter()
+        self.accum = 1
+        self.autocast = None
+        self.clips = self.repeats_forward = self.optimizers_take_turns = False
+
+    def add(self, notes):
+        """Add what the notes of a step say."""
+        has_loss = False
+        for name, value in notes:
+            if name == "call":
+                self.models[id(value.module)] = value.module
+            elif name == "loss":
+                has_loss = True
+            elif name == "other":
+                self.optimizers_take_turns |= has_loss
+            elif name == "autocast":
+                self.autocast = value
+            elif name == "clipping":
+                self.clips = True
+            elif name == "repeat":
+                self.repeats_forward = True
+            elif name == "batch":
+                self.loaders[value] += 1

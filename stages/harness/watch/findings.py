@@ -87,10 +87,10 @@ def mean_shares(steps):
     A loss takes no longer than the backward, which goes through it, too. What is above that is the script's own code
     between the loss and backward().
     """
-    total = sum(step["dt"] for step in steps)
+    total = sum(step.dt for step in steps)
     shares = {}
     for kind in KINDS:
-        shares[kind] = sum(step["spent"][kind] for step in steps) / total
+        shares[kind] = sum(step.spent[kind] for step in steps) / total
     shares["rest"] += max(0.0, shares["loss"] - shares["backward"])
     shares["loss"] = min(shares["loss"], shares["backward"])
     return shares
@@ -103,7 +103,7 @@ def causes(run):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
     log, lines = run.log, run.own_code.lines
     steps = log.reported_steps()
-    dts = [step["dt"] for step in steps]
+    dts = [step.dt for step in steps]
     shares = mean_shares(steps)
     on_card = log.device.type != "cpu"
     if on_card:
@@ -116,9 +116,9 @@ def causes(run):
     own = shares["rest"]
     loss = shares["loss"]
     words = []
-    if data > LONG_WAIT and run.loaders:
-        words.append(words_on_loader(run.loaders, data))
-    if evaluation > LONG_WAIT and not run.repeats_forward:  # checkpointing has such forwards, too
+    if data > LONG_WAIT and run.habits.loaders:
+        words.append(words_on_loader(run.habits.loaders, data))
+    if evaluation > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
     if own > LONG and own * statistics.mean(dts) > SHORT_OWN_CODE:
@@ -181,13 +181,13 @@ def words_on_update(optimizers):
 def words_on_habits(run):
     """Return words on what else slows a script down, a list."""
     reads = run.log.seen.reads
-    graphs = sum(step["graphs"] for step in run.log.counted_steps())
+    graphs = sum(step.graphs for step in run.log.counted_steps())
     words = []
     if reads >= MANY:
         words.append(f"a step copies from the card {reads} times, as .item() does, and waits for it each time")
     if graphs >= MANY:
         words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
-    if run.repeats_forward:
+    if run.habits.repeats_forward:
         words.append("forwards run again in the backward: activation checkpointing trades time for memory")
     if run.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):
         words.append("it trains on the CPU, though this machine has a card")

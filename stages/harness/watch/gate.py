@@ -8,6 +8,7 @@ import os
 import time
 
 from .. import ranks
+from .threads import end_process
 
 OFTEN, SELDOM = 0.002, 0.05  # seconds between two looks, in the first second and later
 
@@ -30,7 +31,7 @@ def wait(path, bench_pid, steps):
         if allows(path, steps):
             return True
         if is_gone(int(bench_pid)):
-            os._exit(1)
+            end_process(1)
         # of several ranks the last one to see its step keeps the others waiting in theirs
         looks_often = ranks.world_size() > 1 or time.monotonic() - began < 1
         time.sleep(OFTEN if looks_often else SELDOM)

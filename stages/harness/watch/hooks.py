@@ -16,35 +16,56 @@ import time
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
 
+from . import pytorch
 from .counting import signature_of
+from .run import STEPS
 from .threads import is_elsewhere
 
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
-    timeline, profiler = watcher.timeline, watcher.run.profiler
-    threading.Thread(target=watcher.run.own_code.look_now_and_then, daemon=True).start()
+    run, profiler = watcher.run, watcher.run.profiler
+    threading.Thread(target=run.own_code.look_now_and_then, daemon=True).start()
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
-    for owner, name, note in (
-        (dataloader.DataLoader, "__iter__", watcher.saw_loader),
-        (dataloader._BaseDataLoaderIter, "__next__", watcher.saw_batch),
-        (torch.autograd, "backward", watcher.saw_backward),
-        (torch.autograd, "grad", lambda *args, **kwargs: "backward"),
-        (torch.amp.GradScaler, "scale", watcher.saw_scale),
-        (torch.amp.GradScaler, "step", watcher.saw_scaler_step),
-        (torch.amp.GradScaler, "update", watcher.saw_scaler_update),
-        (torch.autocast, "__enter__", watcher.saw_autocast),
-        (torch.amp.autocast_mode, "_enter_autocast", watcher.note_autocast),  # while torch.compile traces
-        (torch.profiler.profile, "start", profiler.saw_profiler),
-        (torch.multiprocessing, "spawn", watcher.run.refuse_spawn),
-        (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", watcher.saw_clipping),  # by clip_grad_norm_()
+    for owner, name, note, what in (
+        (DataLoader, "__iter__", watcher.saw_loader, "its DataLoaders"),
+        (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),
+        (torch.autograd, "backward", watcher.saw_backward, "its losses"),
+        (torch.autograd, "grad", lambda *args, **kwargs: "backward", "its losses"),
+        (torch.amp.GradScaler, "scale", watcher.saw_scale, "its GradScaler"),
+        (torch.amp.GradScaler, "step", watcher.saw_scaler_step, "its GradScaler"),
+        (torch.amp.GradScaler, "update", watcher.saw_scaler_update, "its GradScaler"),
+        (torch.autocast, "__enter__", watcher.saw_autocast, "its autocast"),
+        (*pytorch.AUTOCAST_WHILE_TRACING, watcher.note_autocast, "its autocast"),
+        (*pytorch.CLIPPING, watcher.saw_clipping, "its clipping"),
+        (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
+        (torch.multiprocessing, "spawn", run.refuse_spawn, "its ranks"),
+        (os, "_exit", run.saw_exit, "its end"),
+        (os, "execv", run.saw_exec, "its end"),
+        (os, "execve", run.saw_exec, "its end"),
     ):
-        call_first(owner, name, note, timeline)
-    register_optimizer_step_pre_hook(watcher.saw_optimizer_begin)
-    register_optimizer_step_post_hook(watcher.saw_optimizer_end)
+        call_first(owner, name, guarded(note, what, run), watcher.timeline)
+    register_optimizer_step_pre_hook(guarded(watcher.saw_optimizer_begin, STEPS, run))
+    register_optimizer_step_post_hook(guarded(watcher.saw_optimizer_end, STEPS, run))
+
+
+def guarded(note, what, run):
+    """Return a note that can't end the script. If it raises, the Run says once what it can't see.
+
+    KeyboardInterrupt, which is no Exception, is meant for the script.
+    """
+
+    @pytorch.keep_from_compiler
+    def guarded_note(*args, **kwargs):
+        try:
+            return note(*args, **kwargs)
+        except Exception as error:
+            run.lose_sight(what, error)
+
+    return guarded_note
 
 
 def call_first(owner, name, note, timeline):
@@ -80,6 +101,8 @@ def watch_modules(watcher):
     """
     call_module = torch.nn.Module.__call__
     timeline = watcher.timeline
+    find_signature = guarded(signature_of, "its modules", watcher.run)
+    saw_forward = guarded(watcher.saw_forward, "its modules", watcher.run)
     is_inside = False
 
     def watched_call(module, *args, **kwargs):
@@ -87,11 +110,11 @@ def watch_modules(watcher):
         if is_inside or torch.compiler.is_compiling() or torch.jit.is_tracing() or is_elsewhere():
             return call_module(module, *args, **kwargs)
         entered = time.perf_counter()
-        signature = signature_of(module)
         before = timeline.kind
+        signature = find_signature(module)
         if signature is None or before == "data":
             return call_module(module, *args, **kwargs)
-        timeline.mark(watcher.saw_forward(module, signature, args, kwargs), entered)
+        timeline.mark(saw_forward(module, signature, args, kwargs) or before, entered)
         is_inside = True
         try:
             return call_module(module, *args, **kwargs)
@@ -100,9 +123,5 @@ def watch_modules(watcher):
             timeline.mark(before)
 
     torch.nn.Module.__call__ = watched_call
-    # torch.compile has to skip watched_call() itself, and to compile what that calls. All models would share its code,
-    # and of one code torch.compile makes eight graphs at most.
-    compiler = torch._C._dynamo.eval_frame  # torch._dynamo would be imported, and take a second
-    skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
-    strategy = compiler._FrameExecStrategy(skip, default)  # what is done with its frame, and with those that it calls
-    compiler.set_code_exec_strategy(watched_call.__code__, strategy)
+    # All models would share its code, and of one code torch.compile makes eight graphs at most.
+    pytorch.skip_in_compiler(watched_call)

@@ -8,11 +8,10 @@ for each step, and a summary. An example of each, wrapped:
      "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
-The fields of "seen" are those of seen.Seen. On a card, and with --profile, the last step is profiled: it leaves no line
-"step", and a second line "seen" replaces the first. dt is in seconds, memory in bytes and of one rank, and the loss is
-what backward() was called on. "tokens" counts what "unit" says. "spent" is the seconds of each of events.KINDS, and
-"graphs" how many torch.compile made in the step. On an NVIDIA card "card" is meters.card_state(). A figure that is not
-finite or not known is null. A run that failed also has a line "error", with its message and traceback.
+The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line
+"seen" is written at the second step, and again at the end, since a script may begin to clip late: the last one counts.
+On a card, and with --profile, the last step is profiled, and leaves no line "step". A figure that is not finite or not
+known is null. A run that failed also has a line "error", with its message and traceback.
 """
 
 import json
@@ -38,7 +37,7 @@ SECONDS_BETWEEN = 0.5
 class Log:
     """The log of a run. Rank 0 prints, and each rank writes a record if --record asks for one.
 
-    steps: the step lines of the record so far. The watcher sets device, on which the steps run, at the first step of an
+    steps: the Steps of the record so far. The watcher sets device, on which the steps run, at the first step of an
     optimizer, and seen, a Seen, at the report.
     """
 
@@ -54,7 +53,7 @@ class Log:
         self.file = None
         self.device = None
         self.seen = None
-        self.meters = {}  # memory, and the state of a card, as they were last read
+        self.meters = None  # what they showed when they were last read
         self.steps = []
         self.next_reading = 0.0  # when the meters may be read again
         if record_path:
@@ -79,8 +78,8 @@ class Log:
             hardware += f", with {', '.join(slow)} in the environment"
         self.say(title, model, hardware)
 
-    def step(self, entry, may_be_last):
-        """Record a step, whose entry lacks its number and what the meters show.
+    def step(self, step, may_be_last):
+        """Record a Step, which lacks its number and what the meters show.
 
         may_be_last: whether no other step may follow. Then memory is read once more, so that the peak of all is there.
         """
@@ -89,17 +88,16 @@ class Log:
         if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
             self.meters = self.read_meters()
-        entry["step"] = len(self.steps)
-        entry.update(self.meters)
-        self.steps.append(entry)
-        self.write(entry)
+        step.step = len(self.steps)
+        step.memory, step.meter, step.card = self.meters
+        self.steps.append(step)
+        self.write({"kind": "step", **vars(step)})
         if len(self.steps) == self.warmup:
             meters.reset_peak_memory(self.device)
 
     def read_meters(self):
-        """Return the memory, and the state of a card, as fields of a step, a dict."""
-        memory, meter = meters.peak_memory(self.device)
-        return {"memory": memory, "meter": meter, "card": meters.card_state(self.device)}
+        """Return what the meters show: the memory, the meter's name, and the state of a card."""
+        return *meters.peak_memory(self.device), meters.card_state(self.device)
 
     def finish(self, shares):
         """Write the summary, and print the figures of the counted steps. shares: {kind: share of the time}."""
@@ -120,7 +118,7 @@ class Log:
 
     def waiting_steps(self):
         """Return the steps in which each kind of time waited for the card."""
-        return [step for step in self.steps if self.waits_in(step["step"])]
+        return [step for step in self.steps if self.waits_in(step.step)]
 
     # in words
 
@@ -130,14 +128,14 @@ class Log:
         which = f"over {len(steps)} steps after {self.warmup} of warm-up"
         if not self.counted_steps():
             which = "of the last step alone, since none was counted"
-        dts = [1e3 * step["dt"] for step in steps]
+        dts = [1e3 * step.dt for step in steps]
         first_quartile, median, third_quartile = np.percentile(dts, [25, 50, 75])
         lines = [f"median {median:.2f} ms, quartiles {first_quartile:.2f} and {third_quartile:.2f}, {which}"]
         uneven = are_uneven(steps)
         if uneven:
             lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, so the speed is by the mean")
         words = self.words_on_speed(tokens_per_second(steps, uneven))
-        memory, meter = most_memory(steps), steps[-1]["meter"]
+        memory, meter = most_memory(steps), steps[-1].meter
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
         return [*lines, " | ".join(words), *words_on_card([steps])]
@@ -163,6 +161,10 @@ class Log:
         """Print a remark on stderr, on rank 0."""
         if self.is_rank_0:
             tell(message)
+
+    def write_seen(self):
+        """Write what was seen of the script so far. The last such line of a record counts."""
+        self.write({"kind": "seen", **vars(self.seen)})
 
     def write(self, entry):
         """Write a line of the record. If that fails, the training goes on, which is worth more than its record."""

@@ -1,12 +1,11 @@
 """Which of the script's own lines take the time that no call of PyTorch takes, by a thread that looks now and then."""
 
-import contextlib
 import random
-import sys
 import threading
 import time
 from collections import Counter
 
+from . import pytorch
 from .events import OWN_KINDS, seconds_of_lines
 from .threads import MAIN_THREAD, is_of_a_library
 
@@ -37,35 +36,32 @@ class OwnCode:
         while True:
             self.takes_long.wait()
             time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-            with lock_of_compiler():  # which may take seconds
+            with pytorch.lock_of_compiler():  # which may take seconds
                 if self.timeline.kind == "rest" and self.timeline.is_running:
                     self.looks.append((time.perf_counter(), place_in_script()))
 
-    def read_looks(self, spans, spent):
-        """Add the looks of a step to the lines, and decide whether to look in the next one."""
+    def read_looks(self, spans):
+        """Add the looks so far to the lines. spans: of the time since this was called last."""
         looks, self.looks = self.looks, []
-        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
         if looks:
             lines, self.unseen = seconds_of_lines(spans, looks, self.unseen)
             for kind in OWN_KINDS:
                 self.lines[kind].update(lines[kind])
         else:
-            self.unseen += own_seconds
+            self.unseen += sum(ended - began for kind, began, ended in spans if kind in OWN_KINDS)
+
+    def decide_on_looks(self, spent):
+        """Decide whether to look in the next step. spent: {kind: seconds} of this one."""
+        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
         if own_seconds <= WORTH_A_LOOK * sum(spent.values()):
             self.takes_long.clear()
         elif not self.takes_long.is_set():
             self.takes_long.set()
 
 
-def lock_of_compiler():
-    """Return the lock that torch.compile holds while it works, since no other thread may walk its frames then."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # which the first optimizer imports
-    return getattr(dynamo, "compile_lock", contextlib.nullcontext())
-
-
 def place_in_script():
     """Return the line of the script's own code that the main thread is in, as "/my/train.py:228"."""
-    frame = sys._current_frames()[MAIN_THREAD]
+    frame = pytorch.frames_of_threads()[MAIN_THREAD]
     while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -10,6 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from . import pytorch
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
 MOST_NODES = 5_000  # of the graph for the backward: above, to list a step's operations takes seconds and GBs
 
@@ -35,14 +37,14 @@ class StepProfiler:
 
         It does not if the script profiles, or if a backward() is open, which would end the profile with it.
         """
-        if self.script_profiles or torch.autograd._profiler_enabled() or kind == "backward":
+        if self.script_profiles or pytorch.is_profiled() or kind == "backward":
             return False
         activities = [ProfilerActivity.CPU]
         if device.type != "cpu":
             activities = torch.profiler.supported_activities()
         self.profile = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
         self.profile.start()
-        self.last_node = torch._C._autograd._get_sequence_nr() + most_nodes
+        self.last_node = pytorch.nodes_made() + most_nodes
         return True
 
     def name(self, kind):
@@ -51,7 +53,7 @@ class StepProfiler:
         PyTorch's own range of a step ends after its hooks, and so too late.
         """
         self.range.close()
-        if torch._C._autograd._get_sequence_nr() > self.last_node:
+        if pytorch.nodes_made() > self.last_node:
             self.stop()
             return
         name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"

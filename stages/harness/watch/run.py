@@ -1,34 +1,31 @@
 """A run of a watched script: what is done when a step has ended, from the first step to the last, and at the end."""
 
 import contextlib
+import gc
+import io
 import multiprocessing
 import os
+import subprocess
 import sys
+import threading
 import weakref
 from collections import Counter
-from dataclasses import asdict, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
-from .. import meters
-from . import events, gate
+from ..figures import Step
+from . import events, gate, pytorch
 from .findings import shares_of, words_on_profile, words_on_script
 from .own_code import OwnCode
 from .profiler import MOST_NODES, StepProfiler
-from .techniques import find_techniques, seen_in
-from .threads import count_threads_of_script
+from .techniques import find_techniques, seen_at_the_end, seen_in
+from .threads import count_threads_of_script, end_process
 from .timeline import Timeline
 
+STEPS = "its steps"  # without which nothing can be timed
+PATIENCE_AT_THE_END = 5  # seconds
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
-
-
-class Step(NamedTuple):
-    """A step that has ended. entry: its line of the record, without its number, its tokens and what the meters show."""
-
-    notes: list
-    micro_batches: list
-    entry: dict
 
 
 class Run:
@@ -42,82 +39,93 @@ class Run:
         self.log = log
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
-        self.timeline = Timeline(self.profiler)
-        self.optimizers = weakref.WeakKeyDictionary()  # {each one that has stepped: its first learning rate}
+        self.timeline = Timeline(self.profiler, self.read_lists)
+        self.own_code = OwnCode(self.timeline)
+        self.optimizers = weakref.WeakKeyDictionary()  # {each one that has stepped: its learning rates so far, a set}
+        self.habits = events.Habits()
         self.steps_taken = 0  # with the profiled one
+        self.first_step = None  # its Step and its MicroBatches, up to the report
+        self.profiles_this_step = False  # the last one, which is not recorded
+        self.dt_of_profiled = None  # seconds
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
+        self.lost = set()  # what can't be watched, since our own code failed at it
         self.graphs_before = 0  # how many torch.compile had made when the step began
         # from the first step on:
         self.world_size = 1  # how many processes train together
         self.profiles_last = False  # whether the last step is profiled
         self.limit = None  # how many steps are recorded, if there is no gate
-        # what slows the script down, see findings.py
-        self.own_code = OwnCode(self.timeline)
-        self.loaders = Counter()  # {num_workers of a DataLoader: how many batches it was asked for}
-        self.repeats_forward = False
-        self.dt_of_profiled = None  # seconds
-        self.steps = self.follow_steps()
-        next(self.steps)
+        self.begin_step()
 
     # a step
 
     def begin_step(self):
         """Start the clock of a step."""
+        self.spent = Counter()  # {kind: seconds}, of the marks that were read
+        self.micro_batches = []
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     def end_step(self):
-        """Stop the clock of a step, report it, and begin another one if it is wanted."""
+        """Stop the clock of a step, report it, and begin another one if it is wanted.
+
+        The first two steps are reported together, since the second one shows what is trained.
+        """
         self.timeline.end_step()
+        self.read_lists()
+        self.own_code.decide_on_looks(self.spent)
         self.steps_taken += 1
-        try:
-            self.steps.send(self.read_step(self.timeline))
-        except StopIteration:
-            self.is_over = True
-
-    def read_step(self, timeline):
-        """Return the Step that a Timeline holds."""
-        marks = timeline.marks if self.steps_taken > 1 else events.from_first_forward(timeline.marks)
-        spans = events.spans_of(marks)
-        spent = events.seconds_of_kinds(spans)
-        dt = sum(spent.values())
-        micro_batches = events.micro_batches_of(timeline.notes)
-        graphs = meters.compiled_graphs()
-        entry = {"kind": "step", "loss": events.loss_of(micro_batches), "dt": dt, "spent": spent}
-        entry["graphs"] = graphs - self.graphs_before
+        self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
+        graphs = pytorch.compiled_graphs()
+        spent = {kind: self.spent[kind] for kind in events.KINDS}
+        step = Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs - self.graphs_before)
         self.graphs_before = graphs
-        self.own_code.read_looks(spans, spent)
-        return Step(timeline.notes, micro_batches, entry)
-
-    def follow_steps(self):
-        """Report the steps from the first to the last: each `yield` waits for the end of a step, and returns it.
-
-        What profiles a card slows all steps that follow, so there the last step is profiled, and not recorded.
-        """
-        yield from self.follow_first_steps()
-        while self.is_another_wanted():
-            self.begin_step()
-            self.record((yield))
-        if self.log.steps and self.profiles_last and self.profiler.start(self.log.device, self.timeline.kind):
-            self.begin_step()
-            self.dt_of_profiled = (yield).entry["dt"]
+        if self.profiles_this_step:
+            self.dt_of_profiled = step.dt
             self.keep_profile()
-
-    def follow_first_steps(self):
-        """Report the first two steps: the second one shows what is trained. On a CPU it is profiled.
-
-        This ends with them, since they hold modules, which the script may delete.
-        """
-        first = yield
-        self.prepare()
-        if not self.is_another_wanted():
+            self.is_over = True
             return
-        if self.log.device.type == "cpu":
-            self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
-        self.begin_step()
-        second = yield
-        self.begin_report(first, second)
-        self.record(first)
-        self.record(second)
+        if self.steps_taken == 1:
+            self.prepare()
+            self.first_step = step, self.micro_batches
+        elif self.steps_taken == 2:
+            self.begin_report()
+            self.record(*self.first_step)
+            self.first_step = None
+            self.record(step, self.micro_batches)
+        else:
+            self.record(step, self.micro_batches)
+        self.begin_next_step()
+
+    def read_lists(self):
+        """Add to the sums of the step what its marks and notes say so far, and let go of them.
+
+        This happens at the end of a step, and in a step of very many calls before, since these would fill the memory.
+        """
+        marks, notes = self.timeline.take()
+        spans = events.spans_of(marks)
+        if self.steps_taken == 0 and not self.spent["forward"]:  # the first step begins with the first forward
+            number = events.first_forward(spans)
+            if number is not None:
+                self.spent.clear()
+                spans = spans[number:]
+        self.spent.update(events.seconds_of_kinds(spans))
+        self.own_code.read_looks(spans)
+        self.micro_batches += events.micro_batches_of(notes)
+        self.habits.add(notes)
+
+    def begin_next_step(self):
+        """Begin the next step if one is wanted: one that is recorded, or the last one, which is profiled.
+
+        What profiles a card slows all steps that follow, so there the last step is profiled. On a CPU it is the second.
+        """
+        if self.is_another_wanted():
+            if self.steps_taken == 1 and self.log.device.type == "cpu":
+                self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
+            self.begin_step()
+        elif self.profiles_last and self.log.steps and self.profiler.start(self.log.device, self.timeline.kind):
+            self.profiles_this_step = True
+            self.begin_step()
+        else:
+            self.is_over = True
 
     def prepare(self):
         """Decide whether the last step is profiled, and let the thread that looks at the script's lines run in time.
@@ -141,17 +149,14 @@ class Run:
             return gate.wait(*self.args.gate, steps)
         return steps < self.limit
 
-    def begin_report(self, first, second):
-        """Print what is trained, and note what it uses, as the first two Steps have shown it."""
-        notes = first.notes + second.notes
-        self.loaders.update(events.values_of(notes, "batch"))
-        self.repeats_forward = len(events.values_of(notes, "repeat")) > 0
-        self.log.seen = find_techniques(notes, second.micro_batches, self.optimizers, self.log.device, self.world_size)
+    def begin_report(self):
+        """Print what is trained, as the first two steps have shown it."""
+        self.log.seen = find_techniques(self)
         flush_stdout()  # so that the script's own lines stand before ours
-        self.log.begin(self.args.title, self.tokens_of(second))
+        self.log.begin(self.args.title, self.tokens_of(self.micro_batches))
         if self.log.seen.unit == "step":
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
-        if events.take_turns(first.notes) or events.take_turns(second.notes):
+        if self.habits.optimizers_take_turns:
             self.log.say("optimizers train in turn: the first one's step ends a step, and batch and loss are its own")
         self.keep_profile()
         self.profiler.forget()
@@ -161,24 +166,36 @@ class Run:
         self.profiler.stop()
         if self.profiler.events is not None:
             self.log.seen = replace(self.log.seen, **seen_in(self.profiler.events, self.log.seen, self.log.device))
-        self.log.write({"kind": "seen", **asdict(self.log.seen)})
+        self.log.write_seen()
 
-    def record(self, step):
-        """Let the log record a Step."""
+    def record(self, step, micro_batches):
+        """Let the log record a Step, which lacks its tokens."""
         steps = len(self.log.steps) + 1
         may_be_last = steps == self.limit
         if self.args.gate:
             may_be_last = not gate.allows(self.args.gate[0], steps)
-        step.entry["tokens"] = self.tokens_of(step)
-        self.log.step(step.entry, may_be_last)
+        step.tokens = self.tokens_of(micro_batches)
+        self.log.step(step, may_be_last)
         if steps == self.log.warmup:
             self.own_code.forget()  # what it did once is not reported
 
-    def tokens_of(self, step):
-        """Return the tokens or samples of a Step, of all ranks. A step of which neither is known counts as 1."""
+    def tokens_of(self, micro_batches):
+        """Return the tokens or samples of a step, of all ranks. A step of which neither is known counts as 1."""
         if self.log.seen.unit == "step":
             return 1
-        return events.count_of(step.micro_batches, self.log.seen.unit) * self.world_size
+        return events.count_of(micro_batches, self.log.seen.unit) * self.world_size
+
+    def lose_sight(self, what, error):
+        """Say once that something can't be watched, since our own code failed at it. The script goes on.
+
+        A row of a bench ends, since without its steps it can't be timed.
+        """
+        if what in self.lost:
+            return
+        self.lost.add(what)
+        self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {in_a_line(error)}")
+        if what == STEPS and self.args.gate:
+            self.fail_row(f"its steps can't be watched: {in_a_line(error)}")
 
     # the end
 
@@ -188,7 +205,10 @@ class Run:
         if not self.log.steps:
             return
         if not (self.is_over or self.profiler.profile):  # the script has ended before the last step that was wanted
-            self.log.steps[-1].update(self.log.read_meters())
+            last = self.log.steps[-1]
+            last.memory, last.meter, last.card = self.log.read_meters()
+        self.log.seen = seen_at_the_end(self)
+        self.log.write_seen()
         shares = shares_of(self.log)
         self.log.finish(shares)
         self.log.say(*words_on_script(self, shares))
@@ -198,8 +218,27 @@ class Run:
         """End a script that begins a step that is not wanted. What it does after its last step has run by then."""
         if self.is_over:
             self.finish()
-            self.log.notice(f"{self.args.title} was stopped after {self.steps_taken} steps, when it began another")
+            words = f"was stopped after {self.steps_taken} steps, when it began another"
+            if self.args.saves:
+                words += ", and before its --save: raise --steps"
+            self.log.notice(f"{self.args.title} {words}")
             self.leave(0)
+
+    def saw_exit(self, status):
+        """Report a script that ends by os._exit(), which then ends it."""
+        self.finish()
+        self.log.notice(f"{self.args.title} ended by os._exit({status}) after {self.steps_taken} steps")
+
+    def saw_exec(self, path, *args):
+        """Say that the script becomes another program, which is not watched. In a bench the row fails."""
+        self.log.notice(f"{self.args.title} becomes {path} by os.exec, and what that does is not watched")
+        if self.args.gate:
+            self.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
+
+    def fail_row(self, message):
+        """End a row of a bench, which reads the reason in its record."""
+        self.log.write({"kind": "error", "message": message, "traceback": ""})
+        self.leave(1)
 
     def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
@@ -212,11 +251,36 @@ class Run:
         self.reject(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
 
     def leave(self, status):
-        """End the process at once: threads of the script, its children and its `finally` may hang."""
+        """End the process. What the script has open is flushed, its children end, and what it gave to atexit runs.
+
+        No `finally:` runs, since it may write a checkpoint of 24 steps over a good one. All of this has a few seconds.
+        """
+        timer = threading.Timer(PATIENCE_AT_THE_END, end_process, [status])
+        timer.daemon = True
+        timer.start()
         flush_stdout()
+        for file in objects_of(io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
         for child in multiprocessing.active_children():
             child.terminate()
-        os._exit(status)
+        pytorch.run_atexit()
+        for child in objects_of(subprocess.Popen):
+            if child.poll() is None:
+                child.terminate()
+        end_process(status)
+
+
+def objects_of(*classes):
+    """Return all objects of some classes, and of subclasses of them, that this process holds."""
+    return [each for each in gc.get_objects() if issubclass(type(each), classes)]
+
+
+def in_a_line(error):
+    """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def flush_stdout():

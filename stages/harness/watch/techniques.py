@@ -1,11 +1,12 @@
 """Which techniques of the ladder a watched step used, by PyTorch's flags and operations, never by a script's text."""
 
+import inspect
 import math
 import multiprocessing
 import re
-import sys
 import traceback
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
-from . import events
-from .added import is_compiled, is_of_pytorch
-from .counting import unwrapped, vocabulary_of
+from . import events, pytorch
+from .added import is_of_pytorch
+from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
 from .threads import count_threads_of_script
@@ -30,45 +31,59 @@ FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabri
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
-def find_techniques(notes, micro_batches, optimizers, device, world_size):
-    """Return the Seen of a script by PyTorch's flags and calls. The operations of a step show more: see seen_in().
+def find_techniques(run):
+    """Return the Seen of a script by PyTorch's flags and calls in its first two steps.
 
-    notes: of its first steps. micro_batches: of the last of these. optimizers: {one: its first learning rate}.
+    The operations of a step show more: see seen_in(). What begins later is added by seen_at_the_end().
     """
-    # torch.get_float32_matmul_precision() raises if a script set these newer flags
-    precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-    dtypes = events.values_of(notes, "autocast")
-    autocast = dtypes[-1] if dtypes else None
-    models = {id(call.module): call.module for call in events.values_of(notes, "call")}
-    unit = events.unit_of(micro_batches)
-    batch = events.largest_batch(micro_batches)
+    habits, device = run.habits, run.log.device
+    models = list(habits.models.values())
+    unit = events.unit_of(run.micro_batches)
+    batch = events.largest_batch(run.micro_batches)
     return Seen(
         unit=unit,
         batch_size=batch.batch_size,
         seq_len=batch.seq_len,
-        accum=sum(each.call is not None for each in micro_batches) if events.are_shares(micro_batches) else 1,
-        world_size=world_size,
+        accum=habits.accum,
+        world_size=run.world_size,
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
-        tf32="tf32" in precisions,
-        autocast=autocast,
-        enters_autocast=autocast is not None,
-        emulated=autocast is not None and autocast not in machine.units_of(device),
-        clips=len(events.values_of(notes, "clipping")) > 0,
-        framework=framework_of(sys._getframe()),
+        tf32=uses_tf32(),
+        autocast=habits.autocast,
+        enters_autocast=habits.autocast is not None,
+        emulated=habits.autocast is not None and habits.autocast not in machine.units_of(device),
+        clips=habits.clips,
+        framework=framework_of(inspect.currentframe()),
         device=device.type,
         **machine.abilities_of(device),
-        **model_of(list(models.values()), optimizers, unit, batch.seq_len),
-        **update_of(optimizers),
+        **model_of(models, run.optimizers, unit, batch.seq_len),
+        **update_of(run.optimizers),
     )
+
+
+def seen_at_the_end(run):
+    """Return the Seen of the whole run: what begins late, as a schedule or clipping may, is in it, too."""
+    seen, habits = run.log.seen, run.habits
+    fields = {"accum": habits.accum, "clips": habits.clips, "tf32": uses_tf32()}
+    if habits.autocast and not seen.enters_autocast:
+        is_emulated = habits.autocast not in machine.units_of(run.log.device)
+        fields |= {"autocast": habits.autocast, "enters_autocast": True, "emulated": is_emulated}
+    if run.optimizers:  # the script may have deleted them
+        fields |= update_of(run.optimizers)
+    return replace(seen, **fields)
+
+
+def uses_tf32():
+    """Return whether matmuls in float32 may use TF32. torch.get_float32_matmul_precision() raises for newer flags."""
+    return "tf32" in (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
 
 
 def model_of(models, optimizers, unit, seq_len):
     """Return what is trained, as fields of a Seen, a dict. unit, seq_len: of the same Seen."""
-    modules = [module for model in models for module in model.modules()]
+    modules = [module for model in models for module in modules_of(model)]
     parameters = parameters_of(models, *optimizers)
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
+    largest = max(models, key=lambda model: sum(p.numel() for p in nn.Module.parameters(model)), default=None)
     shape = None
     if seq_len and trained > count / 2:  # arithmetic's FLOPs are those of training all
         shape = gpt_shape(models, seq_len)
@@ -76,25 +91,25 @@ def model_of(models, optimizers, unit, seq_len):
         "parameters": count,
         "shape": shape,
         "weights": machine.dtype_name(max(parameters, key=torch.Tensor.numel).dtype),
-        "compile": any(is_compiled(module) for module in modules),
+        "compile": any(pytorch.is_compiled(module) for module in modules),
         "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
         "vocabulary": vocabulary_of(modules) if unit == "tok" else None,
-        "model_name": name_in_script(largest, sys._getframe()),
+        "model_name": name_in_script(largest, inspect.currentframe()),
         "can_compile_in_place": largest is not None and not is_of_pytorch(unwrapped(largest)),
     }
 
 
 def update_of(optimizers):
-    """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its first learning rate}."""
+    """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its learning rates so far}."""
     can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
     advised = unfused[0] if unfused else next(iter(optimizers))
     schedules = decays_by_groups = False
-    for optimizer, first_lr in optimizers.items():
-        first_group = optimizer.param_groups[0]
-        if first_group.get("lr") != first_lr or "initial_lr" in first_group:  # PyTorch's own schedules set the latter
+    for optimizer, learning_rates in optimizers.items():
+        first_group, *groups = optimizer.param_groups
+        if len(learning_rates) > 1 or "initial_lr" in first_group:  # PyTorch's own schedules set the latter
             schedules = True
-        if len({group.get("weight_decay") for group in optimizer.param_groups}) > 1:
+        if any(group.get("weight_decay") != first_group.get("weight_decay") for group in groups):
             decays_by_groups = True
     return {
         "fused": not unfused if can_fuse else None,
@@ -111,7 +126,7 @@ def parameters_of(models, *optimizers):
     """
     parameters = []
     for model in models:
-        parameters += model.parameters()
+        parameters += nn.Module.parameters(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters += group["params"]
@@ -249,7 +264,7 @@ def gpt_shape(models, seq_len):
     mixture of experts, or a Llama with much larger layers, has no shape.
     """
     for model in models:
-        for module in model.modules():
+        for module in modules_of(model):
             shape = shape_of(module, seq_len)
             if shape and abs(matrix_weights(model) / matmul_weights(shape) - 1) < CLOSE:
                 return shape
@@ -258,6 +273,6 @@ def gpt_shape(models, seq_len):
 
 def matrix_weights(model):
     """Return how many weights the matrices of a model have. An embedding counts where it is also the last matrix."""
-    others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
-    matrices = {p for module in others for p in module.parameters(recurse=False) if p.dim() == 2}
+    others = [module for module in modules_of(model) if not isinstance(module, nn.Embedding)]
+    matrices = {p for module in others for p in nn.Module.parameters(module, recurse=False) if p.dim() == 2}
     return sum(p.numel() for p in matrices)

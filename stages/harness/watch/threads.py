@@ -8,6 +8,8 @@ import threading
 
 import torch
 
+from . import pytorch
+
 IN_CHILD = threading.Event()  # set in processes that the script forks
 os.register_at_fork(after_in_child=IN_CHILD.set)
 MAIN_THREAD = threading.main_thread().ident
@@ -17,6 +19,8 @@ NO_FILE = "<"  # how the path of code begins that lies in no file, as "<string>"
 LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, NO_FILE)
 INSTALLED = re.compile("(site|dist)-packages")
 
+end_process = os._exit  # the hooks replace it for the script
+
 
 def is_elsewhere():
     """Return whether the caller is a thread or a process that the script started, and not a thread of autograd."""
@@ -24,7 +28,7 @@ def is_elsewhere():
         return True
     if threading.get_ident() == MAIN_THREAD:
         return False
-    return not isinstance(threading.current_thread(), threading._DummyThread)
+    return not isinstance(threading.current_thread(), pytorch.ThreadOfOthers)
 
 
 def count_threads_of_script():
@@ -33,7 +37,7 @@ def count_threads_of_script():
     Those that run a library's code alone are left out: one may draw a progress bar.
     """
     count = 0
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in pytorch.frames_of_threads().items():
         while frame and is_of_a_library(frame):
             frame = frame.f_back
         if frame and ident != MAIN_THREAD:

@@ -6,6 +6,8 @@ import torch
 
 from .. import meters
 
+MOST = 100_000  # marks or notes that are kept: 20 MB
+
 
 class Timeline:
     """The marks and notes of the step so far, see events.py. kind: what the time counts as now.
@@ -14,12 +16,13 @@ class Timeline:
     kind begins; else kernels are only queued. is_running: False between two steps.
     """
 
-    def __init__(self, profiler):
-        """profiler: a StepProfiler, in which each kind gets a name."""
+    def __init__(self, profiler, read_lists):
+        """profiler: a StepProfiler, in which each kind gets a name. read_lists: takes the lists when they are long."""
         self.profiler = profiler
+        self.read_lists = read_lists
         self.cards = []
         self.kind = "rest"
-        self.begin_step()
+        self.is_running = False
 
     def begin_step(self, waits=False):
         """Begin a step, once the cards are ready. waits: whether each kind waits for them, too."""
@@ -49,6 +52,8 @@ class Timeline:
         self.kind = kind
         if self.is_running:
             self.marks.append((kind, entered, now))
+            if len(self.marks) > MOST:
+                self.read_lists()
             if self.profiler.profile:
                 self.profiler.name(kind)
 
@@ -56,6 +61,14 @@ class Timeline:
         """Note what was seen."""
         if self.is_running:
             self.notes.append((name, value))
+            if len(self.notes) > MOST:
+                self.read_lists()
+
+    def take(self):
+        """Return the marks and the notes so far. The last mark stays, since from there the time counts on."""
+        marks, notes = self.marks, self.notes
+        self.marks, self.notes = marks[-1:], []
+        return marks, notes
 
     def wait_for_cards(self):
         """Wait until all cards have done what was queued."""

@@ -14,9 +14,10 @@ from collections import Counter
 import torch
 
 from .. import machine
+from . import pytorch
 from .added import Added
 from .counting import losses_of
-from .events import Call, values_of
+from .events import Call, has_note
 from .techniques import parameters_of
 from .threads import is_elsewhere
 from .timeline import is_captured
@@ -47,23 +48,23 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
-        self.added.before_forward(module)
+        self.added.before_forward(module, signature.weight.device.type)
         inputs, batch = signature.read(args, kwargs)
         if batch:
             # a reference to the tensor itself would keep it until the step ends, and it is the script's
-            call = Call(module, module.training, signature.weight._version, weakref.ref(inputs), batch)
-            self.timeline.note("call", call)
-            if self.run.steps_taken < 2:  # later it is not reported
-                kind = signature.weight.device.type
-                self.note_autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            version = pytorch.version_of(signature.weight)
+            self.timeline.note("call", Call(module, module.training, version, weakref.ref(inputs), batch))
+            device_type = signature.weight.device.type
+            if torch.is_autocast_enabled(device_type):
+                self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
 
     def saw_autocast(self, autocast):
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
-        if self.run.steps_taken >= 2 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        if self.timeline.kind == "forward" or not values_of(self.timeline.notes, "call"):
-            self.note_autocast(autocast.device, autocast.fast_dtype, autocast._enabled)
+        if self.timeline.kind == "forward" or not has_note(self.timeline.notes, "call"):
+            self.note_autocast(autocast.device, autocast.fast_dtype, pytorch.autocast_is_enabled(autocast))
 
     def note_autocast(self, device_type, dtype, is_enabled, *others):
         """Note an autocast that is in force in a forward."""
@@ -83,7 +84,7 @@ class Watcher:
         """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
         kind = self.saw_loader(iterator)
         if kind == "data":
-            self.timeline.note("batch", iterator._num_workers)
+            self.timeline.note("batch", pytorch.workers_of(iterator))
         return kind
 
     def saw_backward(self, tensors, *args, **kwargs):
@@ -110,37 +111,33 @@ class Watcher:
         Until an optimizer has stepped, it is not known which one ends a step, so what is skipped belongs to the step
         after it.
         """
-        if values_of(self.timeline.notes, "due"):
+        if has_note(self.timeline.notes, "due"):
             self.end_step()
 
-    # torch.compiler.disable would import all of torch.compile, and take a second, before the script's first line
-    @torch._disable_dynamo
     def saw_optimizer_begin(self, optimizer, *call):
         """Note that an optimizer begins its step."""
-        if is_elsewhere():
+        if is_elsewhere() or not has_parameters(optimizer):
             return
         entered = time.perf_counter()
         self.run.end_script_if_over()
         if optimizer not in self.run.optimizers:
-            lr = optimizer.param_groups[0].get("lr")
-            self.run.optimizers[optimizer] = lr.detach().clone() if torch.is_tensor(lr) else lr
+            self.run.optimizers[optimizer] = set()
             devices = list(dict.fromkeys(p.device for p in parameters_of([], optimizer)))
             self.run.log.device = self.run.log.device or devices[0]
             self.timeline.cards += [d for d in devices if d.type != "cpu" and d not in self.timeline.cards]
             self.added.before_first_update(optimizer)
+        self.run.optimizers[optimizer].add(learning_rate(optimizer))
         self.timeline.mark("update", entered)
 
-    @torch._disable_dynamo
     def saw_optimizer_end(self, optimizer, *call):
         """Note a step of an optimizer.
 
         The first optimizer ends all steps of the script, as long as it goes on stepping. If it was deleted, or another
         one has stepped ten times without it, the other one ends the steps from then on.
         """
-        if is_elsewhere():
+        if is_elsewhere() or not has_parameters(optimizer):
             return
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        self.timeline.mark("backward" if is_in_backward else "rest")
+        self.timeline.mark("rest" if pytorch.backward_that_runs() == -1 else "backward")
         main = self.main_ref()
         if is_captured():
             self.run.log.notice("its step is captured as a CUDA graph, and its replays can't be seen")
@@ -160,3 +157,17 @@ class Watcher:
         self.others.clear()
         self.added.autocast.close()  # if the script calls no backward()
         self.run.end_step()
+
+
+def has_parameters(optimizer):
+    """Return whether an optimizer has anything to train: its groups may be empty, and filled later."""
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+def learning_rate(optimizer):
+    """Return what shows that the first learning rate of an optimizer changes: the rate, or the version of its tensor.
+
+    To read a tensor would wait for its card.
+    """
+    lr = optimizer.param_groups[0].get("lr")
+    return pytorch.version_of(lr) if torch.is_tensor(lr) else lr

@@ -1,0 +1,112 @@
+"""The private names that watch.py needs are there in the installed PyTorch, and do what they are for."""
+
+from harness.watch import pytorch
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+LOSS = nn.functional.cross_entropy(torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.mark.parametrize("owner, name", [pytorch.AUTOCAST_WHILE_TRACING, pytorch.CLIPPING])
+def test_what_is_replaced_is_there(owner, name):
+    assert callable(getattr(owner, name))
+
+
+def test_clip_grad_norm_calls_the_function_that_is_replaced(monkeypatch):
+    called = []
+    monkeypatch.setattr(*pytorch.CLIPPING, lambda *args, **kwargs: called.append(args))
+    nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1))], 0.5)
+    assert len(called) == 1
+
+
+def test_a_loader_has_its_workers():
+    loader = DataLoader([1.0, 2.0])
+    assert isinstance(iter(loader), pytorch.DataLoaderIterator)
+    assert pytorch.workers_of(iter(loader)) == 0
+
+
+def test_a_module_is_compiled_by_either_way():
+    plain, in_place, wrapped, of_pytorch = (nn.Sequential(nn.Linear(3, 1)) for _ in range(4))
+    in_place.compile(backend="eager")
+    wrapped = torch.compile(wrapped, backend="eager")
+    pytorch.compile_around(of_pytorch)
+    assert [pytorch.is_compiled(each) for each in (plain, in_place, wrapped, of_pytorch)] == [False, True, True, True]
+
+
+def test_the_compiler_counts_its_graphs_and_has_a_lock_and_a_flag():
+    with torch._dynamo.config.patch(suppress_errors=False):
+        pytorch.let_compiler_fail()
+        assert torch._dynamo.config.suppress_errors
+    before = pytorch.compiled_graphs()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+    assert pytorch.compiled_graphs() == before + 1
+    assert type(pytorch.lock_of_compiler()) is type(threading.RLock())
+
+
+def test_a_function_that_the_compiler_skips_calls_one_that_it_compiles():
+    graphs = []
+
+    def inner(x):
+        return x + 1
+
+    def outer(x):
+        return inner(x)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    pytorch.skip_in_compiler(outer)
+    torch.compile(outer, backend=backend)(torch.ones(3))
+    assert len(graphs) == 1
+
+
+def test_a_backward_and_a_profiler_are_seen_only_while_they_run():
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(pytorch.backward_that_runs() != -1))
+    nodes = pytorch.nodes_made()
+    x.square().sum().backward()
+    assert pytorch.nodes_made() == nodes + 2
+    assert seen == [True] and pytorch.backward_that_runs() == -1
+    with torch.profiler.profile():
+        assert pytorch.is_profiled()
+    assert not pytorch.is_profiled()
+
+
+def test_a_tensor_counts_its_changes_but_not_in_inference_mode():
+    x = torch.ones(3)
+    x += 1
+    assert pytorch.version_of(x) == 1
+    with torch.inference_mode():
+        assert pytorch.version_of(torch.ones(3)) == 0
+
+
+def test_a_scaled_loss_keeps_its_factor():
+    assert pytorch.saved_by((LOSS / 4).grad_fn, "other").item() == 4
+    assert pytorch.saved_by((LOSS / 4).grad_fn, "self") is None
+    assert pytorch.saved_by(LOSS.grad_fn, "other") is None
+
+
+def test_an_autocast_may_do_nothing():
+    assert pytorch.autocast_is_enabled(torch.autocast("cpu"))
+    assert not pytorch.autocast_is_enabled(torch.autocast("cpu", enabled=False))
+
+
+def test_threads_have_frames_and_those_of_autograd_are_told_from_python_s():
+    assert threading.get_ident() in pytorch.frames_of_threads()
+    assert not isinstance(threading.current_thread(), pytorch.ThreadOfOthers)
+
+
+def test_a_module_is_found_as_by_dash_m():
+    _, spec, code = pytorch.module_details("json.tool")
+    assert spec.name == "json.tool" and code.co_name == "<module>"
+
+
+def test_one_more_is_in_machine():
+    assert torch.cpu._is_avx512_bf16_supported() in (True, False)
