@@ -1,10 +1,17 @@
-"""A script that is watched trains as it does alone, whatever our own code does."""
+"""A script that is watched trains and ends as it does alone, whatever our own code does."""
+
+from harness.watch import timeline
+from harness.watch.events import Batch, Call, count_of
+from harness.watch.run import Run
 
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import run_script
-from fixtures.loops import watch_in_a_fork
+from conftest import SMALL, STAGE_FILES, WATCH, python, run_script
+from fixtures.loops import LEARN, Loop, run_in_a_fork, watch_in_a_fork
 
 # It calls whatever is noted, and ends by itself.
 TRAIN = """
@@ -130,3 +137,148 @@ def test_what_trains_alone_is_watched(tmp_path, setting, step, counted, words):
     ended = watch_in_a_fork(tmp_path, text, "--steps", "9", *words)
     assert "lost sight" not in ended.err
     assert ended.figures("tokens") == 5 * [counted]
+
+
+# The end
+
+STOPPED = """
+import atexit, multiprocessing, os, subprocess, sys, time
+import torch
+
+open("lock", "w").close()
+atexit.register(os.remove, "lock")
+log = open("log.csv", "w")
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start()
+print("children", server.pid, worker.pid)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for step in range(9):
+        log.write(f"{step} ")
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+finally:
+    open("checkpoint", "w").close()
+"""
+
+
+def test_a_script_that_is_stopped_leaves_nothing_half_done(tmp_path):
+    (tmp_path / "train.py").write_text(STOPPED)
+    ended = python(WATCH, "--steps", "5", "train.py", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert (tmp_path / "log.csv").read_text() == "0 1 2 3 4 5 "
+    assert not (tmp_path / "lock").exists()
+    assert not (tmp_path / "checkpoint").exists()
+    [children] = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("children")]
+    assert not any(is_alive(pid) for pid in children)
+
+
+def is_alive(pid):
+    """Whether a process runs. One that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "end, status, told",
+    [
+        ("os._exit(3)", 3, "train.py ended by os._exit(3) after 6 steps"),
+        ("os.execv('/bin/sh', ['sh', '-c', 'exit 4'])", 4, "train.py becomes /bin/sh by os.exec, and what that does"),
+        ("os.execlp('sh', 'sh', '-c', 'exit 4')", 4, "sh by os.exec, and what that does is not watched"),
+    ],
+)
+def test_a_script_that_leaves_its_process_says_so(tmp_path, end, status, told):
+    text = Loop(f"if step == 6:\n    import os\n    {end}\n{LEARN}").text
+    ended = watch_in_a_fork(tmp_path, text, status=status)
+    assert told in ended.err.splitlines()[-1]
+    assert ("median" in ended.out) == ("_exit" in end)
+
+
+def test_a_forked_child_may_leave_by_exit(tmp_path):
+    step = f"import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()\n{LEARN}"
+    ended = watch_in_a_fork(tmp_path, Loop(step).text, "--steps", "5")
+    assert ended.err == "train.py was stopped after 5 steps, when it began another\n"
+
+
+def test_a_row_of_a_bench_that_becomes_another_program_fails(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    text = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', ''])\n"
+    ended = watch_in_a_fork(tmp_path, text, "--gate", gate, os.getpid(), status=1)
+    [error] = ended.of_kind("error")
+    assert "by os.exec" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("lesson.ipynb", b'{"cells": []}', "is a notebook"),
+        ("train.pyc", b"\x00\x00", "is no Python script"),
+        ("train.sh", b"echo hello there", "is no Python script"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    ended = run_in_a_fork(tmp_path, name)
+    assert ended.status == 2
+    assert f"error: {name} {told}" in ended.err
+
+
+def test_in_ipython_it_ends_nothing(tmp_path):
+    ended = run_in_a_fork(tmp_path, "train.py", change="import builtins\nbuiltins.get_ipython = print")
+    assert ended.status == 2
+    assert ended.err.startswith("error: watch.py needs a process of its own: type !python")
+
+
+def test_a_stage_that_is_stopped_before_its_save_says_so(tmp_path):
+    ended = run_in_a_fork(tmp_path, "--steps", "3", STAGE_FILES["s01"], *SMALL, "--save", "w.pt")
+    assert ended.err.splitlines()[-1].endswith("when it began another, and before its --save: raise --steps")
+
+
+# What begins late
+
+
+@pytest.mark.parametrize(
+    "step, has",
+    [
+        ("optimizer.param_groups[0]['lr'] *= 1 if step < 6 else 0.9", "learning-rate schedule (s08)"),
+        ("optimizer.param_groups[0]['lr'] = 0.2 if step == 5 else 0.1", "learning-rate schedule (s08)"),
+        ("if step > 5:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "clipping (s07)"),
+        ("if step > 5:\n    torch.autocast('cpu').__enter__()", "autocast (s03)"),
+        ("if step > 5:\n    (model(x).sum() / 2).backward()\nlearn(model(x).sum() / 2)", "accumulation (s11)"),
+    ],
+)
+def test_what_a_script_begins_late_it_has(tmp_path, step, has):
+    text = Loop(step if "learn" in step else f"{step}\n{LEARN}").text
+    ended = watch_in_a_fork(tmp_path, text, "--steps", "9")
+    assert has in ended.out
+    early, late = ended.of_kind("seen")[0], ended.of_kind("seen")[-1]
+    assert early != late
+
+
+def test_two_losses_with_their_weights_are_no_accumulation(tmp_path):
+    step = "(0.5 * model(x).sum()).backward()\n(0.1 * model(x + 1).sum()).backward()\noptimizer.step()"
+    ended = watch_in_a_fork(tmp_path, Loop(step).text, "--steps", "9")
+    assert "has     none of the techniques" in ended.out
+    assert ended.figures("loss") == 9 * [None]
+
+
+def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
+    """The optimizer of a script may never step."""
+    monkeypatch.setattr(timeline, "MOST", 50)
+    run = Run(SimpleNamespace(), SimpleNamespace(steps=[], waits_in=lambda number: False))
+    began = run.timeline.marks[0][2]
+    batch = Batch("sample", 4, None, 4)
+    for number in range(500):
+        run.timeline.mark("forward")
+        run.timeline.note("call", Call(run, True, 0, str(number), batch))
+        run.timeline.mark("rest")
+        assert len(run.timeline.marks) <= 51 and len(run.timeline.notes) <= 51
+    run.timeline.end_step()
+    run.read_lists()
+    assert count_of(run.micro_batches, "sample") == 2000
+    assert sum(run.spent.values()) == pytest.approx(run.timeline.marks[-1][1] - began, rel=0.1)

@@ -48,6 +48,7 @@ class Run:
         self.profiles_this_step = False  # the last one, which is not recorded
         self.dt_of_profiled = None  # seconds
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
+        self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
         self.graphs_before = 0  # how many torch.compile had made when the step began
         # from the first step on:
@@ -202,8 +203,9 @@ class Run:
     def finish(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""
         flush_stdout()
-        if not self.log.steps:
+        if not self.log.steps or self.has_finished:
             return
+        self.has_finished = True
         if not (self.is_over or self.profiler.profile):  # the script has ended before the last step that was wanted
             last = self.log.steps[-1]
             last.memory, last.meter, last.card = self.log.read_meters()
@@ -225,12 +227,17 @@ class Run:
             self.leave(0)
 
     def saw_exit(self, status):
-        """Report a script that ends by os._exit(), which then ends it."""
+        """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
+        if self.has_finished:
+            return
         self.finish()
         self.log.notice(f"{self.args.title} ended by os._exit({status}) after {self.steps_taken} steps")
 
     def saw_exec(self, path, *args):
         """Say that the script becomes another program, which is not watched. In a bench the row fails."""
+        path = os.fsdecode(path)
+        if not os.path.exists(path):  # os.execlp() tries all folders of PATH
+            return
         self.log.notice(f"{self.args.title} becomes {path} by os.exec, and what that does is not watched")
         if self.args.gate:
             self.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
