@@ -40,6 +40,7 @@ def parse_args(doc):
     if ranks.is_rank_0():
         print(doc.strip().splitlines()[0])
         print(f"{args.size} on {machine.device_name(args.device)}: B {args.batch_size}, T {args.seq_len}")
+        print(f"from s03 on matmuls are in {machine.dtype_name(args.amp_dtype)}")
         for note in args.notes:
             print(note)
     sys.excepthook = lambda *failure: end_in_a_line(args.save, *failure)
