@@ -147,7 +147,7 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
     [
         (["s11 --accum 4", "s11 --accum 8", "s05 --lr 1"], ["s11 --accum 4", "s11 --accum 8", "s05"]),
         (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine.py --a=1", "+bf16 mine.py --a=1"]),
-        (["my/train.py", "mine/train.py", "mine.py"], ["my/train.py", "mine/train.py", "mine"]),
+        (["my/train.py", "mine/train.py", "mine.py"], ["my/train.py", "mine/train.py", "mine.py"]),
         (["mine.py", f"mine.py {'x' * 31}"], ["mine.py", "mine.py xxxxxxx…xxxxxxxxxxxxxxx"]),
     ],
 )

@@ -115,7 +115,7 @@ def runs_the_same(row, above):
 def row_of(command):
     """Return the Row that an argument of the command line describes: s05, my/train.py, or a command in quotes.
 
-    Its title is the name of its script, as "s05" or "train". Exits with one line if it has no script.
+    Its title is "s05", or the name of its file, as "train.py". Exits with one line if it has no script.
     """
     try:
         words = shlex.split(command)
@@ -133,7 +133,7 @@ def row_of(command):
         script = flags.pop(0)
         title = script.split(".")[-1]
     else:
-        title = Path(script).stem
+        title = Path(script).name
     return Row(command, title, script, launcher, flags, added)
 
 
