@@ -1,9 +1,9 @@
 """Stage 2 · tf32: TF32 for float32 matmuls.
 
 A matmul may round its float32 inputs to TF32, which has float32's range and ten bits of mantissa. It still sums in
-float32. Tensor cores multiply TF32 six to eight times as fast as float32 on an A100 or H100, and 1.6 times as fast on
-an RTX 4090. Weights and all other operations stay in float32. A card before Ampere, a Mac or a CPU without AMX-FP16 has
-no units for TF32: it computes in float32 as before, and gains nothing.
+float32. Large matmuls in TF32 were measured six to eight times as fast as in float32 on an A100 or H100, and 1.6 times
+as fast on an RTX 4090. Weights and all other operations stay in float32. A card older than the RTX 30 series and the
+A100, a Mac or a CPU without AMX-FP16 has no units for TF32: it computes in float32 as before, and gains nothing.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

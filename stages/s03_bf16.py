@@ -1,10 +1,11 @@
 """Stage 3 · bf16: autocast to 16 bits.
 
 Autocast gives matmuls 16-bit copies of their inputs. Weights, optimizer and loss stay in float32. Such a matmul moves
-half the bytes, and runs faster on bfloat16 units: Ampere GPUs or newer, CPUs with AMX, some CPUs with AVX512-BF16. A T4
-has units for float16 only, and uses them. There small gradients would become zero, so the GradScaler multiplies the
-loss by a large number before the backward, and divides the gradients by it before the update. In bfloat16 it only
-passes calls on. Without units for either type autocast stays off, and this stage equals the one before.
+half the bytes, and runs faster on bfloat16 units. NVIDIA cards from the RTX 30 series and the A100 on, CPUs with AMX
+and some with AVX512-BF16 have them. A T4 has units for float16 only, and uses them. There small gradients would become
+zero, so the GradScaler multiplies the loss by a large number before the backward, and divides the gradients by it
+before the update. In bfloat16 it only passes calls on. Without units for either type autocast stays off, and this stage
+equals the one before.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here

@@ -1,9 +1,9 @@
 """Stage 4 · compile: torch.compile.
 
 One by one, GELU, LayerNorm, softmax and the casts each read their input from memory and write their output back.
-torch.compile traces the model into a graph, and fuses neighbors into one kernel that reads once and writes once. The
-first step compiles, for a minute or less. On a CPU this needs a C++ compiler, on a GPU Triton and a C compiler. Without
-them nothing is compiled. A model that spends its time in matmuls gains little.
+torch.compile traces the model into a graph, and fuses neighbors into one kernel that reads once and writes once. Step 0
+compiles, and prints nothing for half a minute or more. On a CPU this needs a C++ compiler, on a GPU Triton and a C
+compiler. Without them nothing is compiled. A model that spends its time in matmuls gains little.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here
