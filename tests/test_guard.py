@@ -67,7 +67,7 @@ def losses(tmp_path_factory):
 @pytest.mark.parametrize(
     "place, what",
     [
-        ("hooks:signature_of", "its modules"),
+        ("watcher:signature_of", "its modules"),
         ("watcher:Watcher.saw_forward", "its modules"),
         ("counting:Signature.read", "its modules"),
         ("watcher:Watcher.saw_loader", "its DataLoaders"),

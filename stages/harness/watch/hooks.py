@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from . import pytorch
-from .counting import signature_of
 from .run import STEPS
 from .threads import is_elsewhere
 
@@ -48,8 +47,9 @@ def watch_pytorch(watcher):
         (os, "execve", run.saw_exec, "its end"),
     ):
         call_first(owner, name, guarded(note, what, run), watcher.timeline)
-    register_optimizer_step_pre_hook(guarded(watcher.saw_optimizer_begin, STEPS, run))
-    register_optimizer_step_post_hook(guarded(watcher.saw_optimizer_end, STEPS, run))
+    # torch.compile would look into these, and skips the others while it traces
+    register_optimizer_step_pre_hook(pytorch.keep_from_compiler(guarded(watcher.saw_optimizer_begin, STEPS, run)))
+    register_optimizer_step_post_hook(pytorch.keep_from_compiler(guarded(watcher.saw_optimizer_end, STEPS, run)))
 
 
 def guarded(note, what, run):
@@ -58,7 +58,6 @@ def guarded(note, what, run):
     KeyboardInterrupt, which is no Exception, is meant for the script.
     """
 
-    @pytorch.keep_from_compiler
     def guarded_note(*args, **kwargs):
         try:
             return note(*args, **kwargs)
@@ -95,13 +94,9 @@ def call_first(owner, name, note, timeline):
 
 
 def watch_modules(watcher):
-    """Let each call of an outermost module that has parameters call the watcher first.
-
-    Losses and transforms have none. What a DataLoader calls to make a batch is left out, too.
-    """
+    """Let each call of an outermost module call the watcher first, as call_first() does for a function."""
     call_module = torch.nn.Module.__call__
     timeline = watcher.timeline
-    find_signature = guarded(signature_of, "its modules", watcher.run)
     saw_forward = guarded(watcher.saw_forward, "its modules", watcher.run)
     is_inside = False
 
@@ -110,11 +105,11 @@ def watch_modules(watcher):
         if is_inside or torch.compiler.is_compiling() or torch.jit.is_tracing() or is_elsewhere():
             return call_module(module, *args, **kwargs)
         entered = time.perf_counter()
-        before = timeline.kind
-        signature = find_signature(module)
-        if signature is None or before == "data":
+        kind = saw_forward(module, args, kwargs)
+        if kind is None:
             return call_module(module, *args, **kwargs)
-        timeline.mark(saw_forward(module, signature, args, kwargs) or before, entered)
+        before = timeline.kind
+        timeline.mark(kind, entered)
         is_inside = True
         try:
             return call_module(module, *args, **kwargs)

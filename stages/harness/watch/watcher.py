@@ -16,7 +16,7 @@ import torch
 from .. import machine
 from . import pytorch
 from .added import Added
-from .counting import losses_of
+from .counting import losses_of, signature_of
 from .events import Call, has_note
 from .techniques import parameters_of
 from .threads import is_elsewhere
@@ -37,11 +37,15 @@ class Watcher:
 
     # What PyTorch calls. Most return what the time of a call counts as, a kind, or None if it counts as before.
 
-    def saw_forward(self, module, signature, args, kwargs):
+    def saw_forward(self, module, args, kwargs):
         """Note a call of an outermost module, and add to it what is to be added. Return its kind.
 
-        That is "forward", "evaluation", or "backward" for activation checkpointing.
+        That is "forward", "evaluation", "backward" for activation checkpointing, or None: losses and transforms have no
+        parameters, and what a DataLoader calls to make a batch is a part of that.
         """
+        signature = signature_of(module)
+        if signature is None or self.timeline.kind == "data":
+            return None
         if self.timeline.kind == "backward":
             self.timeline.note("repeat")
             return "backward"
