@@ -48,7 +48,8 @@ class Call(NamedTuple):
     """A call of a module.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: a weak reference to its first tensor, which is the same object for the same tensor.
+    A fused update does not. inputs: a weak reference to its largest text or first tensor, the same object for the same
+    tensor. is_computed: whether it gets what the script has computed with gradients, as an ODE solver and a decoder do.
     """
 
     module: object
@@ -56,11 +57,12 @@ class Call(NamedTuple):
     version: int
     inputs: object
     batch: Batch
+    is_computed: bool = False
 
     @property
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.batch.unit == "tok", self.batch.count
+        return self.is_training, self.batch.unit == "tok", not self.is_computed, self.batch.count
 
 
 class MicroBatch(NamedTuple):
@@ -163,11 +165,24 @@ def micro_batch_of(calls, losses):
     if not calls:
         return MicroBatch(None, 0, losses)
     largest = max(calls, key=lambda call: call.priority)
-    counts = {}  # by what is read: a second call may read the same
+    counts = {id(largest.inputs): largest.batch.count}  # by what is read: a second call may read the same
     for call in calls:
-        if call.module is largest.module and call.is_training == largest.is_training:
+        if reads_more(call, largest):
             counts[id(call.inputs)] = call.batch.count
     return MicroBatch(largest, sum(counts.values()), losses)
+
+
+def reads_more(call, largest):
+    """Return whether a call reads more than the largest one of its micro-batch does.
+
+    What was computed from the same samples is none of them. But a decoder reads a text beside what an encoder computed.
+    """
+    if call.is_training != largest.is_training or call.batch.unit != largest.batch.unit:
+        return False
+    is_text = call.batch.unit == "tok"
+    if call.module is largest.module:
+        return is_text or not call.is_computed
+    return is_text and call.is_computed
 
 
 def is_again(call, before):

@@ -1,0 +1,88 @@
+"""What a call of a module reads: tokens or samples, and how many."""
+
+from harness.watch.counting import Signature
+from harness.watch.events import Batch
+from harness.watch.log import Log
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+LONG_TEXT = torch.arange(36).view(4, 9)
+TEXT, NEXT = LONG_TEXT[:, :-1], LONG_TEXT[:, 1:]
+OTHER = LONG_TEXT.flip(1)
+VECTORS = torch.rand(5, 3)
+LANGUAGE_MODEL = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+SAMPLES, STEPS = (SimpleNamespace(seen=SimpleNamespace(unit=unit, shape=None)) for unit in ("sample", "step"))
+LINEAR = nn.Linear(3, 1)
+
+
+def batch_of(module, **inputs):
+    _, batch, _ = Signature(module, next(module.parameters())).read((), inputs)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "inputs, count",
+    [
+        ({"src": OTHER, "trg_input": TEXT, "trg": NEXT}, 36 + 32),
+        ({"src": OTHER, "tgt_in": OTHER, "tgt": LONG_TEXT}, 2 * 36),
+        ({"src": OTHER, "prev_output_tokens": OTHER, "tgt": LONG_TEXT}, 2 * 36),
+        ({"src": OTHER, "trg": TEXT}, 36 + 32),  # a decoder must read something
+        ({"source": OTHER, "target_in": OTHER, "target_out": LONG_TEXT}, 2 * 36),
+        ({"encoder_inputs": OTHER, "decoder_inputs": OTHER, "decoder_targets": OTHER}, 2 * 36),
+        ({"ids": OTHER, "lm_labels": LONG_TEXT}, 36),
+        ({"words": OTHER, "tags": LONG_TEXT}, 36),
+        ({"inputs": OTHER, "outputs": LONG_TEXT}, 36),
+        ({"x": TEXT, "after": NEXT}, 32),  # by its values
+        ({"anchors": OTHER, "positives": LONG_TEXT}, 2 * 36),
+        ({"input_ids": OTHER, "input_mask": OTHER}, 36),
+    ],
+)
+def test_labels_are_no_text_that_a_model_reads(inputs, count):
+    assert batch_of(LANGUAGE_MODEL, **inputs).count == count
+
+
+def test_a_label_that_was_told_by_its_values_stays_one():
+    signature = Signature(LANGUAGE_MODEL, LANGUAGE_MODEL[0].weight)
+    counts = [signature.read((), {"x": x, "after": after})[1].count for x, after in ((TEXT, NEXT), (OTHER, OTHER))]
+    assert counts == [32, 36]
+
+
+def test_a_call_tells_whether_its_input_was_computed():
+    signature = Signature(LINEAR, LINEAR.weight)
+    read = [signature.read((x,), {})[2] for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
+    assert read == [False, False, True]
+
+
+def test_vmap_hides_a_dimension():
+    """Of an ensemble it hides none of the samples."""
+    batches = []
+
+    def loss(weights, x):
+        batches.append(batch_of(LINEAR, x=x))
+        return functional_call(LINEAR, weights, (x,)).sum()
+
+    weights = dict(LINEAR.named_parameters())
+    vmap(grad(loss), in_dims=(None, 0))(weights, torch.rand(4, 5, 3))
+    grad(lambda weights, x: vmap(loss, in_dims=(None, 0))(weights, x).sum())(weights, torch.rand(4, 5, 3))
+    ensemble, _ = stack_module_state([LINEAR, nn.Linear(3, 1)])
+    vmap(loss, in_dims=(0, None))(ensemble, torch.rand(64, 3))
+    grad(loss)(weights, VECTORS.detach())
+    assert batches == [Batch(), Batch(), Batch("sample", 64, None, 64), Batch("sample", 5, None, 5)]
+
+
+def test_a_speed_has_digits_that_say_something():
+    assert [Log.words_on_speed(SAMPLES, speed) for speed in (0.2105, 4.2, 9.99, 12_345.6)] == [
+        ["0.21 samples/sec"],
+        ["4.2 samples/sec"],
+        ["10 samples/sec"],
+        ["12,346 samples/sec"],
+    ]
+    assert [Log.words_on_speed(STEPS, speed) for speed in (0.0021, 12.345)] == [
+        ["0.0021 steps/sec"],
+        ["12.35 steps/sec"],
+    ]
