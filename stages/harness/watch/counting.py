@@ -16,10 +16,9 @@ from .events import Batch
 from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads: "token_type_ids", "lm_labels", "tgt_out"
-HAS_NO_IDS = re.compile("mask|position|type|(^|_)pos(_|$)", re.IGNORECASE)
-IS_LABEL = re.compile("label|target|gold|(^|_)(y|tags?|outs?|outputs?)$", re.IGNORECASE)
-IS_TARGET = re.compile("^(tgt|trg)$", re.IGNORECASE)  # a label beside a text for the decoder, and else this text
-IS_FOR_DECODER = re.compile("^(tgt|trg|target|dec|prev|shift).*_(in|inp|input)s?(_|$)|^(prev|shift)", re.IGNORECASE)
+HAS_NO_IDS = re.compile(
+    "mask|position|type|(^|_)pos(_|$)|(label|target)(?!.*_in)|gold|(^|_)(y|tags?|outs?|outputs?)$", re.IGNORECASE
+)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 
 
@@ -70,27 +69,19 @@ class Signature:
         is_read = self.has_embedding if tensor.dim() == 2 else self.has_vocabulary and tensor.dim() == 1
         if not is_read or not is_whole(tensor):
             return False
-        if IS_LABEL.search(name) and not IS_FOR_DECODER.search(name):
-            return False
         return not HAS_NO_IDS.search(name) and not CONNECTS_NODES.search(name)
-
-    def texts_of(self, tensors):
-        """Return which of named tensors are texts that the model reads, {their place: (name, tensor)}."""
-        texts = {place: pair for place, pair in enumerate(tensors) if self.is_text(*pair)}
-        if any(IS_FOR_DECODER.search(name) for name, _ in texts.values()):
-            texts = {place: pair for place, pair in texts.items() if not IS_TARGET.search(pair[0])}
-        if self.labels is None and len(texts) > 1 and not is_captured():  # once, since it waits for a card
-            self.labels = names_of_labels(texts.values())
-        return {place: pair for place, pair in texts.items() if pair[0] not in (self.labels or ())}
 
     def batch_of(self, tensors):
         """Return the Batch of named tensors, and the place of the largest text; 0 without one."""
-        texts = {place: text for place, (_, text) in self.texts_of(tensors).items()}
+        texts = [(name, tensor) for name, tensor in tensors if self.is_text(name, tensor)]
+        if self.labels is None and len(texts) > 1 and not is_captured():  # once, since it waits for a card
+            self.labels = names_of_labels(texts)
+        texts = [tensor for name, tensor in texts if name not in (self.labels or ())]
         if texts:
-            place = max(texts, key=lambda place: texts[place].numel())
-            largest = texts[place]
+            largest = max(texts, key=torch.Tensor.numel)
+            place = [tensor is largest for _, tensor in tensors].index(True)
             batch_size = largest.shape[0] if largest.dim() == 2 else 1
-            return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts.values())), place
+            return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts)), place
         rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
         has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
         is_graph = any(CONNECTS_NODES.search(name) or tensor.is_sparse for name, tensor in tensors)
@@ -156,8 +147,8 @@ def names_of_labels(texts):
     """
     labels = set()
     for (_, text), (name, label) in permutations(texts, 2):
-        are_alike = text.shape == label.shape and text.device == label.device and not torch.equal(text, label)
-        if are_alike and torch.equal(text[..., 1:], label[..., :-1]):
+        is_alike = text.shape == label.shape and text.device == label.device and not torch.equal(text, label)
+        if is_alike and torch.equal(text[..., 1:], label[..., :-1]):
             labels.add(name)
     return labels
 
