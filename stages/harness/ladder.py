@@ -122,16 +122,24 @@ class BF16(Stage):
     left_out_by = "--amp-dtype float32"
 
     def is_in(self, seen):
-        return seen.autocast is not None and seen.weights == "float32"
+        return seen.autocast is not None and seen.weights == "float32" and seen.multiplies
 
     def would_help(self, seen):
-        return seen.autocast is None and seen.amp_dtype != "float32" and seen.weights == "float32"
+        has_use = seen.weights == "float32" and seen.multiplies
+        return has_use and seen.autocast is None and seen.amp_dtype != "float32"
+
+    def line_for(self, seen):
+        dtype = seen.autocast or seen.amp_dtype
+        line = f'`with torch.autocast("{seen.device}", torch.{dtype}):`'
+        return f"{line} and a `GradScaler`" if dtype == "float16" else line
 
     def remarks(self, seen):
         if seen.weights != "float32":
             yield f"its weights are {seen.weights}, so autocast has nothing to do"
         elif seen.autocast and not seen.enters_autocast:
             yield f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP"
+        if seen.autocast == "float16" and not seen.scales:
+            yield "without a GradScaler float16 is for its speed alone: its losses are not those of a training"
         if seen.emulated:
             yield f"this device has no units for {seen.autocast}, and is slow in it"
         if seen.device == "cpu" and self.would_help(seen):
@@ -144,11 +152,14 @@ class BF16(Stage):
             return "this device has no 16-bit units, so float32 stays"
         return "float32 was asked for"
 
+    def why_in_vain(self, seen):
+        return super().why_in_vain(seen) if seen.multiplies else "its step has no matmul"
+
     def why_useless(self, machine):
-        return None if machine.amp_dtype == "bfloat16" else "this device has no bfloat16 units"
+        return None if machine.amp_dtype != "float32" else "this device has no 16-bit units"
 
     def is_slow(self, peak):
-        return peak.get("bfloat16", 0) < peak["float32"]
+        return max(peak.get("bfloat16", 0), peak.get("float16", 0)) < peak["float32"]
 
 
 class Compile(Stage):
@@ -169,8 +180,10 @@ class Compile(Stage):
         return not seen.compile and seen.compile_problem is None
 
     def line_for(self, seen):
-        name = seen.model_name
-        return f"`{name}.compile()`" if seen.can_compile_in_place else f"`{name} = torch.compile({name})`"
+        name, unnamed = seen.model_name, "the module that you call"
+        if seen.can_compile_in_place:
+            return f"`{name}.compile()`" if name else f"`compile()` of {unnamed}"
+        return f"`{name} = torch.compile({name})`" if name else f"`torch.compile()` around {unnamed}"
 
     def caveat(self, seen):
         keeps_names = seen.can_compile_in_place or seen.framework in self.in_frameworks
@@ -279,7 +292,7 @@ class Fused(Stage):
 
     def why_in_vain(self, seen):
         if seen.fused is None:
-            return f"PyTorch has no fused kernel for {seen.optimizer}"
+            return f"PyTorch has no fused kernel for {seen.has_no_kernel or seen.optimizer}"
         return super().why_in_vain(seen)
 
 
@@ -308,6 +321,7 @@ class DDP(Stage):
 
 STAGES = (Baseline(), TF32(), BF16(), Compile(), Flash(), Vocab(), Clip(), Cosine(), Decay(), Fused(), Accum(), DDP())
 ADDED = {stage.added_as: stage for stage in STAGES if stage.added_as}
+ADDED["fp16"] = ADDED["bf16"]  # the same in float16, for its speed alone
 
 
 # Where one stands
@@ -363,6 +377,6 @@ def names_of(stages):
     return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
 
 
-def words_in_vain(stage, seen):
-    """Return why a Stage is not seen in a script to which it was added from outside, in words."""
-    return f"+{stage.added_as} had no effect: {stage.why_in_vain(seen)}"
+def words_in_vain(stage, seen, name=None):
+    """Return why a Stage is not seen in a script to which it was added from outside, in words. name: "fp16" or so."""
+    return f"+{name or stage.added_as} had no effect: {stage.why_in_vain(seen)}"

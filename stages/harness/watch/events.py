@@ -267,7 +267,7 @@ class Habits:
         self.loaders = Counter()
         self.accum = 1
         self.autocast = None
-        self.clips = self.repeats_forward = self.optimizers_take_turns = False
+        self.clips = self.scales = self.repeats_forward = self.optimizers_take_turns = False
 
     def add(self, notes):
         """Add what the notes of a step say."""
@@ -283,6 +283,8 @@ class Habits:
                 self.autocast = value
             elif name == "clipping":
                 self.clips = True
+            elif name == "scaled":
+                self.scales = True
             elif name == "repeat":
                 self.repeats_forward = True
             elif name == "batch":

@@ -44,8 +44,8 @@ def words_on_script(run, shares):
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
         lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
-    in_vain = [ADDED[name] for name in run.args.added if ADDED[name] not in has]
-    remarks += [words_in_vain(stage, seen) for stage in in_vain]
+    in_vain = [name for name in run.args.added if ADDED[name] not in has]
+    remarks += [words_in_vain(ADDED[name], seen, name) for name in in_vain]
     lines += [f"        {remark}" for remark in remarks]
     if run.args.climb and any(stage.added_as for stage in lacks):
         lines.append(f"        to measure what it lacks: {run.args.climb}")
