@@ -113,7 +113,6 @@ IDS = np.random.default_rng(1).integers(0, VOCAB, 500)
 HEADER = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
 
 
-FEW_ABOVE_65535 = np.where(np.arange(500) % 100, IDS, 100_000)
 RUSSIAN = "Привет, как дела?\n" * 20
 
 
@@ -132,7 +131,6 @@ def npy(array):
         ("a.txt", RUSSIAN.encode("utf-16-le"), "may be one in UTF-16"),
         ("empty.bin", b"", "empty"),
         ("odd.bin", b"\x01\x00\x02", "multiple"),
-        ("32 bits.bin", FEW_ABOVE_65535.astype(np.uint32).tobytes(), "as if its ids were of 32 bits"),
         ("text.bin", RUSSIAN.encode(), "it is a text, or a pointer of Git LFS"),
         ("cut.npy", b"\x93NUMPY\x01", "EOF"),
         ("table.npy", npy(IDS.reshape(50, 10)), "not a row of ids"),

@@ -250,7 +250,11 @@ class Clip(Stage):
     for_the_loss = True
 
     def is_in(self, seen):
-        return seen.clips
+        return bool(seen.clips)
+
+    def remarks(self, seen):
+        if seen.clips == "value":
+            yield "it clips by value, clip_grad_value_(), and s07 by the norm of all gradients"
 
 
 class Cosine(Stage):

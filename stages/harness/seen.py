@@ -31,7 +31,7 @@ class Seen:
     optimizer: str  # one that could be fused, if there is one
     schedules: bool  # whether learning rates change
     groups: bool  # whether weights decay by groups
-    clips: bool
+    clips: str | None  # what gradients are clipped by, "norm" or "value"; true in older records
     # what it could use
     device: str
     can_tf32: bool  # whether the device has such units

@@ -14,8 +14,9 @@ A note is (name, value), what was seen:
     other     None: an optimizer has stepped that ends no step
     repeat    None: a forward runs again in a backward, as activation checkpointing has it
     autocast  "bfloat16": its dtype, in a forward or before one
-    clipping  None: gradients are clipped
-    batch     the num_workers of a DataLoader that is asked for a batch to train on
+    clipping  "norm" or "value": what gradients are clipped by
+    batch     the num_workers and the class of the dataset of a DataLoader that is asked for a batch to train on
+    model     a module that is called with gradients, but without a tensor
 """
 
 import math
@@ -257,17 +258,17 @@ class Habits:
     """What a script was seen to do in any step so far.
 
     models: {id: module} of those that were called in training. accum: the most micro-batches whose gradients a step
-    accumulates. autocast: the dtype of the last one in a forward, or None. loaders: {num_workers of a DataLoader: how
-    many batches it was asked for}. optimizers_take_turns: whether another one steps between a backward and the end of a
-    step, as in a GAN.
+    accumulates. autocast: the dtype of the last one in a forward, or None. clips: by what, "norm" or "value", or None.
+    loaders: {what a note "batch" has: how many batches were asked for}. optimizers_take_turns: whether another one
+    steps between a backward and the end of a step, as in a GAN.
     """
 
     def __init__(self):
         self.models = weakref.WeakValueDictionary()  # a script may delete them
         self.loaders = Counter()
         self.accum = 1
-        self.autocast = None
-        self.clips = self.scales = self.repeats_forward = self.optimizers_take_turns = False
+        self.autocast = self.clips = None
+        self.scales = self.repeats_forward = self.optimizers_take_turns = False
 
     def add(self, notes):
         """Add what the notes of a step say."""
@@ -275,6 +276,8 @@ class Habits:
         for name, value in notes:
             if name == "call":
                 self.models[id(value.module)] = value.module
+            elif name == "model":
+                self.models[id(value)] = value
             elif name == "loss":
                 has_loss = True
             elif name == "other":
@@ -282,7 +285,7 @@ class Habits:
             elif name == "autocast":
                 self.autocast = value
             elif name == "clipping":
-                self.clips = True
+                self.clips = value
             elif name == "scaled":
                 self.scales = True
             elif name == "repeat":

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 
 import torch
+from torch.utils.data import TensorDataset
 
 from .. import machine, rates
 from ..figures import LONG, LONG_WAIT
@@ -142,7 +143,7 @@ def causes(run):
     loss = shares["loss"]
     words = []
     if data > LONG_WAIT and run.habits.loaders:
-        words.append(words_on_loader(run.habits.loaders, data))
+        words.append(words_on_loader(run.habits.loaders, data, log.seen.unit))
     if evaluation > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
@@ -161,15 +162,22 @@ def causes(run):
     return words + words_on_habits(run)
 
 
-def words_on_loader(batches, share):
+def words_on_loader(batches, share, unit):
     """Return words on the DataLoader from which most batches came, where loaders take this share of the time.
 
-    batches: {num_workers of a DataLoader: how many batches came from it}.
+    batches: {(num_workers, the class of the dataset) of a DataLoader: how many batches came from it}.
     """
-    workers = max(batches, key=batches.get)
-    remedy = "do less in __getitem__, for example tokenize once"
-    if workers < machine.cores():
-        remedy = f"take up to {machine.cores()} workers, with persistent_workers=True, or {remedy}"
+    workers, dataset = max(batches, key=batches.get)
+    cores = machine.cores()
+    remedy = "do less in __getitem__"
+    if dataset is TensorDataset:
+        remedy = "index its tensors by whole batches, without a DataLoader"
+    elif unit == "tok":
+        remedy += ", for example tokenize once"
+    if workers < cores:
+        remedy = f"take up to {cores} workers, with persistent_workers=True, or {remedy}"
+    elif workers > cores:
+        remedy = f"take no more workers than the {cores} cores, or {remedy}"
     return f"{percent(share)} is waiting for a DataLoader with num_workers={workers}: {remedy}"
 
 

@@ -50,7 +50,9 @@ class Watcher:
         self.run.end_script_if_over()
         self.added.before_forward(module, signature.weight.device.type)
         inputs, batch, is_computed = signature.read(args, kwargs)
-        if batch:
+        if not batch:  # it gets no tensor, but for example a graph
+            self.timeline.note("model", module)
+        else:
             # a reference to the tensor itself would keep it until the step ends, and it is the script's
             version = pytorch.version_of(signature.weight)
             self.timeline.note("call", Call(module, module.training, version, weakref.ref(inputs), batch, is_computed))
@@ -74,17 +76,21 @@ class Watcher:
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured, as by a norm of infinity."""
         if float(max_norm) < float("inf"):
-            self.timeline.note("clipping")
+            self.timeline.note("clipping", "norm")
+
+    def saw_clipping_by_value(self, *others, **options):
+        """Note that each gradient is clipped by itself."""
+        self.timeline.note("clipping", "value")
 
     def saw_loader(self, loader):
         """Return the kind of a DataLoader: an evaluation loads batches of its own."""
         return "data" if torch.is_grad_enabled() else "evaluation"
 
     def saw_batch(self, iterator):
-        """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
+        """Note which DataLoader is asked for a batch. Return its kind."""
         kind = self.saw_loader(iterator)
         if kind == "data":
-            self.timeline.note("batch", pytorch.workers_of(iterator))
+            self.timeline.note("batch", pytorch.loader_of(iterator))
         return kind
 
     def saw_backward(self, tensors, *args, **kwargs):
