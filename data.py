@@ -80,7 +80,7 @@ def load_tokens(source=None):
     source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation, which also takes the
     place of a Tiny Shakespeare that can't be had. Raises TextError if a file can't be read.
     """
-    if not str(source).endswith((".npy", ".bin")):
+    if not str(source).lower().endswith((".npy", ".bin")):
         import_tiktoken()  # now, with one line if it is missing
     if source is None:
         try:

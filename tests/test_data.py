@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import io
+import sys
 import urllib.request
 from unittest import mock
 
@@ -147,9 +148,10 @@ def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(tmp_path, merges,
 
 
 @pytest.mark.parametrize("header", [b"", HEADER])
-def test_a_bin_of_ids_is_read_with_llm_cs_header_or_without(tmp_path, header):
-    (tmp_path / "a.bin").write_bytes(header + IDS.astype(np.uint16).tobytes())
-    assert whole(tmp_path / "a.bin").tolist() == IDS.tolist()
+@pytest.mark.parametrize("ids", [IDS, IDS % 4])  # DNA has few ids
+def test_a_bin_of_ids_is_read_with_llm_cs_header_or_without(tmp_path, header, ids):
+    (tmp_path / "a.bin").write_bytes(header + ids.astype(np.uint16).tobytes())
+    assert whole(tmp_path / "a.bin").tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64, ">u2"])
@@ -160,6 +162,14 @@ def test_an_array_of_numpy_is_read_whatever_its_type(tmp_path, dtype):
 
 
 # Without the vocabulary
+
+
+@pytest.mark.parametrize("source", [None, "docs", __file__])
+def test_without_tiktoken_only_ids_are_read(monkeypatch, tmp_path, source):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert complaint(load_tokens, source) == "this Python has no tiktoken: type pip install tiktoken"
+    np.save(tmp_path / "a.npy", IDS)
+    assert whole(tmp_path / "a.npy").tolist() == IDS.tolist()
 
 
 def test_pythons_documentation_is_a_token_a_byte_by_gpt2s_numbers():

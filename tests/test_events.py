@@ -139,8 +139,8 @@ def test_optimizers_take_turns_if_one_steps_behind_a_backward():
 
 
 def test_habits_are_of_all_steps():
-    late = [("clipping", None), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2)]
+    late = [("clipping", "value"), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2), ("model", Model)]
     habits = habits_of([("batch", 0)], [("batch", 2)], late)
-    assert habits.clips and habits.repeats_forward
-    assert habits.autocast == "bfloat16"
+    assert (habits.clips, habits.autocast, habits.repeats_forward) == ("value", "bfloat16", True)
+    assert [*habits.models.values()] == [Model]  # it got no tensor
     assert habits.loaders == {0: 1, 2: 2}
