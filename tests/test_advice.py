@@ -15,7 +15,6 @@ from conftest import SMALL, WATCH, lines_of, python
 from fixtures.loops import run_in_a_fork, watch_in_a_fork
 from fixtures.records import SEEN
 from torch import nn
-from torch.utils.data import TensorDataset
 
 CPU = torch.device("cpu")
 can_compile = pytest.mark.skipif(machine.compile_problem(CPU) is not None, reason="torch.compile can't run here")
@@ -117,6 +116,12 @@ def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_device_and_modu
     on_a_t4 = Seen(**SEEN | {"device": "cuda", "amp_dtype": "float16"}, can_compile_in_place=True, model_name="")
     in_float16 = '`with torch.autocast("cuda", torch.float16):` and a `GradScaler`'
     assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_float16
+    on_a_t4.framework = "transformers"
+    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == "`--fp16 True`"
+    on_a_t4.framework = None
+    on_a_t4.autocast = "float16"  # in the row of a climb
+    in_a_row = f"{in_float16}, without which these losses are not those of a training"
+    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_a_row
     assert ladder.ADDED["compile"].what_to_type(on_a_t4) == "`compile()` of the module that you call"
 
 
@@ -126,19 +131,12 @@ def test_autocast_is_neither_had_nor_lacking_in_a_step_without_a_matmul():
         assert not any(ladder.ADDED["bf16"] in stages for stages in ladder.has_and_lacks(seen))
 
 
-@pytest.mark.parametrize(
-    "workers, dataset, unit, remedy",
-    [
-        (0, list, "tok", "take up to 4 workers, with persistent_workers=True, or do less in __getitem__, for example"),
-        (4, list, "sample", "do less in __getitem__"),
-        (8, list, "sample", "take no more workers than the 4 cores, or do less in __getitem__"),
-        (4, TensorDataset, "tok", "index its tensors by whole batches, without a DataLoader"),
-    ],
-)
-def test_who_waits_for_a_loader_is_told_what_helps(monkeypatch, workers, dataset, unit, remedy):
+def test_who_waits_for_a_loader_is_told_how_many_workers_help(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 4)
-    words = words_on_loader({(workers, dataset): 9}, 0.5, unit)
-    assert words.startswith(f"50 % is waiting for a DataLoader with num_workers={workers}: {remedy}")
+    remedies = [words_on_loader({workers: 9}, 0.5).split(": ")[1] for workers in (0, 4, 8)]
+    less = "do less in __getitem__"
+    more = "take up to 4 workers, with persistent_workers=True"
+    assert remedies == [f"{more}, or {less}", less, f"take no more workers than the 4 cores, or {less}"]
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES, ids=lambda stage: stage.short)

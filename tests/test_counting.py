@@ -16,7 +16,7 @@ TEXT, NEXT = LONG_TEXT[:, :-1], LONG_TEXT[:, 1:]
 OTHER = LONG_TEXT.flip(1)
 VECTORS = torch.rand(5, 3)
 LANGUAGE_MODEL = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
-SAMPLES, STEPS = (SimpleNamespace(seen=SimpleNamespace(unit=unit, shape=None)) for unit in ("sample", "step"))
+SAMPLES = SimpleNamespace(seen=SimpleNamespace(unit="sample", shape=None))
 LINEAR = nn.Linear(3, 1)
 
 
@@ -43,12 +43,6 @@ def test_labels_are_no_text_that_a_model_reads(inputs, count):
     assert batch_of(LANGUAGE_MODEL, **inputs).count == count
 
 
-def test_a_label_that_was_told_by_its_values_stays_one():
-    signature = Signature(LANGUAGE_MODEL, LANGUAGE_MODEL[0].weight)
-    counts = [signature.read((), {"x": x, "after": after})[1].count for x, after in ((TEXT, NEXT), (OTHER, OTHER))]
-    assert counts == [32, 36]
-
-
 def test_a_call_tells_whether_its_input_was_computed():
     signature = Signature(LINEAR, LINEAR.weight)
     read = [signature.read((x,), {})[2] for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
@@ -62,13 +56,5 @@ def test_below_vmap_a_step_is_a_step():
 
 
 def test_a_speed_has_digits_that_say_something():
-    assert [Log.words_on_speed(SAMPLES, speed) for speed in (0.2105, 4.2, 9.99, 12_345.6)] == [
-        ["0.21 samples/sec"],
-        ["4.2 samples/sec"],
-        ["10 samples/sec"],
-        ["12,346 samples/sec"],
-    ]
-    assert [Log.words_on_speed(STEPS, speed) for speed in (0.0021, 12.345)] == [
-        ["0.0021 steps/sec"],
-        ["12.35 steps/sec"],
-    ]
+    speeds = [Log.words_on_speed(SAMPLES, speed)[0] for speed in (0.2105, 9.99, 12_345.6)]
+    assert speeds == ["0.21 samples/sec", "10 samples/sec", "12,346 samples/sec"]

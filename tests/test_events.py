@@ -6,7 +6,6 @@ from harness.watch.events import (
     Habits,
     accumulated,
     count_of,
-    first_forward,
     loss_of,
     micro_batches_of,
     seconds_of_kinds,
@@ -69,12 +68,6 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
     lines, unseen = seconds_of_lines(spans, looks, unseen=1)
     assert lines == {"rest": {"a": 1 + 4 + 5 + 5}, "loss": {"b": 6 + 5}}
     assert unseen == 5
-
-
-def test_the_first_step_begins_with_its_first_forward():
-    start = [("rest", 0, 9), ("data", 9, 10)]
-    assert first_forward([*start, ("forward", 10, 11), ("forward", 12, 13)]) == 2
-    assert first_forward(start) is None
 
 
 @pytest.mark.parametrize(

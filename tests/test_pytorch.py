@@ -27,7 +27,7 @@ def test_clip_grad_norm_calls_the_function_that_is_replaced(monkeypatch):
 def test_a_loader_has_its_workers():
     loader = DataLoader([1.0, 2.0])
     assert isinstance(iter(loader), pytorch.DataLoaderIterator)
-    assert pytorch.loader_of(iter(loader)) == (0, list)
+    assert pytorch.workers_of(iter(loader)) == 0
 
 
 def test_a_module_is_compiled_by_either_way():

@@ -128,18 +128,26 @@ class BF16(Stage):
         has_use = seen.weights == "float32" and seen.multiplies
         return has_use and seen.autocast is None and seen.amp_dtype != "float32"
 
+    def what_to_type(self, seen):
+        typed = super().what_to_type(seen)
+        if seen.amp_dtype == "float16":
+            return typed.replace("bf16-mixed", "16-mixed").replace("bf16", "fp16")
+        return typed
+
     def line_for(self, seen):
         dtype = seen.autocast or seen.amp_dtype
         line = f'`with torch.autocast("{seen.device}", torch.{dtype}):`'
-        return f"{line} and a `GradScaler`" if dtype == "float16" else line
+        if dtype == "float16":
+            line += " and a `GradScaler`"
+        if seen.autocast == "float16":  # which +fp16 has added
+            line += ", without which these losses are not those of a training"
+        return line
 
     def remarks(self, seen):
         if seen.weights != "float32":
             yield f"its weights are {seen.weights}, so autocast has nothing to do"
         elif seen.autocast and not seen.enters_autocast:
             yield f"it computes in {seen.autocast} without autocast, by casts of its own or a policy of FSDP"
-        if seen.autocast == "float16" and not seen.scales:
-            yield "without a GradScaler float16 is for its speed alone: its losses are not those of a training"
         if seen.emulated:
             yield f"this device has no units for {seen.autocast}, and is slow in it"
         if seen.device == "cpu" and self.would_help(seen):
@@ -296,7 +304,7 @@ class Fused(Stage):
 
     def why_in_vain(self, seen):
         if seen.fused is None:
-            return f"PyTorch has no fused kernel for {seen.has_no_kernel or seen.optimizer}"
+            return f"PyTorch has no fused kernel for {seen.optimizer}"
         return super().why_in_vain(seen)
 
 

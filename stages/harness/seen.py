@@ -28,7 +28,7 @@ class Seen:
     ddp: bool
     # its updates
     fused: bool | None  # None if no optimizer has such a kernel
-    optimizer: str  # one that could be fused, if there is one
+    optimizer: str  # one that could be fused, or else what has no fused kernel, as "RMSprop" or "sparse gradients"
     schedules: bool  # whether learning rates change
     groups: bool  # whether weights decay by groups
     clips: str | None  # what gradients are clipped by, "norm" or "value"; true in older records
@@ -37,8 +37,6 @@ class Seen:
     can_tf32: bool  # whether the device has such units
     amp_dtype: str  # the 16-bit dtype that the device multiplies natively, or "float32"
     compile_problem: str | None  # what torch.compile lacks
-    scales: bool = True  # whether a GradScaler multiplies its losses
-    has_no_kernel: str | None = None  # what has no fused kernel: an optimizer, or what it updates
     model_name: str = "model"  # under which its code holds the largest module that it calls, or "": "self.net"
     can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
     # what the operations of one step show

@@ -171,7 +171,7 @@ def rows_of_climb(script, probed):
     """
     machine, peak = SimpleNamespace(**probed["abilities"]), probed["rates"]["peak"]
     rows = with_plain([script], probed["environment"]["device"])
-    stages = dict.fromkeys(ladder.ADDED.values())  # each once
+    stages = [stage for stage in ladder.STAGES if stage.added_as]
     for stage in sorted(stages, key=lambda stage: stage.is_slow(peak)):
         name = stage.added_as
         if name == "bf16" and machine.amp_dtype == "float16":

@@ -15,7 +15,7 @@ A note is (name, value), what was seen:
     repeat    None: a forward runs again in a backward, as activation checkpointing has it
     autocast  "bfloat16": its dtype, in a forward or before one
     clipping  "norm" or "value": what gradients are clipped by
-    batch     the num_workers and the class of the dataset of a DataLoader that is asked for a batch to train on
+    batch     the num_workers of a DataLoader that is asked for a batch to train on
     model     a module that is called with gradients, but without a tensor
 """
 
@@ -117,14 +117,6 @@ def seconds_of_lines(spans, looks, unseen):
             unseen, began = 0.0, looked
         unseen += ended - began
     return lines, unseen
-
-
-def first_forward(spans):
-    """Return the number of the first forward in spans, or None without one."""
-    for number, (kind, *_) in enumerate(spans):
-        if kind == "forward":
-            return number
-    return None
 
 
 # What it trains on
@@ -259,8 +251,8 @@ class Habits:
 
     models: {id: module} of those that were called in training. accum: the most micro-batches whose gradients a step
     accumulates. autocast: the dtype of the last one in a forward, or None. clips: by what, "norm" or "value", or None.
-    loaders: {what a note "batch" has: how many batches were asked for}. optimizers_take_turns: whether another one
-    steps between a backward and the end of a step, as in a GAN.
+    loaders: {num_workers of a DataLoader: how many batches it was asked for}. optimizers_take_turns: whether another
+    one steps between a backward and the end of a step, as in a GAN.
     """
 
     def __init__(self):
@@ -268,7 +260,7 @@ class Habits:
         self.loaders = Counter()
         self.accum = 1
         self.autocast = self.clips = None
-        self.scales = self.repeats_forward = self.optimizers_take_turns = False
+        self.repeats_forward = self.optimizers_take_turns = False
 
     def add(self, notes):
         """Add what the notes of a step say."""
@@ -286,8 +278,6 @@ class Habits:
                 self.autocast = value
             elif name == "clipping":
                 self.clips = value
-            elif name == "scaled":
-                self.scales = True
             elif name == "repeat":
                 self.repeats_forward = True
             elif name == "batch":

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 
 import torch
-from torch.utils.data import TensorDataset
 
 from .. import machine, rates
 from ..figures import LONG, LONG_WAIT
@@ -51,6 +50,8 @@ def words_on_script(run, shares):
         lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
     in_vain = [name for name in run.args.added if ADDED[name] not in has]
     remarks += [words_in_vain(ADDED[name], seen, name) for name in in_vain]
+    if "fp16" in run.args.added:
+        remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
     lines += [f"        {remark}" for remark in remarks]
     if run.args.climb and any(stage.added_as for stage in lacks):
         lines.append(f"        to measure what it lacks: {run.args.climb}")
@@ -143,7 +144,7 @@ def causes(run):
     loss = shares["loss"]
     words = []
     if data > LONG_WAIT and run.habits.loaders:
-        words.append(words_on_loader(run.habits.loaders, data, log.seen.unit))
+        words.append(words_on_loader(run.habits.loaders, data))
     if evaluation > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
@@ -162,18 +163,13 @@ def causes(run):
     return words + words_on_habits(run)
 
 
-def words_on_loader(batches, share, unit):
+def words_on_loader(batches, share):
     """Return words on the DataLoader from which most batches came, where loaders take this share of the time.
 
-    batches: {(num_workers, the class of the dataset) of a DataLoader: how many batches came from it}.
+    batches: {num_workers of a DataLoader: how many batches came from it}.
     """
-    workers, dataset = max(batches, key=batches.get)
-    cores = machine.cores()
+    workers, cores = max(batches, key=batches.get), machine.cores()
     remedy = "do less in __getitem__"
-    if dataset is TensorDataset:
-        remedy = "index its tensors by whole batches, without a DataLoader"
-    elif unit == "tok":
-        remedy += ", for example tokenize once"
     if workers < cores:
         remedy = f"take up to {cores} workers, with persistent_workers=True, or {remedy}"
     elif workers > cores:

@@ -104,15 +104,15 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        if self.steps_taken == 0 and not self.spent["forward"]:  # the first step begins with the first forward
-            number = events.first_forward(spans)
-            if number is not None:
-                self.spent.update(events.seconds_of_kinds(spans[:number]))
-                self.own_code.read_looks(spans[:number])
-                self.before = self.spent, self.own_code.lines["rest"]
-                self.spent = Counter()
-                self.own_code.forget()
-                spans = spans[number:]
+        kinds = [kind for kind, *_ in spans]
+        if self.steps_taken == 0 and not self.spent["forward"] and "forward" in kinds:
+            first = kinds.index("forward")  # with which the first step begins
+            self.spent.update(events.seconds_of_kinds(spans[:first]))
+            self.own_code.read_looks(spans[:first])
+            self.before = self.spent, self.own_code.lines["rest"]
+            self.spent = Counter()
+            self.own_code.forget()
+            spans = spans[first:]
         self.spent.update(events.seconds_of_kinds(spans))
         self.own_code.read_looks(spans)
         self.micro_batches += events.micro_batches_of(notes)

@@ -26,7 +26,8 @@ from .threads import count_threads_of_script, is_of_a_library
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATH_KERNEL = "aten::_scaled_dot_product_attention_math"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
-IN_16_BITS = r"aten::.*(mm|mv|conv|linear|matmul|rnn|lstm|gru|attention)"  # all that autocast may compute in 16 bits
+# All that autocast may compute in 16 bits; what a graph of CUDA has in it is not seen
+IN_16_BITS = r".*(mm|mv|conv|linear|matmul|rnn|lstm|gru|attention|attn|GraphLaunch)"
 CLOSE = 0.05  # how far the weights of a GPT may be from those of its config
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
@@ -53,25 +54,24 @@ def find_techniques(run):
         emulated=habits.autocast is not None and habits.autocast not in machine.units_of(device),
         accum=habits.accum,
         clips=habits.clips,
-        scales=habits.scales,
         framework=framework_of(inspect.currentframe()),
         device=device.type,
         **machine.abilities_of(device),
         **model_of(models, run.optimizers, unit, batch.seq_len),
-        **schedule_of(run.optimizers),
-        **kernels_of(run.optimizers),
+        **update_of(run.optimizers),
     )
 
 
 def seen_at_the_end(run):
     """Return the Seen of the whole run: what begins late, as a schedule or clipping may, is in it, too."""
     seen, habits = run.log.seen, run.habits
-    fields = {"accum": habits.accum, "clips": habits.clips, "scales": habits.scales, "tf32": uses_tf32()}
+    fields = {"accum": habits.accum, "clips": habits.clips, "tf32": uses_tf32()}
     if habits.autocast and not seen.enters_autocast:
         is_emulated = habits.autocast not in machine.units_of(run.log.device)
         fields |= {"autocast": habits.autocast, "enters_autocast": True, "emulated": is_emulated}
     if run.optimizers:  # the script may have deleted them
-        fields |= schedule_of(run.optimizers)
+        update = update_of(run.optimizers)  # without gradients nothing is known of kernels for them
+        fields |= {"schedules": update["schedules"], "groups": update["groups"]}
     return replace(seen, **fields)
 
 
@@ -102,16 +102,24 @@ def model_of(models, optimizers, unit, seq_len):
     }
 
 
-def kernels_of(optimizers):
-    """Return what is known of fused kernels in a step, which still has its gradients, as fields of a Seen, a dict."""
+def update_of(optimizers):
+    """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its learning rates so far}."""
     lacks = {optimizer: what_has_no_kernel(optimizer) for optimizer in optimizers}
     can_fuse = [optimizer for optimizer in optimizers if lacks[optimizer] is None]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
     advised = (unfused or can_fuse or list(optimizers))[0]
+    schedules = decays_by_groups = False
+    for optimizer, learning_rates in optimizers.items():
+        first_group, *groups = optimizer.param_groups
+        if len(learning_rates) > 1 or "initial_lr" in first_group:  # PyTorch's own schedules set the latter
+            schedules = True
+        if any(group.get("weight_decay") != first_group.get("weight_decay") for group in groups):
+            decays_by_groups = True
     return {
         "fused": not unfused if can_fuse else None,
-        "optimizer": type(advised).__name__,
-        "has_no_kernel": lacks[advised],
+        "optimizer": lacks[advised] or type(advised).__name__,
+        "schedules": schedules,
+        "groups": decays_by_groups,
     }
 
 
@@ -123,21 +131,6 @@ def what_has_no_kernel(optimizer):
         if not has_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
-
-
-def schedule_of(optimizers):
-    """Return what changes in the groups of optimizers, or between them, as fields of a Seen, a dict.
-
-    optimizers: {optimizer: its learning rates so far}.
-    """
-    schedules = decays_by_groups = False
-    for optimizer, learning_rates in optimizers.items():
-        first_group, *groups = optimizer.param_groups
-        if len(learning_rates) > 1 or "initial_lr" in first_group:  # PyTorch's own schedules set the latter
-            schedules = True
-        if any(group.get("weight_decay") != first_group.get("weight_decay") for group in groups):
-            decays_by_groups = True
-    return {"schedules": schedules, "groups": decays_by_groups}
 
 
 def parameters_of(models, *optimizers):

@@ -87,10 +87,10 @@ class Watcher:
         return "data" if torch.is_grad_enabled() else "evaluation"
 
     def saw_batch(self, iterator):
-        """Note which DataLoader is asked for a batch. Return its kind."""
+        """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
         kind = self.saw_loader(iterator)
         if kind == "data":
-            self.timeline.note("batch", pytorch.loader_of(iterator))
+            self.timeline.note("batch", pytorch.workers_of(iterator))
         return kind
 
     def saw_backward(self, tensors, *args, **kwargs):
