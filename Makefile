@@ -1,6 +1,6 @@
 # A target that runs Python first installs what it needs into .venv. PY=python3 uses that Python, and installs nothing.
 
-ifdef PY
+ifeq ($(origin PY),command line)
 runtime :=
 dev :=
 else
@@ -38,7 +38,11 @@ setup: $(runtime)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH" % sys.version_info[:2])'
 	.venv/bin/python -c 'import pip' 2> /dev/null || python3 -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
+	.venv/bin/python -c 'import numpy, tiktoken, torch' # which are elsewhere if a pip.conf says so
 	touch $@
+
+# By these pip would install elsewhere.
+unexport PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER
 
 .venv/dev: requirements-dev.txt .venv/runtime
 	.venv/bin/python -m pip install --quiet -r requirements-dev.txt

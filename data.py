@@ -80,6 +80,8 @@ def load_tokens(source=None):
     source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation, which also takes the
     place of a Tiny Shakespeare that can't be had. Raises TextError if a file can't be read.
     """
+    if not str(source).lower().endswith((".npy", ".bin")):
+        import_tiktoken()  # now, with one line if it is missing
     if source is None:
         try:
             return corpus_of("Tiny Shakespeare", tiny_shakespeare(), source)
@@ -110,10 +112,18 @@ def ids_of_text(content):
     return np.array(gpt2_encoding().encode_ordinary(content.decode("utf-8-sig")), dtype=np.uint16)
 
 
+def import_tiktoken():
+    """Return tiktoken. Not every Python that runs this has it: ids in a file and watch.py need none."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise TextError("this Python has no tiktoken: type pip install tiktoken") from None
+    return tiktoken
+
+
 def gpt2_encoding():
     """Return tiktoken's Encoding of GPT-2. Raises TextError if its vocabulary can't be had."""
-    import tiktoken  # not above: watch.py needs none, and runs in the environment of a reader's own script
-
+    tiktoken = import_tiktoken()
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # no network, or a vocabulary of another hash
@@ -122,12 +132,10 @@ def gpt2_encoding():
 
 def single_bytes():
     """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
-    import tiktoken
-
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
-    return tiktoken.Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
+    return import_tiktoken().Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
 # The text of those who bring none
@@ -182,15 +190,11 @@ def ids_of_file(path):
 
 
 def ids_of_bin(path):
-    """Return the ids in a .bin, without the header that llm.c writes. Raises ValueError if they are not uint16."""
+    """Return the ids in a .bin, without the header that llm.c writes. Raises ValueError if it is a text."""
     start = np.fromfile(path, np.uint8, 4096).tobytes()
     if start and min(start) >= FIRST_OF_TEXT:  # the ids of frequent tokens have lower bytes
         raise ValueError("it is a text, or a pointer of Git LFS")
     ids = np.memmap(path, dtype=np.uint16, mode="r")
     if start.startswith(HEADER_OF_BIN):
         ids = ids[512:]
-    even, odd = ids[:4096:2], ids[1:4096:2]  # of ids in 32 bits these are the lower and the upper halves
-    odd_are_small = np.sum(odd <= 3) > len(odd) / 2
-    if odd_are_small and np.any(even > 3):
-        raise ValueError("every second number is close to 0, as if its ids were of 32 bits")
     return ids

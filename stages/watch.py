@@ -7,8 +7,12 @@
     torchrun --standalone --nproc_per_node=2 stages/watch.py train.py
 
 Flags before the script are watch.py's own, and those after it are the script's. Nothing in the script changes. PyTorch
-calls watch.py after each step of an optimizer: there a step ends, and the next one begins. +tf32, +bf16, +compile and
-+fused add a technique from outside. The script reads its stdin as always; in a bench that is empty.
+calls watch.py after each step of an optimizer: there a step ends, and the next one begins. Of several optimizers the
+first one to step ends the steps, and if each has a loss of its own, as in a GAN, loss and batch are those of the first.
+
++tf32, +bf16, +compile and +fused add a technique from outside. +fp16 is autocast in float16 without a GradScaler: it
+shows the speed, and its losses are not those of a training and may be NaN. The script reads its stdin as always; in a
+bench that is empty.
 """
 
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here

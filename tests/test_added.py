@@ -44,12 +44,14 @@ def techniques_after(tmp_path, words, change=""):
     return ended.of_kind("seen")[0], own.split(), ended.out
 
 
-def test_bf16_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path):
-    techniques, own, _ = techniques_after(tmp_path, ("+bf16",))
+@pytest.mark.parametrize("name, dtype", [("+bf16", "bfloat16"), ("+fp16", "float16")])
+def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path, name, dtype):
+    techniques, own, out = techniques_after(tmp_path, (name,))
     held, hidden, scores, loss, after, weights = own[:6]
-    assert (hidden, scores) == ("bfloat16", "bfloat16")
+    assert (hidden, scores) == (dtype, dtype)
     assert (held, loss, after, weights) == ("float32",) * 4
-    assert techniques["autocast"] == "bfloat16" and techniques["fused"] is False
+    assert techniques["autocast"] == dtype and techniques["fused"] is False
+    assert ("losses are not those of a training" in out) == (dtype == "float16")
 
 
 def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
@@ -82,6 +84,7 @@ CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such k
     [
         ("RMSprop(model.parameters())", "PyTorch has no fused kernel for RMSprop"),
         ("AdamW(model.parameters(), fused=False)", CHOOSES_OTHERWISE),
+        ("SGD(model.parameters())\nmodel[0].sparse = True", "PyTorch has no fused kernel for sparse gradients"),
     ],
 )
 def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):

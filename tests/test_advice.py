@@ -2,6 +2,7 @@
 
 from harness import ladder, machine
 from harness.seen import Seen
+from harness.watch.findings import words_on_loader
 from harness.watch.techniques import framework_of, name_in_script
 
 import re
@@ -70,6 +71,7 @@ def frames(*modules):
     frame = None
     for module in reversed(modules):
         frame = SimpleNamespace(f_globals={"__name__": module}, f_locals={}, f_lineno=1, f_back=frame)
+        frame.f_code = SimpleNamespace(co_filename="library.py")
     return frame
 
 
@@ -86,15 +88,55 @@ def test_a_framework_has_its_own_words():
     assert ladder.ADDED["compile"].what_to_type(in_fabric) == in_its_words
 
 
-def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_and_module():
-    module = nn.ModuleDict({"net": nn.Linear(3, 3)})
-    frame = frames("torch.optim.adamw", "lightning.pytorch.core.module")
-    frame.f_back.f_locals["self"] = module
-    assert (name_in_script(module["net"], frame), name_in_script(nn.Linear(3, 3), frame)) == ("self.net", "model")
+class Agent:
+    """A class of the user's own, which holds what it trains."""
+
+    def __init__(self):
+        self.policy = nn.Sequential(nn.Linear(3, 3))
+
+    def name_of_policy(self):
+        return name_in_script(self.policy, sys._getframe())
+
+
+def test_a_module_is_called_what_the_users_own_code_calls_it():
+    net, agent = nn.Linear(3, 3), Agent()
+    assert agent.name_of_policy() == "self.policy"
+    frame = frames("torch.optim.adamw")
+    frame.f_locals["self"], frame.f_back = agent, sys._getframe()
+    names = [name_in_script(module, frame) for module in (net, agent.policy, nn.Linear(3, 3))]
+    assert names == ["net", "agent.policy", ""]
+
+
+def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_device_and_module():
     seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
     assert ladder.ADDED["fused"].what_to_type(seen) == "`Adam(..., fused=True)`"
     assert ladder.stage_of("s06").what_to_type(seen) == "`vocab_size=5056`, a multiple of 64"
     assert ladder.ADDED["compile"].what_to_type(seen) == "`self.net.compile()`"
+    assert ladder.ADDED["bf16"].what_to_type(seen) == '`with torch.autocast("cpu", torch.bfloat16):`'
+    on_a_t4 = Seen(**SEEN | {"device": "cuda", "amp_dtype": "float16"}, can_compile_in_place=True, model_name="")
+    in_float16 = '`with torch.autocast("cuda", torch.float16):` and a `GradScaler`'
+    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_float16
+    on_a_t4.framework = "transformers"
+    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == "`--fp16 True`"
+    on_a_t4.framework = None
+    on_a_t4.autocast = "float16"  # in the row of a climb
+    in_a_row = f"{in_float16}, without which these losses are not those of a training"
+    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_a_row
+    assert ladder.ADDED["compile"].what_to_type(on_a_t4) == "`compile()` of the module that you call"
+
+
+def test_autocast_is_neither_had_nor_lacking_in_a_step_without_a_matmul():
+    for autocast in (None, "bfloat16"):
+        seen = Seen(**SEEN | {"autocast": autocast}, multiplies=False)
+        assert not any(ladder.ADDED["bf16"] in stages for stages in ladder.has_and_lacks(seen))
+
+
+def test_who_waits_for_a_loader_is_told_how_many_workers_help(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    remedies = [words_on_loader({workers: 9}, 0.5).split(": ")[1] for workers in (0, 4, 8)]
+    less = "do less in __getitem__"
+    more = "take up to 4 workers, with persistent_workers=True"
+    assert remedies == [f"{more}, or {less}", less, f"take no more workers than the 4 cores, or {less}"]
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES, ids=lambda stage: stage.short)

@@ -6,7 +6,6 @@ from harness.watch.events import (
     Habits,
     accumulated,
     count_of,
-    first_forward,
     loss_of,
     micro_batches_of,
     seconds_of_kinds,
@@ -25,8 +24,13 @@ class Model:
     """What is called. A test that keeps it weakly needs more than a name."""
 
 
-def call(module="model", inputs="x", batch=FOUR, version=0, is_training=True):
-    return ("call", Call(module, is_training, version, inputs, batch))
+def call(module="model", inputs="x", batch=FOUR, version=0, is_training=True, is_computed=False):
+    return ("call", Call(module, is_training, version, inputs, batch, is_computed))
+
+
+def solve(inputs, batch=FOUR, module="model"):
+    """A call on what the script has computed, as an ODE solver and a decoder are called."""
+    return call(module, inputs, batch, is_computed=True)
 
 
 def backward(value=1.0, share=None):
@@ -66,12 +70,6 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
     assert unseen == 5
 
 
-def test_the_first_step_begins_with_its_first_forward():
-    start = [("rest", 0, 9), ("data", 9, 10)]
-    assert first_forward([*start, ("forward", 10, 11), ("forward", 12, 13)]) == 2
-    assert first_forward(start) is None
-
-
 @pytest.mark.parametrize(
     "step, unit, count, loss",
     [
@@ -81,6 +79,11 @@ def test_the_first_step_begins_with_its_first_forward():
         ([call("encoder", batch=TEXT), call("head"), backward()], "tok", 16, 1.0),
         ([call(inputs="x"), call(inputs="y", batch=EIGHT), call(inputs="x"), backward()], "sample", 12, 1.0),
         ([call(), call(batch=EIGHT, is_training=False), backward()], "sample", 4, 1.0),  # a validation
+        ([call(), solve("y"), solve("z", EIGHT), backward()], "sample", 4, 1.0),
+        ([solve("y"), solve("z", EIGHT), backward()], "sample", 8, 1.0),  # of learned codes
+        ([call(batch=TEXT), solve("y", TEXT), backward()], "tok", 32, 1.0),  # a text in two parts
+        ([call("encoder", batch=TEXT), solve("y", TEXT, "decoder"), backward()], "tok", 32, 1.0),
+        ([call("table", batch=TEXT), solve("x", TEXT), backward()], "tok", 16, 1.0),  # the same ids
         ([call(), backward(3.0), call(version=1), backward(9.0)], "sample", 4, 3.0),  # SAM
         ([call(), backward(), ("other", None), call("maker", batch=EIGHT), backward(5.0)], "sample", 8, 5.0),  # a GAN
         ([("other", None), call(), backward()], "sample", 4, 1.0),
@@ -129,8 +132,8 @@ def test_optimizers_take_turns_if_one_steps_behind_a_backward():
 
 
 def test_habits_are_of_all_steps():
-    late = [("clipping", None), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2)]
+    late = [("clipping", "value"), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2), ("model", Model)]
     habits = habits_of([("batch", 0)], [("batch", 2)], late)
-    assert habits.clips and habits.repeats_forward
-    assert habits.autocast == "bfloat16"
+    assert (habits.clips, habits.autocast, habits.repeats_forward) == ("value", "bfloat16", True)
+    assert [*habits.models.values()] == [Model]  # it got no tensor
     assert habits.loaders == {0: 1, 2: 2}

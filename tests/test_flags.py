@@ -39,7 +39,9 @@ def parse(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
 
-    def parse(*words, stage="s05", device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None):
+    def parse(
+        *words, stage="s05", device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None, doc=DOC
+    ):
         monkeypatch.setattr(machine, "find_device", lambda name: device)
         monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
@@ -47,7 +49,7 @@ def parse(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
         monkeypatch.setattr(machine, "device_name", lambda device: "a machine")
         monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
-        args = parse_args(DOC)
+        args = parse_args(doc)
         assert chosen == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
         return args
 
@@ -135,6 +137,12 @@ def test_a_variable_that_changes_what_is_measured_is_named_by_a_stage_and_on_a_p
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert parse().notes == ["NVIDIA_TF32_OVERRIDE=1 in the environment may change the speed"]
     assert "with NVIDIA_TF32_OVERRIDE=1 in the environment" in page.machine_line(meters.environment(CPU))
+
+
+def test_without_docstrings_a_stage_is_called_by_its_file(parse, capsys):
+    """As python -OO has it."""
+    parse(doc=None)
+    assert capsys.readouterr().out.startswith("s05_flash\n")
 
 
 def test_more_threads_than_cores_are_said(parse, monkeypatch):

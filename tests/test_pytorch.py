@@ -93,6 +93,12 @@ def test_a_scaled_loss_keeps_its_factor():
     assert pytorch.saved_by(LOSS.grad_fn, "other") is None
 
 
+def test_vmap_hides_a_dimension():
+    hidden = []
+    torch.func.vmap(torch.func.grad(lambda x: hidden.append(pytorch.hides_a_dimension(x)) or x.sum()))(torch.ones(2, 3))
+    assert hidden == [True] and not pytorch.hides_a_dimension(torch.ones(3))
+
+
 def test_an_autocast_may_do_nothing():
     assert pytorch.autocast_is_enabled(torch.autocast("cpu"))
     assert not pytorch.autocast_is_enabled(torch.autocast("cpu", enabled=False))

@@ -168,6 +168,7 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
         ("mine.py", "cuda", True, "bfloat16", 9, None, "mine.py, tf32, tf32 bf16, tf32 bf16 compile, ... fused"),
         ("+bf16 mine.py", "cuda", False, "bfloat16", 9, None, "+bf16 mine.py, bf16 compile, bf16 compile fused"),
         ("mine.py", "cpu", False, "float32", None, "no compiler", "plain, mine.py, fused"),
+        ("mine.py", "mps", False, "float16", None, None, "mine.py, compile, compile fused, compile fused fp16"),
         ("mine.py", "cpu", False, "bfloat16", 1, None, "plain, mine.py, compile, compile fused, compile fused bf16"),
     ],
 )

@@ -10,8 +10,10 @@ import sys
 from .common import ROOT, refuse
 
 sys.path.insert(0, str(ROOT))
-if importlib.util.find_spec("torch") is None:
-    refuse("this Python has no torch: type make setup && . .venv/bin/activate, or activate your script's environment")
+for package in ("torch", "numpy"):
+    if importlib.util.find_spec(package) is None:
+        remedy = "type make setup && . .venv/bin/activate, or activate your script's environment"
+        refuse(f"this Python has no {package}: {remedy}")
 
 from .flags import parse_args
 

@@ -38,7 +38,7 @@ def parse_args(doc):
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     if ranks.is_rank_0():
-        print(doc.strip().splitlines()[0])
+        print(doc.strip().splitlines()[0] if doc else Path(sys.argv[0]).stem)  # python -OO drops it
         print(f"{args.size} on {machine.device_name(args.device)}: B {args.batch_size}, T {args.seq_len}")
         print(f"from s03 on matmuls are in {machine.dtype_name(args.amp_dtype)}")
         for note in args.notes:

@@ -122,10 +122,26 @@ class BF16(Stage):
     left_out_by = "--amp-dtype float32"
 
     def is_in(self, seen):
-        return seen.autocast is not None and seen.weights == "float32"
+        return seen.autocast is not None and seen.weights == "float32" and seen.multiplies
 
     def would_help(self, seen):
-        return seen.autocast is None and seen.amp_dtype != "float32" and seen.weights == "float32"
+        has_use = seen.weights == "float32" and seen.multiplies
+        return has_use and seen.autocast is None and seen.amp_dtype != "float32"
+
+    def what_to_type(self, seen):
+        typed = super().what_to_type(seen)
+        if seen.amp_dtype == "float16":
+            return typed.replace("bf16-mixed", "16-mixed").replace("bf16", "fp16")
+        return typed
+
+    def line_for(self, seen):
+        dtype = seen.autocast or seen.amp_dtype
+        line = f'`with torch.autocast("{seen.device}", torch.{dtype}):`'
+        if dtype == "float16":
+            line += " and a `GradScaler`"
+        if seen.autocast == "float16":  # which +fp16 has added
+            line += ", without which these losses are not those of a training"
+        return line
 
     def remarks(self, seen):
         if seen.weights != "float32":
@@ -144,11 +160,14 @@ class BF16(Stage):
             return "this device has no 16-bit units, so float32 stays"
         return "float32 was asked for"
 
+    def why_in_vain(self, seen):
+        return super().why_in_vain(seen) if seen.multiplies else "its step has no matmul"
+
     def why_useless(self, machine):
-        return None if machine.amp_dtype == "bfloat16" else "this device has no bfloat16 units"
+        return None if machine.amp_dtype != "float32" else "this device has no 16-bit units"
 
     def is_slow(self, peak):
-        return peak.get("bfloat16", 0) < peak["float32"]
+        return max(peak.get("bfloat16", 0), peak.get("float16", 0)) < peak["float32"]
 
 
 class Compile(Stage):
@@ -169,8 +188,10 @@ class Compile(Stage):
         return not seen.compile and seen.compile_problem is None
 
     def line_for(self, seen):
-        name = seen.model_name
-        return f"`{name}.compile()`" if seen.can_compile_in_place else f"`{name} = torch.compile({name})`"
+        name, unnamed = seen.model_name, "the module that you call"
+        if seen.can_compile_in_place:
+            return f"`{name}.compile()`" if name else f"`compile()` of {unnamed}"
+        return f"`{name} = torch.compile({name})`" if name else f"`torch.compile()` around {unnamed}"
 
     def caveat(self, seen):
         keeps_names = seen.can_compile_in_place or seen.framework in self.in_frameworks
@@ -237,7 +258,11 @@ class Clip(Stage):
     for_the_loss = True
 
     def is_in(self, seen):
-        return seen.clips
+        return bool(seen.clips)
+
+    def remarks(self, seen):
+        if seen.clips == "value":
+            yield "it clips by value, clip_grad_value_(), and s07 by the norm of all gradients"
 
 
 class Cosine(Stage):
@@ -308,6 +333,7 @@ class DDP(Stage):
 
 STAGES = (Baseline(), TF32(), BF16(), Compile(), Flash(), Vocab(), Clip(), Cosine(), Decay(), Fused(), Accum(), DDP())
 ADDED = {stage.added_as: stage for stage in STAGES if stage.added_as}
+ADDED["fp16"] = ADDED["bf16"]  # the same in float16, for its speed alone
 
 
 # Where one stands
@@ -363,6 +389,6 @@ def names_of(stages):
     return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
 
 
-def words_in_vain(stage, seen):
-    """Return why a Stage is not seen in a script to which it was added from outside, in words."""
-    return f"+{stage.added_as} had no effect: {stage.why_in_vain(seen)}"
+def words_in_vain(stage, seen, name=None):
+    """Return why a Stage is not seen in a script to which it was added from outside, in words. name: "fp16" or so."""
+    return f"+{name or stage.added_as} had no effect: {stage.why_in_vain(seen)}"

@@ -146,7 +146,8 @@ def compile_problem(device):
         return triton_problem(device)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # it tries no other one
     if shutil.which(compiler) is None:
-        return f"no C++ compiler {compiler} found: install g++ (Linux) or Xcode's command line tools (macOS)"
+        remedy = "unset CXX" if "CXX" in os.environ else "install g++ (Linux) or Xcode's command line tools (macOS)"
+        return f"PyTorch finds no C++ compiler {compiler}: {remedy}"  # "ccache g++" is none to it
     if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
         return f"PyTorch's path has a space ({Path(torch.__file__).parent}): move it"
     return None

@@ -28,19 +28,20 @@ class Seen:
     ddp: bool
     # its updates
     fused: bool | None  # None if no optimizer has such a kernel
-    optimizer: str  # one that could be fused, if there is one
+    optimizer: str  # one that could be fused, or else what has no fused kernel, as "RMSprop" or "sparse gradients"
     schedules: bool  # whether learning rates change
     groups: bool  # whether weights decay by groups
-    clips: bool
+    clips: str | None  # what gradients are clipped by, "norm" or "value"; true in older records
     # what it could use
     device: str
     can_tf32: bool  # whether the device has such units
     amp_dtype: str  # the 16-bit dtype that the device multiplies natively, or "float32"
     compile_problem: str | None  # what torch.compile lacks
-    model_name: str = "model"  # what it calls the largest module that it calls, for example "self.net"
+    model_name: str = "model"  # under which its code holds the largest module that it calls, or "": "self.net"
     can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
     # what the operations of one step show
     profiled: bool = False  # whether they were seen
+    multiplies: bool = True  # whether one of them is a matmul, a convolution or the like
     attention: bool = False
     sdpa: str | None = None  # the kernel that scaled_dot_product_attention chose
     attention_drops: bool = False  # whether it has dropout, if that kernel is "math"

@@ -171,8 +171,11 @@ def rows_of_climb(script, probed):
     """
     machine, peak = SimpleNamespace(**probed["abilities"]), probed["rates"]["peak"]
     rows = with_plain([script], probed["environment"]["device"])
-    for stage in sorted(ladder.ADDED.values(), key=lambda stage: stage.is_slow(peak)):
+    stages = [stage for stage in ladder.STAGES if stage.added_as]
+    for stage in sorted(stages, key=lambda stage: stage.is_slow(peak)):
         name = stage.added_as
+        if name == "bf16" and machine.amp_dtype == "float16":
+            name = "fp16"
         useless = stage.why_useless(machine)
         if useless:
             tell(f"+{name} is left out: {useless}")

@@ -9,10 +9,14 @@ from .counting import modules_of, unwrapped
 
 
 class Added:
-    """The techniques that are added to a script. names: "tf32", "bf16", "compile" and "fused", or some of them."""
+    """The techniques that are added to a script. names: "tf32", "bf16", "compile" and "fused", or some of them.
+
+    "fp16" is for the speed alone: it scales no loss.
+    """
 
     def __init__(self, names):
         self.names = names
+        self.dtype = torch.bfloat16 if "bf16" in names else torch.float16 if "fp16" in names else None
         self.autocast = contextlib.ExitStack()  # of ours, from a forward on until backward() closes it
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
@@ -25,8 +29,8 @@ class Added:
         if "compile" in self.names and not any(pytorch.is_compiled(part) for part in modules_of(module)):
             pytorch.let_compiler_fail()
             compile_in_place(module)
-        if "bf16" in self.names and not torch.is_autocast_enabled(device_type):
-            self.autocast.enter_context(torch.autocast(device_type, torch.bfloat16))
+        if self.dtype and not torch.is_autocast_enabled(device_type):
+            self.autocast.enter_context(torch.autocast(device_type, self.dtype))
 
     def before_first_update(self, optimizer):
         """Choose the fused kernel of an optimizer that has one, where the script chooses none.
@@ -45,10 +49,13 @@ class Added:
 
 def can_be_fused(parameter, optimizer):
     """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
-    if not parameter.is_floating_point() or (parameter.grad is not None and parameter.grad.is_sparse):
-        return False
     step = optimizer.state.get(parameter, {}).get("step")  # of a checkpoint
-    return step is None or step.device == parameter.device
+    return has_kernel(parameter) and (step is None or step.device == parameter.device)
+
+
+def has_kernel(parameter):
+    """Return whether there is a fused kernel for a parameter, by its dtype and its gradient."""
+    return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
 
 
 def compile_in_place(module):

@@ -5,6 +5,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Mapping
+from itertools import permutations
 
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from . import pytorch
 from .events import Batch
 from .timeline import is_captured
 
-# Names of arguments that have integers, but no ids which the model reads: "mask", "token_type_ids"
-HAS_NO_IDS = re.compile("label|target|mask|position|type|^y$|(^|_)pos(_|$)", re.IGNORECASE)
+# Names of arguments that have integers, but no ids which the model reads: "token_type_ids", "lm_labels", "tgt_out"
+HAS_NO_IDS = re.compile(
+    "mask|position|type|(^|_)pos(_|$)|(label|target)(?!.*_in)|gold|(^|_)(y|tags?|outs?|outputs?)$", re.IGNORECASE
+)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 
 
@@ -24,7 +27,8 @@ class Signature:
 
     weight: its first parameter. names: of its arguments by position. has_embedding: whether a part of it is one.
     has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
-    dimension are users or products. shapes, batch: the names, shapes and dtypes of its last call, and its Batch.
+    dimension are users or products. shapes, batch, place: the names, shapes and dtypes of its last call, its Batch, and
+    the place of its largest text among the tensors. labels: the names of texts that were seen to be another one's.
     """
 
     def __init__(self, module, weight):
@@ -33,22 +37,26 @@ class Signature:
         self.names = names_of_arguments(parts)
         self.has_embedding = any(isinstance(part, nn.Embedding) for part in parts)
         self.has_vocabulary = vocabulary_of(parts) is not None
-        self.shapes = self.batch = None
+        self.shapes = self.batch = self.labels = None
 
     def read(self, args, kwargs):
-        """Return the first tensor and the Batch of a call with these arguments; None for both without a tensor."""
+        """Return what a call with these arguments reads: (the tensor that tells it, its Batch, whether it is computed).
+
+        The latter is true if a tensor has a history. None for all three without a tensor.
+        """
         tensors = named_tensors(enumerate(args))
         if kwargs:
             tensors += named_tensors(kwargs.items())
         if not tensors:
-            return None, None
-        if any(tensor.is_nested for _, tensor in tensors):  # it has no shape
-            return tensors[0][1], Batch()
+            return None, None, None
+        is_computed = any(tensor.grad_fn is not None for _, tensor in tensors)
+        if any(tensor.is_nested or pytorch.hides_a_dimension(tensor) for _, tensor in tensors):  # its shape is not all
+            return tensors[0][1], Batch(), is_computed
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
             self.shapes = shapes
-            self.batch = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
-        return tensors[0][1], self.batch
+            self.batch, self.place = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
+        return tensors[self.place][1], self.batch, is_computed
 
     def name_of(self, name):
         """Return the name of an argument that was passed by name, or by position."""
@@ -64,19 +72,23 @@ class Signature:
         return not HAS_NO_IDS.search(name) and not CONNECTS_NODES.search(name)
 
     def batch_of(self, tensors):
-        """Return the Batch of named tensors."""
-        texts = [tensor for name, tensor in tensors if self.is_text(name, tensor)]
+        """Return the Batch of named tensors, and the place of the largest text; 0 without one."""
+        texts = [(name, tensor) for name, tensor in tensors if self.is_text(name, tensor)]
+        if self.labels is None and len(texts) > 1 and not is_captured():  # once, since it waits for a card
+            self.labels = names_of_labels(texts)
+        texts = [tensor for name, tensor in texts if name not in (self.labels or ())]
         if texts:
             largest = max(texts, key=torch.Tensor.numel)
+            place = [tensor is largest for _, tensor in tensors].index(True)
             batch_size = largest.shape[0] if largest.dim() == 2 else 1
-            return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts))
+            return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts)), place
         rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
         has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
         is_graph = any(CONNECTS_NODES.search(name) or tensor.is_sparse for name, tensor in tensors)
         if len(rows) == 1 and has_samples and not is_graph:
             [batch_size] = rows
-            return Batch("sample", batch_size, None, batch_size)
-        return Batch()
+            return Batch("sample", batch_size, None, batch_size), 0
+        return Batch(), 0
 
 
 SIGNATURES = weakref.WeakKeyDictionary()  # {module: its Signature}, since a module may have a thousand parts
@@ -126,6 +138,19 @@ def vocabulary_of(modules):
     rows = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=None)
     widths = [module.out_features for module in modules if isinstance(module, nn.Linear)]
     return rows if rows in widths else None
+
+
+def names_of_labels(texts):
+    """Return the names of texts that are another one, shifted by one place: a model learns to predict these.
+
+    texts: pairs of a name and a tensor.
+    """
+    labels = set()
+    for (_, text), (name, label) in permutations(texts, 2):
+        is_alike = text.shape == label.shape and text.device == label.device and not torch.equal(text, label)
+        if is_alike and torch.equal(text[..., 1:], label[..., :-1]):
+            labels.add(name)
+    return labels
 
 
 def is_whole(tensor):

@@ -14,8 +14,9 @@ A note is (name, value), what was seen:
     other     None: an optimizer has stepped that ends no step
     repeat    None: a forward runs again in a backward, as activation checkpointing has it
     autocast  "bfloat16": its dtype, in a forward or before one
-    clipping  None: gradients are clipped
+    clipping  "norm" or "value": what gradients are clipped by
     batch     the num_workers of a DataLoader that is asked for a batch to train on
+    model     a module that is called with gradients, but without a tensor
 """
 
 import math
@@ -48,7 +49,8 @@ class Call(NamedTuple):
     """A call of a module.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: a weak reference to its first tensor, which is the same object for the same tensor.
+    A fused update does not. inputs: a weak reference to its largest text or first tensor, the same object for the same
+    tensor. is_computed: whether it gets what the script has computed with gradients, as an ODE solver and a decoder do.
     """
 
     module: object
@@ -56,11 +58,12 @@ class Call(NamedTuple):
     version: int
     inputs: object
     batch: Batch
+    is_computed: bool = False
 
     @property
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.batch.unit == "tok", self.batch.count
+        return self.is_training, self.batch.unit == "tok", not self.is_computed, self.batch.count
 
 
 class MicroBatch(NamedTuple):
@@ -116,14 +119,6 @@ def seconds_of_lines(spans, looks, unseen):
     return lines, unseen
 
 
-def first_forward(spans):
-    """Return the number of the first forward in spans, or None without one."""
-    for number, (kind, *_) in enumerate(spans):
-        if kind == "forward":
-            return number
-    return None
-
-
 # What it trains on
 
 
@@ -163,11 +158,24 @@ def micro_batch_of(calls, losses):
     if not calls:
         return MicroBatch(None, 0, losses)
     largest = max(calls, key=lambda call: call.priority)
-    counts = {}  # by what is read: a second call may read the same
+    counts = {id(largest.inputs): largest.batch.count}  # by what is read: a second call may read the same
     for call in calls:
-        if call.module is largest.module and call.is_training == largest.is_training:
+        if reads_more(call, largest):
             counts[id(call.inputs)] = call.batch.count
     return MicroBatch(largest, sum(counts.values()), losses)
+
+
+def reads_more(call, largest):
+    """Return whether a call reads more than the largest one of its micro-batch does.
+
+    What was computed from the same samples is none of them. But a decoder reads a text beside what an encoder computed.
+    """
+    if call.is_training != largest.is_training or call.batch.unit != largest.batch.unit:
+        return False
+    is_text = call.batch.unit == "tok"
+    if call.module is largest.module:
+        return is_text or not call.is_computed
+    return is_text and call.is_computed
 
 
 def is_again(call, before):
@@ -242,17 +250,17 @@ class Habits:
     """What a script was seen to do in any step so far.
 
     models: {id: module} of those that were called in training. accum: the most micro-batches whose gradients a step
-    accumulates. autocast: the dtype of the last one in a forward, or None. loaders: {num_workers of a DataLoader: how
-    many batches it was asked for}. optimizers_take_turns: whether another one steps between a backward and the end of a
-    step, as in a GAN.
+    accumulates. autocast: the dtype of the last one in a forward, or None. clips: by what, "norm" or "value", or None.
+    loaders: {num_workers of a DataLoader: how many batches it was asked for}. optimizers_take_turns: whether another
+    one steps between a backward and the end of a step, as in a GAN.
     """
 
     def __init__(self):
         self.models = weakref.WeakValueDictionary()  # a script may delete them
         self.loaders = Counter()
         self.accum = 1
-        self.autocast = None
-        self.clips = self.repeats_forward = self.optimizers_take_turns = False
+        self.autocast = self.clips = None
+        self.repeats_forward = self.optimizers_take_turns = False
 
     def add(self, notes):
         """Add what the notes of a step say."""
@@ -260,6 +268,8 @@ class Habits:
         for name, value in notes:
             if name == "call":
                 self.models[id(value.module)] = value.module
+            elif name == "model":
+                self.models[id(value)] = value
             elif name == "loss":
                 has_loss = True
             elif name == "other":
@@ -267,7 +277,7 @@ class Habits:
             elif name == "autocast":
                 self.autocast = value
             elif name == "clipping":
-                self.clips = True
+                self.clips = value
             elif name == "repeat":
                 self.repeats_forward = True
             elif name == "batch":

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import statistics
 from collections import Counter
 
@@ -14,6 +15,8 @@ from .events import KINDS
 from .stepprofile import StepProfile, predicted_ms
 
 SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
+SHORT_START, LONG_START = 0.01, 10  # seconds before the first step: forwards that take less, lines that take more
+IMPORT = re.compile("(import|from) ")  # which is done once
 SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
@@ -33,6 +36,7 @@ def words_on_script(run, shares):
     lines = [f"time    {', '.join(parts)}"]
     if run.log.waiting_steps():
         lines.append("        measured in steps of the warm-up, which wait for the card after each part")
+    lines += [f"        {words}" for words in words_on_start(run)]
     slow = causes(run)
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
@@ -44,8 +48,10 @@ def words_on_script(run, shares):
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
         lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
-    in_vain = [ADDED[name] for name in run.args.added if ADDED[name] not in has]
-    remarks += [words_in_vain(stage, seen) for stage in in_vain]
+    in_vain = [name for name in run.args.added if ADDED[name] not in has]
+    remarks += [words_in_vain(ADDED[name], seen, name) for name in in_vain]
+    if "fp16" in run.args.added:
+        remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
     lines += [f"        {remark}" for remark in remarks]
     if run.args.climb and any(stage.added_as for stage in lacks):
         lines.append(f"        to measure what it lacks: {run.args.climb}")
@@ -63,6 +69,27 @@ def words_on_profile(run):
         dtype = getattr(torch, log.seen.autocast or log.seen.weights)
         predicted = predicted_ms(work, rates.measure_rates(log.device, dtype))
     return StepProfile(events, log.device, 1e3 * run.dt_of_profiled).lines(predicted)
+
+
+def words_on_start(run):
+    """Return lines on what took long before the first step, and is not in the shares of the steps."""
+    spent, own_lines = run.before
+    seconds_of_steps = sum(step.dt for step in run.log.steps)
+    words = []
+    if spent["evaluation"] > max(LONG_WAIT * seconds_of_steps, SHORT_START):
+        forwards = f"before the first step forwards without gradients took {spent['evaluation']:.2g} s"
+        words.append(f"{forwards}: --steps 700 would see whether these come again")
+    for place, seconds in own_lines.items():
+        if seconds > max(seconds_of_steps, LONG_START) and not IMPORT.match(line_at(place)):
+            took = f"before the first step a line took {seconds:.0f} s, longer than all these steps"
+            words.append(f"{took}: {os.path.basename(place)}  {line_at(place)}")
+    return words
+
+
+def line_at(place):
+    """Return the text of a line, "train.py:228"."""
+    path, number = place.rsplit(":", 1)
+    return linecache.getline(path, int(number)).strip()
 
 
 def percent(share):
@@ -141,10 +168,12 @@ def words_on_loader(batches, share):
 
     batches: {num_workers of a DataLoader: how many batches came from it}.
     """
-    workers = max(batches, key=batches.get)
-    remedy = "do less in __getitem__, for example tokenize once"
-    if workers < machine.cores():
-        remedy = f"take up to {machine.cores()} workers, with persistent_workers=True, or {remedy}"
+    workers, cores = max(batches, key=batches.get), machine.cores()
+    remedy = "do less in __getitem__"
+    if workers < cores:
+        remedy = f"take up to {cores} workers, with persistent_workers=True, or {remedy}"
+    elif workers > cores:
+        remedy = f"take no more workers than the {cores} cores, or {remedy}"
     return f"{percent(share)} is waiting for a DataLoader with num_workers={workers}: {remedy}"
 
 
@@ -159,9 +188,7 @@ def words_on_lines(lines, share, what):
     words = [f"{percent(share)} {what}"]
     for place, seconds in lines.most_common(3):
         if seconds > SLOW_LINE * total:
-            path, number = place.rsplit(":", 1)
-            text = linecache.getline(path, int(number)).strip()
-            words.append(f"    {percent(share * seconds / total)} {os.path.basename(path)}:{number}  {text}")
+            words.append(f"    {percent(share * seconds / total)} {os.path.basename(place)}  {line_at(place)}")
     return words
 
 

@@ -40,6 +40,8 @@ def watch_pytorch(watcher):
         (torch.autocast, "__enter__", watcher.saw_autocast, "its autocast"),
         (*pytorch.AUTOCAST_WHILE_TRACING, watcher.note_autocast, "its autocast"),
         (*pytorch.CLIPPING, watcher.saw_clipping, "its clipping"),
+        (torch.nn.utils, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
+        (torch.nn.utils.clip_grad, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
         (torch.multiprocessing, "spawn", run.refuse_spawn, "its ranks"),
         (os, "_exit", run.saw_exit, "its end"),

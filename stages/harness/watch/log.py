@@ -142,9 +142,13 @@ class Log:
 
     def words_on_speed(self, tokens_per_second):
         """Return a speed in words, a list: tokens per second and, for a GPT, the FLOP/s that they need."""
-        if self.seen.unit == "step":
-            return [f"{tokens_per_second:.2f} {PER_SECOND[self.seen.unit]}"]
-        words = [f"{tokens_per_second:,.0f} {PER_SECOND[self.seen.unit]}"]
+        if self.seen.unit == "step" and tokens_per_second >= 1:
+            speed = f"{tokens_per_second:.2f}"
+        elif tokens_per_second < 10:
+            speed = f"{tokens_per_second:#.2g}".rstrip(".")  # 0.21, and 10 for 9.99
+        else:
+            speed = f"{tokens_per_second:,.0f}"
+        words = [f"{speed} {PER_SECOND[self.seen.unit]}"]
         if self.seen.shape:
             words.append(f"{flops_per_token(self.seen.shape) * tokens_per_second / 1e12:.3g} TFLOP/s")
         return words

@@ -9,8 +9,7 @@ from . import pytorch
 from .events import OWN_KINDS, seconds_of_lines
 from .threads import MAIN_THREAD, is_of_a_library
 
-LOOK_EVERY = 0.01  # seconds between two looks, on average
-WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at
+LOOK_EVERY = 0.01  # seconds between two looks, on average: each disturbs a little
 
 
 class OwnCode:
@@ -18,7 +17,7 @@ class OwnCode:
 
     def __init__(self, timeline):
         self.timeline = timeline
-        self.takes_long = threading.Event()  # each look disturbs a little
+        self.in_step = threading.Event()  # between two steps a bench may let the script wait for minutes
         self.looks = []  # [(time, line)] of this step
         self.forget()
 
@@ -34,7 +33,7 @@ class OwnCode:
         """
         own_random = random.Random()  # the script's own is seeded
         while True:
-            self.takes_long.wait()
+            self.in_step.wait()
             time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
             with pytorch.lock_of_compiler():  # which may take seconds
                 if self.timeline.kind == "rest" and self.timeline.is_running:
@@ -49,14 +48,6 @@ class OwnCode:
                 self.lines[kind].update(lines[kind])
         else:
             self.unseen += sum(ended - began for kind, began, ended in spans if kind in OWN_KINDS)
-
-    def decide_on_looks(self, spent):
-        """Decide whether to look in the next step. spent: {kind: seconds} of this one."""
-        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
-        if own_seconds <= WORTH_A_LOOK * sum(spent.values()):
-            self.takes_long.clear()
-        elif not self.takes_long.is_set():
-            self.takes_long.set()
 
 
 def place_in_script():

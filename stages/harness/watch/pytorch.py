@@ -81,6 +81,16 @@ def version_of(tensor):
     return 0 if tensor.is_inference() else tensor._version
 
 
+def hides_a_dimension(tensor):
+    """Return whether torch.func.vmap hides a dimension of a tensor. torch.func has no word for it."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):  # grad() inside of vmap() wraps it once more
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def saved_by(node, name):
     """Return what an operation saved for its backward, "self" or "other", or None. PyTorch lists no such names."""
     return getattr(node, f"_saved_{name}", None)

@@ -51,6 +51,7 @@ class Run:
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
         self.graphs_before = 0  # how many torch.compile had made when the step began
+        self.before = Counter(), Counter()  # {kind: seconds} and {line: seconds of own code} before the first step
         # from the first step on:
         self.world_size = 1  # how many processes train together
         self.profiles_last = False  # whether the last step is profiled
@@ -64,6 +65,7 @@ class Run:
         self.spent = Counter()  # {kind: seconds}, of the marks that were read
         self.micro_batches = []
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
+        self.own_code.in_step.set()
 
     def end_step(self):
         """Stop the clock of a step, report it, and begin another one if it is wanted.
@@ -71,8 +73,8 @@ class Run:
         The first two steps are reported together, since the second one shows what is trained.
         """
         self.timeline.end_step()
+        self.own_code.in_step.clear()
         self.read_lists()
-        self.own_code.decide_on_looks(self.spent)
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
         graphs = pytorch.compiled_graphs()
@@ -103,11 +105,15 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        if self.steps_taken == 0 and not self.spent["forward"]:  # the first step begins with the first forward
-            number = events.first_forward(spans)
-            if number is not None:
-                self.spent.clear()
-                spans = spans[number:]
+        kinds = [kind for kind, *_ in spans]
+        if self.steps_taken == 0 and not self.spent["forward"] and "forward" in kinds:
+            first = kinds.index("forward")  # with which the first step begins
+            self.spent.update(events.seconds_of_kinds(spans[:first]))
+            self.own_code.read_looks(spans[:first])
+            self.before = self.spent, self.own_code.lines["rest"]
+            self.spent = Counter()
+            self.own_code.forget()
+            spans = spans[first:]
         self.spent.update(events.seconds_of_kinds(spans))
         self.own_code.read_looks(spans)
         self.micro_batches += events.micro_batches_of(notes)

@@ -16,16 +16,18 @@ from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
-from .added import is_of_pytorch
+from .added import has_kernel, is_of_pytorch
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
-from .threads import count_threads_of_script
+from .threads import count_threads_of_script, is_of_a_library
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATH_KERNEL = "aten::_scaled_dot_product_attention_math"
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
+# All that autocast may compute in 16 bits; what a graph of CUDA has in it is not seen
+IN_16_BITS = r".*(mm|mv|conv|linear|matmul|rnn|lstm|gru|attention|attn|GraphLaunch)"
 CLOSE = 0.05  # how far the weights of a GPT may be from those of its config
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
@@ -44,13 +46,13 @@ def find_techniques(run):
         unit=unit,
         batch_size=batch.batch_size,
         seq_len=batch.seq_len,
-        accum=habits.accum,
         world_size=run.world_size,
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         tf32=uses_tf32(),
         autocast=habits.autocast,
         enters_autocast=habits.autocast is not None,
         emulated=habits.autocast is not None and habits.autocast not in machine.units_of(device),
+        accum=habits.accum,
         clips=habits.clips,
         framework=framework_of(inspect.currentframe()),
         device=device.type,
@@ -68,7 +70,8 @@ def seen_at_the_end(run):
         is_emulated = habits.autocast not in machine.units_of(run.log.device)
         fields |= {"autocast": habits.autocast, "enters_autocast": True, "emulated": is_emulated}
     if run.optimizers:  # the script may have deleted them
-        fields |= update_of(run.optimizers)
+        update = update_of(run.optimizers)  # without gradients nothing is known of kernels for them
+        fields |= {"schedules": update["schedules"], "groups": update["groups"]}
     return replace(seen, **fields)
 
 
@@ -94,16 +97,17 @@ def model_of(models, optimizers, unit, seq_len):
         "compile": any(pytorch.is_compiled(module) for module in modules),
         "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
         "vocabulary": vocabulary_of(modules) if unit == "tok" else None,
-        "model_name": name_in_script(largest, inspect.currentframe()),
+        "model_name": name_in_script(largest, inspect.currentframe()) if largest is not None else "",
         "can_compile_in_place": largest is not None and not is_of_pytorch(unwrapped(largest)),
     }
 
 
 def update_of(optimizers):
     """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its learning rates so far}."""
-    can_fuse = [optimizer for optimizer in optimizers if "fused" in optimizer.param_groups[0]]
+    lacks = {optimizer: what_has_no_kernel(optimizer) for optimizer in optimizers}
+    can_fuse = [optimizer for optimizer in optimizers if lacks[optimizer] is None]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
-    advised = unfused[0] if unfused else next(iter(optimizers))
+    advised = (unfused or can_fuse or list(optimizers))[0]
     schedules = decays_by_groups = False
     for optimizer, learning_rates in optimizers.items():
         first_group, *groups = optimizer.param_groups
@@ -113,10 +117,20 @@ def update_of(optimizers):
             decays_by_groups = True
     return {
         "fused": not unfused if can_fuse else None,
-        "optimizer": type(advised).__name__,
+        "optimizer": lacks[advised] or type(advised).__name__,
         "schedules": schedules,
         "groups": decays_by_groups,
     }
+
+
+def what_has_no_kernel(optimizer):
+    """Return what PyTorch has no fused kernel for, "RMSprop" or "sparse gradients"; None if an optimizer has one."""
+    if "fused" not in optimizer.param_groups[0]:
+        return type(optimizer).__name__
+    for parameter in parameters_of([], optimizer):
+        if not has_kernel(parameter):
+            return "sparse gradients" if parameter.is_floating_point() else "complex weights"
+    return None
 
 
 def parameters_of(models, *optimizers):
@@ -150,14 +164,23 @@ def framework_of(frame):
 
 
 def name_in_script(module, frame):
-    """Return what a script calls a module: "self.net" inside of the LightningModule that runs, and else "model"."""
+    """Return the name under which the user's own code holds a module, "net" or "self.policy"; "" without one.
+
+    What a library calls it is nothing that the user could type. frame: the innermost one.
+    """
+    owners = []
     for caller, _ in traceback.walk_stack(frame):
-        owner = caller.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            for name, part in owner.named_modules(prefix="self"):
-                if part is module:
-                    return name
-    return "model"
+        if not is_of_a_library(caller):
+            owners += [*caller.f_locals.items(), *caller.f_globals.items()]
+    for name, owner in owners:
+        if owner is module:
+            return name
+    for name, owner in owners:
+        parts = owner.named_modules() if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).items()
+        for part_name, part in list(parts):
+            if part is module:
+                return f"{name}.{part_name}"
+    return ""
 
 
 def seen_in(profiled, seen, device):
@@ -173,6 +196,8 @@ def seen_in(profiled, seen, device):
     fields = {"profiled": True, "sdpa": kernel, "compile": seen.compile}
     fields["attention"] = kernel is not None or attends_by_hand(operations)
     fields["attention_drops"] = any(names[0] == "aten::bernoulli_" and MATH_KERNEL in names for _, names in operations)
+    if not seen.compile:  # compiled code may multiply in kernels that have no such names
+        fields["multiplies"] = any(re.match(IN_16_BITS, names[0]) for _, names in operations)
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         fields["compile"] = any(is_in_compiled_code(names) for _, names in in_forward or matmuls)
     dtype = dtype_of_most(matmuls)

@@ -53,11 +53,13 @@ class Watcher:
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
         self.added.before_forward(module, signature.weight.device.type)
-        inputs, batch = signature.read(args, kwargs)
-        if batch:
+        inputs, batch, is_computed = signature.read(args, kwargs)
+        if not batch:  # it gets no tensor, but for example a graph
+            self.timeline.note("model", module)
+        else:
             # a reference to the tensor itself would keep it until the step ends, and it is the script's
             version = pytorch.version_of(signature.weight)
-            self.timeline.note("call", Call(module, module.training, version, weakref.ref(inputs), batch))
+            self.timeline.note("call", Call(module, module.training, version, weakref.ref(inputs), batch, is_computed))
             device_type = signature.weight.device.type
             if torch.is_autocast_enabled(device_type):
                 self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
@@ -78,7 +80,11 @@ class Watcher:
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured, as by a norm of infinity."""
         if float(max_norm) < float("inf"):
-            self.timeline.note("clipping")
+            self.timeline.note("clipping", "norm")
+
+    def saw_clipping_by_value(self, *others, **options):
+        """Note that each gradient is clipped by itself."""
+        self.timeline.note("clipping", "value")
 
     def saw_loader(self, loader):
         """Return the kind of a DataLoader: an evaluation loads batches of its own."""

@@ -1,0 +1,60 @@
+"""What a call of a module reads: tokens or samples, and how many."""
+
+from harness.watch.counting import Signature
+from harness.watch.events import Batch
+from harness.watch.log import Log
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import vmap
+
+LONG_TEXT = torch.arange(36).view(4, 9)
+TEXT, NEXT = LONG_TEXT[:, :-1], LONG_TEXT[:, 1:]
+OTHER = LONG_TEXT.flip(1)
+VECTORS = torch.rand(5, 3)
+LANGUAGE_MODEL = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+SAMPLES = SimpleNamespace(seen=SimpleNamespace(unit="sample", shape=None))
+LINEAR = nn.Linear(3, 1)
+
+
+def batch_of(module, **inputs):
+    _, batch, _ = Signature(module, next(module.parameters())).read((), inputs)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "inputs, count",
+    [
+        ({"src": OTHER, "trg_input": TEXT, "trg": NEXT}, 36 + 32),
+        ({"src": OTHER, "trg": TEXT}, 36 + 32),  # a decoder must read something
+        ({"source": OTHER, "target_in": LONG_TEXT, "target_out": OTHER}, 2 * 36),
+        ({"src": OTHER, "prev_output_tokens": TEXT, "tgt": NEXT}, 36 + 32),
+        ({"encoder_inputs": OTHER, "decoder_inputs": OTHER, "decoder_targets": OTHER}, 2 * 36),
+        ({"words": OTHER, "tags": LONG_TEXT}, 36),
+        ({"x": TEXT, "after": NEXT}, 32),  # by its values
+        ({"anchors": OTHER, "positives": LONG_TEXT}, 2 * 36),
+        ({"input_ids": OTHER, "input_mask": OTHER}, 36),
+    ],
+)
+def test_labels_are_no_text_that_a_model_reads(inputs, count):
+    assert batch_of(LANGUAGE_MODEL, **inputs).count == count
+
+
+def test_a_call_tells_whether_its_input_was_computed():
+    signature = Signature(LINEAR, LINEAR.weight)
+    read = [signature.read((x,), {})[2] for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
+    assert read == [False, False, True]
+
+
+def test_below_vmap_a_step_is_a_step():
+    batches = []
+    vmap(lambda x: batches.append(batch_of(LINEAR, x=x)) or x)(torch.rand(4, 5, 3))
+    assert batches == [Batch()]
+
+
+def test_a_speed_has_digits_that_say_something():
+    speeds = [Log.words_on_speed(SAMPLES, speed)[0] for speed in (0.2105, 9.99, 12_345.6)]
+    assert speeds == ["0.21 samples/sec", "10 samples/sec", "12,346 samples/sec"]
