@@ -1,5 +1,6 @@
 """A step, and the figures of some steps, the same for what watch.py prints and for the tables of the bench."""
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -27,7 +28,15 @@ class Step:
     @classmethod
     def of_line(cls, line):
         """Return the Step of a line of a record."""
-        return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
+        step = cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
+        if step.loss is not None:
+            step.loss = float(step.loss)  # of "nan", too
+        return step
+
+    @property
+    def diverged(self):
+        """Whether its loss is not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)
 
 
 def are_uneven(steps):
