@@ -2,9 +2,12 @@
 
 from harness import ladder
 from harness.bench import rounds, rows
+from harness.bench.cells import remarks
+from harness.bench.rows import THIS_PYTHON
 from harness.bench.table import table_of
 from harness.steps import WARMUP
 
+import itertools
 import json
 import time
 
@@ -14,7 +17,7 @@ from fixtures.fake_watch import all_have_ended
 from fixtures.records import SEEN, results_of, row
 
 FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
-TWO_RANKS = ("torchrun", "--standalone", "--nproc_per_node=2")
+TWO_RANKS = (*THIS_PYTHON["torchrun"], "--standalone", "--nproc_per_node=2")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +62,7 @@ def test_a_script_that_ends_early_has_the_turns_that_it_took():
     results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)
     rounds.take_turns(0, results)
     assert [len(steps) for steps in results.runs["a", 0].turns.values()] == [4, 2]
+    assert remarks(table_of(results).outcomes["a"])[0] == "ended by itself after 10 steps"
 
 
 def test_the_clock_of_a_bench_begins_again_when_its_rows_do_and_the_numbers_of_processes_go_on():
@@ -95,6 +99,24 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     assert all_have_ended(tmp_path / "lock")
 
 
+def test_a_row_whose_folder_is_full_fails_at_once(monkeypatch):
+    monkeypatch.setattr(rounds, "why_not_writable", lambda folder: "No space left on device")
+    message = outcome_of(do="hang", at=1).error["message"]
+    assert message.startswith("its record ends, since nothing can be written to /")
+    assert message.endswith(": No space left on device")
+
+
+def test_a_file_that_is_too_large_for_a_folder_is_noticed(tmp_path):
+    assert rounds.why_not_writable(tmp_path) is None
+    assert rounds.why_not_writable(tmp_path / "gone") == "No such file or directory"
+
+
+def test_a_pause_of_the_machine_fails_no_row(monkeypatch):
+    """At each look at the clock a day has gone by."""
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=86400).__next__)
+    assert outcome_of(dt=1).error is None
+
+
 def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_ranks():
     assert outcome_of(TWO_RANKS, do="crash", at=1, rank=1).error["message"] == "rank 1: RuntimeError: boom"
     killed = outcome_of(TWO_RANKS, do="be killed", at=1, rank=1)
@@ -104,7 +126,16 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
     assert outcome.loss == pytest.approx((4.6 + 5.6) / 2)
 
 
-def test_rows_take_no_turns_if_memory_is_short(monkeypatch):
-    monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
-    results = results_of(rows=[row("s01"), row("s02")], turns=3)
-    assert rounds.take_turns(0, results) == "memory can't hold all 2 processes at once"
+@pytest.mark.parametrize(
+    "free, reason, beside",
+    [
+        (1, "memory can't hold all 3 processes at once", [[]]),
+        (50e6, None, [[], [], []]),  # a row takes 20 MB, and each that starts needs 30
+        (70e6, None, [[], ["s03"], ["s02"]]),
+    ],
+)
+def test_rows_start_two_at_once_or_one_or_take_no_turns_as_memory_allows(monkeypatch, free, reason, beside):
+    monkeypatch.setattr(rounds.meters, "free_memory", lambda: free)
+    results = results_of(rows=[row("s01"), row("s02"), row("s03")], turns=3)
+    assert rounds.take_turns(0, results) == reason
+    assert [run.beside for run in results.runs.values()] == beside

@@ -5,13 +5,12 @@ import re
 from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
 from ..ladder import words_in_vain, words_on_techniques
-from ..steps import WARMUP
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_REASON = 300  # characters of a cell that says why a row failed
-LONG_WARMUP = 10  # seconds that are worth a word
+LONG_WARMUP = 10  # seconds beyond those of as many later steps, which are worth a word
 
 
 # Figures
@@ -26,8 +25,13 @@ def speed_cell(outcome):
     """Return the cell of a row's tokens per second, with its unit if it counts something else."""
     if outcome.tok_per_sec is None:
         return NOTHING
-    cell = f"{outcome.tok_per_sec:,.0f}"
+    cell = digits(outcome.tok_per_sec)
     return cell if outcome.seen.unit == "tok" else f"{cell} {UNITS[outcome.seen.unit]}"
+
+
+def digits(number):
+    """Return a speed with as many digits as say something."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def ratio_cell(ratio, verdict=None):
@@ -86,10 +90,20 @@ def note_cell(outcome, bench):
         parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
-    seconds = seconds_of_warmup(outcome.runs[0].steps, WARMUP) if outcome.runs else 0  # the first steps compile
-    if seconds > LONG_WARMUP:
-        parts.append(f"{seconds:.0f} s of warm-up")
+    parts += words_on_warmup(outcome)
     return escaped("; ".join(parts))
+
+
+def words_on_warmup(outcome):
+    """Return how long the warm-up of the first run took if later steps are far faster: a list of at most one text."""
+    if not outcome.dt_ms:
+        return []
+    run = outcome.runs[0]
+    seconds = seconds_of_warmup(run.steps, run.warmup)
+    if seconds - run.warmup * outcome.dt_ms / 1000 < LONG_WARMUP:
+        return []
+    words = f"{seconds:.0f} s of warm-up"
+    return [f"{words}, beside {run.beside[0]} at first" if run.beside else words]
 
 
 def remarks(outcome):
@@ -100,11 +114,16 @@ def remarks(outcome):
     words = []
     base = outcome.comparison.base
     if outcome.error:
-        words.append(failure(outcome.error))
+        words.append(failure(outcome))
     elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
         words.append(f"compared with {base.row.title}, and not with the row above")
     elif base and base.speeds and outcome.speeds and not outcome.comparison.ratio:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
+    early = [len(run.steps) for run in outcome.runs if run.ended_early]
+    if early:
+        words.append(f"ended by itself after {min(early)} steps")
+    if outcome.diverged:
+        words.append("its loss is not finite")
     if outcome.seen:
         words += remarks_on_script(outcome)
     return words
@@ -129,8 +148,11 @@ def remarks_on_script(outcome):
     return words
 
 
-def failure(error):
-    """Return why a row failed, by the error line of its record, in one line."""
+def failure(outcome):
+    """Return why a row failed, in one line."""
+    error = outcome.error
+    if error["name"] != outcome.row.name:
+        return shortened(f"not started, since {error['name']} failed", MOST_OF_A_REASON)
     message = error["message"]
     if "ModuleNotFoundError" in message:
         message += ": start the bench with the Python that runs the script (make climb PY=python)"

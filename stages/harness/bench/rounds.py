@@ -4,6 +4,7 @@ In a round all rows are alive at once and take turns, a step each; or one after 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,12 +13,15 @@ import statistics
 import subprocess
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
+from ..figures import PER_SECOND, tokens_per_second
 from ..steps import TURNS
 from . import page, picture
+from .cells import digits
 from .failure import error_line, error_of, last_lines
 from .ratios import FEWEST_ROUNDS
 from .table import table_of
@@ -30,6 +34,8 @@ SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with se
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
 PAUSE = 0.01  # seconds between two polls of a row
+POLLS_BETWEEN_LOOKS = 300  # at the disk, while a row is silent
+STEPS_OF_A_START = 2  # for which a row starts and compiles: with the second one it says what it is
 SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
@@ -69,22 +75,24 @@ def report(number, what, results):
 def take_turns(number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Return why they can't, or None. The first round decides for all. number: of the round.
+    Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
+    which fails at its start fails once. Return why rows can't take turns, or None. The first round decides for all.
+    number: of the round.
     """
     turns = results.bench["turns"]
+    rows = in_order(number, results)
     with contextlib.ExitStack() as stack:
         processes = []
-        for row in in_order(number, results):
-            process = stack.enter_context(contextlib.closing(RowProcess(row, results, number)))
-            processes.append(process)
-            process.take(row.warmup(results.bench))
-            reason = why_not_in_turn(processes, results)
-            if reason and number == 0:
-                return reason
-            if not row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
-                process.steps_per_turn = process.steps_in(SHORTEST_TURN)
-            if not process.has_ended:
-                report(number, f"{row.title} has warmed up", results)
+        while next_rows := list(itertools.islice(rows, how_many_may_start(processes))):
+            started = start(next_rows, results, number, stack)
+            for process in started:
+                processes.append(process)
+                warm_up(process)
+                reason = why_not_in_turn(processes, results)
+                if reason and number == 0:
+                    return reason
+                if not process.has_ended:
+                    report(number, f"{process.row.title} has warmed up: {process.words_on_speed()}", results)
         for turn in range(turns):
             for process in processes:
                 process.turn = turn
@@ -96,6 +104,35 @@ def take_turns(number, results):
         for process in processes:
             process.wait()
     return None
+
+
+def how_many_may_start(processes):
+    """Return how many rows may start at once: two if memory holds both. processes: the RowProcesses so far."""
+    if not processes:
+        return 1
+    holds_two = meters.free_memory() > 2 * SPARE_MEMORY * max(process.memory for process in processes)
+    return 2 if holds_two else 1
+
+
+def start(rows, results, number, stack):
+    """Return RowProcesses of one or two rows that have started and compiled. stack: closes them at last."""
+    processes = []
+    for row in rows:
+        beside = [other.title for other in rows if other is not row]
+        processes.append(stack.enter_context(contextlib.closing(RowProcess(row, results, number, beside))))
+    for process in processes:
+        process.allow(STEPS_OF_A_START)
+    for process in processes:
+        process.wait()
+    return processes
+
+
+def warm_up(process):
+    """Take the rest of the warm-up of a RowProcess that has started, and decide how many steps a turn of it has."""
+    row = process.row
+    process.take(row.warmup(process.results.bench) - STEPS_OF_A_START)
+    if not row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
+        process.steps_per_turn = process.steps_in(SHORTEST_TURN)
 
 
 def why_not_in_turn(processes, results):
@@ -121,18 +158,21 @@ def run_one_after_the_other(number, results):
                 process.take(steps)
             process.let_end()
             process.wait()
-        report(number, f"{row.title} has ended", results)
+        speed = f": {process.words_on_speed()}" if process.run.counted else ""
+        report(number, f"{row.title} has ended{speed}", results)
 
 
 def in_order(number, results):
-    """Return the Rows in the order of a round: there and back, so that a drift of speed affects all alike.
+    """Yield the Rows in the order of a round: there and back, so that a drift of speed affects all alike.
 
     One that has failed is not started again.
     """
-    rows = [row for row in results.rows.values() if not results.error(row)]
+    rows = list(results.rows.values())
     if number % 2:
         rows.reverse()
-    return rows
+    for row in rows:
+        if not results.error(row):
+            yield row
 
 
 # A process
@@ -145,7 +185,8 @@ class RowProcess:
     before the first one, and if it takes none. has_ended: whether it has ended, or was stopped.
     """
 
-    def __init__(self, row, results, number):
+    def __init__(self, row, results, number, beside=()):
+        """Start it. beside: the titles of the rows that start at the same time."""
         self.row, self.results, self.number = row, results, number
         self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
@@ -156,7 +197,7 @@ class RowProcess:
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
-        self.keep({"kind": "start"})
+        self.keep({"kind": "start", "beside": list(beside)})
         self.run = results.runs[row.name, number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
@@ -185,6 +226,11 @@ class RowProcess:
             return 0
         return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // self.run.seen.world_size
 
+    def words_on_speed(self):
+        """Return its speed in words, by its counted steps, or in the warm-up by its last ones."""
+        steps = self.run.counted or self.run.steps[-STEPS_OF_A_START:]
+        return f"{digits(tokens_per_second(steps, uneven=False))} {PER_SECOND[self.run.seen.unit]}"
+
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
         dts = [step.dt for step in self.run.steps[-5:]]
@@ -204,12 +250,15 @@ class RowProcess:
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""
-        if self.has_ended:
-            return
+        if not self.has_ended:
+            self.allow(steps)
+            self.wait()
+
+    def allow(self, steps):
+        """Let it take so many more steps. If that can't be written, wait() finds out why."""
         self.allowed += steps
-        with self.gate.open("ab") as gate:
+        with contextlib.suppress(OSError), self.gate.open("ab") as gate:
             gate.write(b"." * steps)
-        self.wait()
 
     def let_end(self):
         """Let it stop. On a card it takes one more step first, which is profiled."""
@@ -217,28 +266,42 @@ class RowProcess:
         self.gate.unlink(missing_ok=True)  # there is none after a failure
 
     def wait(self):
-        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped.
+
+        Polls are counted, and no clock is read, since that goes on while the whole machine is paused.
+        """
+        polls = 0  # since the last line of its record
         while not self.has_ended and self.steps_taken < self.allowed:
             time.sleep(PAUSE)
             status = self.process.poll()  # before its last lines are read
-            if self.read():
-                deadline = time.monotonic() + PATIENCE
-            if status is not None or time.monotonic() > deadline:
-                self.has_ended = True
-                error = self.error_at_its_end(status)
-                if error:
-                    self.fail(error)
+            polls = 0 if self.read() else polls + 1
+            error = self.error_at_its_end(status) if status is not None else self.error_of_silence(polls)
+            self.has_ended = status is not None or error is not None
+            if error:
+                self.fail(error)
+            elif self.has_ended and self.allowed < math.inf:
+                self.keep({"kind": "early end"})
 
     def error_at_its_end(self, status):
-        """Return the line of the record that says why it failed, or None. status: of its exit; None if it hangs."""
+        """Return the line of the record that says why it failed, or None. status: of its exit."""
         taken, warmup = len(self.run.steps), self.run.warmup
-        printed = self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
-        if status is None:
-            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(printed))
         if status == 0 and taken <= warmup:
             return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
-        return error_of(status, printed, self.errors)
+        return error_of(status, self.printed(), self.errors)
+
+    def error_of_silence(self, polls):
+        """Return the line of the record that says why nothing more is to be expected of it, or None."""
+        if polls * PAUSE > PATIENCE:
+            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
+        if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
+            reason = why_not_writable(Path(self.folder.name))
+            if reason:
+                return error_line(f"its record ends, since nothing can be written to {tempfile.gettempdir()}: {reason}")
+        return None
+
+    def printed(self):
+        """Return the end of what it printed."""
+        return self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
 
     def read(self):
         """Keep the new lines of its records, one of each rank. Return whether there were some."""
@@ -277,6 +340,16 @@ class RowProcess:
         self.folder.cleanup()
 
 
+def why_not_writable(folder):
+    """Return why no file can be written into a folder, or None."""
+    try:
+        (folder / "test").write_bytes(bytes(8192))
+        (folder / "test").unlink()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
 def new_lines(file):
     """Yield the new lines of a file of JSON. One without its end is left for later."""
     while True:
@@ -303,8 +376,9 @@ def show(results, path):
     """Draw the page. If that fails, it costs this page alone, and nothing that is measured. path: of the record."""
     try:
         draw(results, path)
-    except Exception as error:
-        tell(f"results/{path.stem}.md was not written ({error}); the steps are in results/{path.name}")
+    except Exception:
+        tell(traceback.format_exc())
+        tell(f"results/{path.stem}.md was not written; the steps are in results/{path.name}")
 
 
 def draw(results, path):
