@@ -102,10 +102,8 @@ def how_to_read(table):
     if ratios and (table.bench["turns"] or table.bench["rounds"] > 1):
         lines.append("Believe the ratio of two rows, which is not quite the quotient of their speeds.")
     if table.disturbance:
-        lines.append(
-            f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "
-            "So a row is called faster or slower only if it differs by more."
-        )
+        words = f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster."
+        lines.append(f"{words} Believe no ratio that is nearer to 1.")
     return lines
 
 

@@ -54,6 +54,11 @@ class Outcome:
         return [step for run in self.runs for step in run.counted]
 
     @property
+    def diverged(self):
+        """Whether the loss of a step was not finite. Then its speed says nothing of its technique."""
+        return any(step.diverged for run in self.runs for step in run.steps)
+
+    @property
     def size(self):
         """The size of its model. Rows whose sizes differ have no ratio."""
         shape = self.seen.shape
@@ -160,7 +165,7 @@ def compare(outcomes, first, rates):
     ratio_of_row = {name: ratios.ratio_of(logs[name], scatter) for name in outcomes}
     disturbance = 0.0
     for name, outcome in outcomes.items():
-        if outcome.row.control_of and ratios.judge(ratio_of_row[name]) in (Verdict.FASTER, Verdict.SLOWER):
+        if outcome.row.control_of and ratios.are_apart(ratio_of_row[name]):
             disturbance = ratios.distance(ratio_of_row[name].value)
     above = None
     for name, outcome in outcomes.items():
@@ -169,6 +174,8 @@ def compare(outcomes, first, rates):
         predicted = predicted_ratio(outcome, base, change, rates)
         ratio_to_first = ratios.ratio_of(logs_of(outcome, first), scatter)
         verdict = ratios.judge(ratio, disturbance, change.is_same_computation)
+        if verdict and (outcome.diverged or base.diverged):
+            verdict = Verdict.UNCLEAR
         outcome.comparison = Comparison(base, change, predicted, ratio, ratio_to_first, verdict, base is above)
         if not outcome.row.control_of:
             above = outcome
