@@ -9,6 +9,8 @@ from harness.steps import WARMUP
 
 import itertools
 import json
+import re
+import resource
 import time
 
 import pytest
@@ -99,16 +101,15 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     assert all_have_ended(tmp_path / "lock")
 
 
-def test_a_row_whose_folder_is_full_fails_at_once(monkeypatch):
-    monkeypatch.setattr(rounds, "why_not_writable", lambda folder: "No space left on device")
-    message = outcome_of(do="hang", at=1).error["message"]
-    assert message.startswith("its record ends, since nothing can be written to /")
-    assert message.endswith(": No space left on device")
-
-
-def test_a_file_that_is_too_large_for_a_folder_is_noticed(tmp_path):
-    assert rounds.why_not_writable(tmp_path) is None
-    assert rounds.why_not_writable(tmp_path / "gone") == "No such file or directory"
+def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
+    """The fake hangs, as a row does that has taken its steps and could not write them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        message = outcome_of(do="hang", at=1).error["message"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
 
 
 def test_a_pause_of_the_machine_fails_no_row(monkeypatch):
@@ -127,15 +128,18 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
 
 
 @pytest.mark.parametrize(
-    "free, reason, beside",
+    "free, reason, started",
     [
-        (1, "memory can't hold all 3 processes at once", [[]]),
-        (50e6, None, [[], [], []]),  # a row takes 20 MB, and each that starts needs 30
-        (70e6, None, [[], ["s03"], ["s02"]]),
+        (1, "memory can't hold all 3 processes at once", [1]),
+        (50e6, None, [1, 1, 1]),  # a row takes 20 MB, and each that starts needs 30
+        (70e6, None, [1, 2]),
     ],
 )
-def test_rows_start_two_at_once_or_one_or_take_no_turns_as_memory_allows(monkeypatch, free, reason, beside):
+def test_rows_start_two_at_once_or_one_or_take_no_turns_as_memory_allows(monkeypatch, free, reason, started):
     monkeypatch.setattr(rounds.meters, "free_memory", lambda: free)
+    lines = []
     results = results_of(rows=[row("s01"), row("s02"), row("s03")], turns=3)
+    monkeypatch.setattr(results, "write", lambda line: lines.append(line["kind"]))
     assert rounds.take_turns(0, results) == reason
-    assert [run.beside for run in results.runs.values()] == beside
+    before_a_step = re.findall("(?:start )+", " ".join(kind for kind in lines if kind in ("start", "step")))
+    assert [starts.count("start") for starts in before_a_step] == started

@@ -57,6 +57,16 @@ def tokens_per_second(steps, uneven):
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
 
 
+def digits(number):
+    """Return a speed with as many digits as say something."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def words_on_speed(speed, unit):
+    """Return a speed with its unit, one of PER_SECOND."""
+    return f"{digits(speed)} {PER_SECOND[unit]}"
+
+
 def most_memory(steps):
     """Return the most bytes that were held in some steps; 0 without a meter."""
     return max(step.memory or 0 for step in steps)

@@ -18,7 +18,7 @@ def answer(table):
     reason = why_busy(table)
     if reason:
         lines.append(("busy machine", f"{reason}: close other programs, and measure again"))
-    elif any(outcome.comparison.verdict is Verdict.UNCLEAR and not diverged_row(outcome) for outcome in table.shown):
+    elif any(outcome.comparison.verdict is Verdict.UNCLEAR for outcome in table.shown):
         rounds = 2 * table.bench["rounds"]
         lines.append(("to tell more", f"--rounds {rounds} makes each ± smaller, and takes twice as long"))
     fastest = fastest_row(table)
@@ -53,8 +53,6 @@ def reason_of_verdict(outcome):
     comparison = outcome.comparison
     is_same_computation = comparison.change.is_same_computation
     stage = outcome.row.stage
-    if diverged_row(outcome):
-        return f"the loss of {diverged_row(outcome).title} is not finite"
     if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
         return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
     if outcome.row.added:  # what is known of its stage is no reason for what was added to it
@@ -66,14 +64,6 @@ def reason_of_verdict(outcome):
     return None
 
 
-def diverged_row(outcome):
-    """Return the Row of an Outcome or of its base whose loss was not finite, or None."""
-    for each in (outcome, outcome.comparison.base):
-        if each.diverged:
-            return each.row
-    return None
-
-
 def fastest_row(table):
     """Return how fast the fastest row of one process is beside the first, maybe `plain`.
 
@@ -82,7 +72,6 @@ def fastest_row(table):
     """
     first, *others = table.shown
     compared = [outcome for outcome in others if outcome.comparison.ratio_to_first and outcome.seen.world_size == 1]
-    compared = [outcome for outcome in compared if not outcome.diverged]
     if not compared:
         return None
     fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)

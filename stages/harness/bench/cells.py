@@ -3,7 +3,7 @@
 import re
 
 from ..card import words_on_card
-from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
+from ..figures import LONG, LONG_WAIT, UNITS, digits, seconds_of_warmup, waiting_share
 from ..ladder import words_in_vain, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
@@ -27,11 +27,6 @@ def speed_cell(outcome):
         return NOTHING
     cell = digits(outcome.tok_per_sec)
     return cell if outcome.seen.unit == "tok" else f"{cell} {UNITS[outcome.seen.unit]}"
-
-
-def digits(number):
-    """Return a speed with as many digits as say something."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def ratio_cell(ratio, verdict=None):
@@ -90,20 +85,12 @@ def note_cell(outcome, bench):
         parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
-    parts += words_on_warmup(outcome)
+    if outcome.dt_ms and not bench["turns"]:  # else two rows started at once, and shared the machine
+        warmup = outcome.runs[0].warmup
+        seconds = seconds_of_warmup(outcome.runs[0].steps, warmup)
+        if seconds - warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
+            parts.append(f"{seconds:.0f} s of warm-up")
     return escaped("; ".join(parts))
-
-
-def words_on_warmup(outcome):
-    """Return how long the warm-up of the first run took if later steps are far faster: a list of at most one text."""
-    if not outcome.dt_ms:
-        return []
-    run = outcome.runs[0]
-    seconds = seconds_of_warmup(run.steps, run.warmup)
-    if seconds - run.warmup * outcome.dt_ms / 1000 < LONG_WARMUP:
-        return []
-    words = f"{seconds:.0f} s of warm-up"
-    return [f"{words}, beside {run.beside[0]} at first" if run.beside else words]
 
 
 def remarks(outcome):

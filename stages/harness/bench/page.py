@@ -13,7 +13,7 @@ import urllib.parse
 from ..seen import words_on_model
 from .answer import answer
 from .cells import code, escaped, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
-from .ratios import NOT_SHOWN_TO_DIFFER
+from .ratios import FEWEST_ROUNDS, NOT_SHOWN_TO_DIFFER
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -121,6 +121,8 @@ def terminal(table):
         if parts:
             lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
     lines += [beside("", line) for line in how_to_read(table)]
+    if table.bench["rounds"] < FEWEST_ROUNDS:  # else the answer says so if they differ
+        lines.append(beside("", noise_line(table)))
     answers = answer(table)
     if answers:
         lines.append("")

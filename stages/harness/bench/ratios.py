@@ -97,16 +97,6 @@ def distance(ratio):
     return max(ratio, 1 / ratio) - 1
 
 
-def are_apart(ratio):
-    """Return whether two runs of one computation differ by more than chance explains, by their Ratio or None.
-
-    Without a ± they do if they are farther apart than ALIKE.
-    """
-    if ratio is None or ratio.spread is None:
-        return ratio is not None and distance(ratio.value) > ALIKE
-    return judge(ratio) in (Verdict.FASTER, Verdict.SLOWER)
-
-
 def judge(ratio, disturbance=0.0, is_same_computation=False):
     """Return the Verdict on a Ratio; None without one, and below three rounds.
 

@@ -16,9 +16,9 @@ the page.
 
 A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line belongs
 to a process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before
-the first turn. A process begins with a line "start", with the titles of the rows that started "beside" it. The lines of
-its record follow, which harness/watch/log.py describes. Of the ranks but the first there are only the steps, as lines
-"step of another rank". A line "early end" says that the script ended before it had taken all steps that were wanted.
+the first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py
+describes. Of the ranks but the first there are only the steps, as lines "step of another rank". A line "early end" says
+that the script ended before it had taken all steps that were wanted.
 """
 
 import json
@@ -37,7 +37,6 @@ class Run:
 
     round: int
     warmup: int
-    beside: list = field(default_factory=list)  # titles of the rows that started at the same time
     seen: Seen | None = None
     steps: list = field(default_factory=list)  # Steps
     turns: dict = field(default_factory=dict)  # {turn: the counted Steps in it}; one entry if the row took no turns
@@ -92,8 +91,7 @@ class Results:
         match line["kind"]:
             case "start":
                 self.processes += 1
-                warmup = self.rows[line["name"]].warmup(self.bench)
-                self.runs[key] = Run(line["round"], warmup, line.get("beside", []))
+                self.runs[key] = Run(line["round"], self.rows[line["name"]].warmup(self.bench))
             case "apart":  # all begins again
                 self.bench = self.bench | {"turns": 0, "reason": line["reason"]}
                 self.runs = {}

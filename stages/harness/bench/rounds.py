@@ -18,10 +18,9 @@ from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
-from ..figures import PER_SECOND, tokens_per_second
+from ..figures import tokens_per_second, words_on_speed
 from ..steps import TURNS
 from . import page, picture
-from .cells import digits
 from .failure import error_line, error_of, last_lines
 from .ratios import FEWEST_ROUNDS
 from .table import table_of
@@ -84,15 +83,19 @@ def take_turns(number, results):
     with contextlib.ExitStack() as stack:
         processes = []
         while next_rows := list(itertools.islice(rows, how_many_may_start(processes))):
-            started = start(next_rows, results, number, stack)
+            started = [stack.enter_context(contextlib.closing(RowProcess(row, results, number))) for row in next_rows]
+            processes += started
             for process in started:
-                processes.append(process)
-                warm_up(process)
-                reason = why_not_in_turn(processes, results)
+                process.wait()
+            for process in started:
+                process.take(process.run.warmup - STEPS_OF_A_START)
+                reason = why_not_in_turn(process, processes, results)
                 if reason and number == 0:
                     return reason
+                if not process.row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
+                    process.steps_per_turn = process.steps_in(SHORTEST_TURN)
                 if not process.has_ended:
-                    report(number, f"{process.row.title} has warmed up: {process.words_on_speed()}", results)
+                    report(number, f"{process.row.title} has warmed up: {process.speed}", results)
         for turn in range(turns):
             for process in processes:
                 process.turn = turn
@@ -108,41 +111,15 @@ def take_turns(number, results):
 
 def how_many_may_start(processes):
     """Return how many rows may start at once: two if memory holds both. processes: the RowProcesses so far."""
-    if not processes:
-        return 1
-    holds_two = meters.free_memory() > 2 * SPARE_MEMORY * max(process.memory for process in processes)
-    return 2 if holds_two else 1
+    if processes and meters.free_memory() > 2 * SPARE_MEMORY * max(process.memory for process in processes):
+        return 2
+    return 1
 
 
-def start(rows, results, number, stack):
-    """Return RowProcesses of one or two rows that have started and compiled. stack: closes them at last."""
-    processes = []
-    for row in rows:
-        beside = [other.title for other in rows if other is not row]
-        processes.append(stack.enter_context(contextlib.closing(RowProcess(row, results, number, beside))))
-    for process in processes:
-        process.allow(STEPS_OF_A_START)
-    for process in processes:
-        process.wait()
-    return processes
-
-
-def warm_up(process):
-    """Take the rest of the warm-up of a RowProcess that has started, and decide how many steps a turn of it has."""
-    row = process.row
-    process.take(row.warmup(process.results.bench) - STEPS_OF_A_START)
-    if not row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
-        process.steps_per_turn = process.steps_in(SHORTEST_TURN)
-
-
-def why_not_in_turn(processes, results):
-    """Return why the rows that have warmed up can't take turns together with those still to come, or None.
-
-    processes: their RowProcesses so far. The last one has just warmed up.
-    """
-    row, seen = processes[-1].row, processes[-1].run.seen
-    if seen and seen.loaders:
-        return f"the workers of {row.title} load its data ahead, during the turns of other rows"
+def why_not_in_turn(process, processes, results):
+    """Return why a RowProcess that has warmed up can't take turns with all others, or None. processes: those so far."""
+    if process.run.seen and process.run.seen.loaders:
+        return f"the workers of {process.row.title} load its data ahead, during the turns of other rows"
     is_short = meters.free_memory() < SPARE_MEMORY * max(process.memory for process in processes)
     if is_short and len(processes) < len(results.rows):
         return f"memory can't hold all {len(results.rows)} processes at once"
@@ -153,13 +130,11 @@ def run_one_after_the_other(number, results):
     """Run a fresh process of each row, until it has counted enough steps."""
     for row in in_order(number, results):
         with contextlib.closing(RowProcess(row, results, number)) as process:
-            process.take(row.warmup(results.bench))
-            while steps := process.steps_to_go():
-                process.take(steps)
+            process.take(process.run.warmup - STEPS_OF_A_START)
+            process.take_enough()
             process.let_end()
             process.wait()
-        speed = f": {process.words_on_speed()}" if process.run.counted else ""
-        report(number, f"{row.title} has ended{speed}", results)
+        report(number, f"{row.title} has ended: {process.speed}", results)
 
 
 def in_order(number, results):
@@ -181,23 +156,24 @@ def in_order(number, results):
 class RowProcess:
     """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
 
-    allowed: how many steps it may take. steps_per_turn: how many it takes in a turn. turn: the number of its turn; None
-    before the first one, and if it takes none. has_ended: whether it has ended, or was stopped.
+    allowed: how many steps it may take: at first those of a start. steps_per_turn: how many it takes in a turn. turn:
+    the number of its turn; None before the first one, and if it takes none. has_ended: whether it has ended, or was
+    stopped.
     """
 
-    def __init__(self, row, results, number, beside=()):
-        """Start it. beside: the titles of the rows that start at the same time."""
+    def __init__(self, row, results, number):
         self.row, self.results, self.number = row, results, number
         self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
-        self.gate.touch()
+        self.allowed = STEPS_OF_A_START
+        with contextlib.suppress(OSError):  # if the disk is full, wait() finds that out
+            self.gate.write_bytes(b"." * self.allowed)
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
-        self.allowed = 0
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
-        self.keep({"kind": "start", "beside": list(beside)})
+        self.keep({"kind": "start"})
         self.run = results.runs[row.name, number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
@@ -226,39 +202,35 @@ class RowProcess:
             return 0
         return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // self.run.seen.world_size
 
-    def words_on_speed(self):
-        """Return its speed in words, by its counted steps, or in the warm-up by its last ones."""
-        steps = self.run.counted or self.run.steps[-STEPS_OF_A_START:]
-        return f"{digits(tokens_per_second(steps, uneven=False))} {PER_SECOND[self.run.seen.unit]}"
+    @property
+    def speed(self):
+        """Its speed in words, by its last steps."""
+        if self.run.seen is None:
+            return "no step was timed"
+        return words_on_speed(tokens_per_second(self.run.steps[-2:], uneven=True), self.run.seen.unit)
 
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
         dts = [step.dt for step in self.run.steps[-5:]]
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
-    def steps_to_go(self):
-        """Return how many steps it should take before the bench looks again; 0 if it needs or can take no more."""
-        counted = self.run.counted
-        seconds = sum(step.dt for step in counted)
-        has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
-        if self.has_ended or has_enough:
-            return 0
-        most = self.results.bench["steps"]
+    def take_enough(self):
+        """Let it take TURNS counted steps, and more if they fill less than ENOUGH_SECONDS, but not more than it may."""
+        most = self.results.bench["steps"] - self.run.warmup
         if self.results.bench["environment"]["device"] != "cpu":
             most -= 1  # the last one is left for the profile that watch.py makes on a card
-        return min(self.steps_in(ENOUGH_SECONDS - seconds), most - len(self.run.steps))
+        first = min(TURNS, most)
+        self.take(first)
+        self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""
-        if not self.has_ended:
-            self.allow(steps)
-            self.wait()
-
-    def allow(self, steps):
-        """Let it take so many more steps. If that can't be written, wait() finds out why."""
+        if self.has_ended:
+            return
         self.allowed += steps
         with contextlib.suppress(OSError), self.gate.open("ab") as gate:
             gate.write(b"." * steps)
+        self.wait()
 
     def let_end(self):
         """Let it stop. On a card it takes one more step first, which is profiled."""
@@ -294,9 +266,11 @@ class RowProcess:
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
         if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
-            reason = why_not_writable(Path(self.folder.name))
-            if reason:
-                return error_line(f"its record ends, since nothing can be written to {tempfile.gettempdir()}: {reason}")
+            try:
+                Path(self.folder.name, "test").write_bytes(bytes(8192))
+            except OSError as error:
+                folder = tempfile.gettempdir()
+                return error_line(f"its record ends, since nothing can be written to {folder}: {error.strerror}")
         return None
 
     def printed(self):
@@ -338,16 +312,6 @@ class RowProcess:
         for file in self.records.values():
             file.close()
         self.folder.cleanup()
-
-
-def why_not_writable(folder):
-    """Return why no file can be written into a folder, or None."""
-    try:
-        (folder / "test").write_bytes(bytes(8192))
-        (folder / "test").unlink()
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def new_lines(file):

@@ -39,7 +39,7 @@ class Outcome:
     seen: Seen | None
     work: Work | None = None  # of a GPT's micro-batch
     words: str = ""  # what the technique of its stage does here, or which other device a script chose
-    # {round: tokens per second in each turn, or in the whole round}; empty if the row failed
+    # {round: tokens per second in each turn, or in the whole round}; empty if the row failed or diverged
     speeds: dict = field(default_factory=dict)
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def diverged(self):
-        """Whether the loss of a step was not finite. Then its speed says nothing of its technique."""
+        """Whether the loss of a step was not finite, so that its speed says nothing of a technique."""
         return any(step.diverged for run in self.runs for step in run.steps)
 
     @property
@@ -111,7 +111,7 @@ def outcome_of(row, results):
     if counted:
         uneven = row.stage is None and are_uneven(counted)  # the steps of a stage are alike: a long one was disturbed
         outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
-        if not outcome.error:
+        if not (outcome.error or outcome.diverged):
             outcome.speeds = speeds_of_rounds(runs, uneven)
         outcome.dt_ms = 1e3 * statistics.median(step.dt for step in counted)
         outcome.memory = most_memory(counted) or None  # 0: without a meter
@@ -165,7 +165,7 @@ def compare(outcomes, first, rates):
     ratio_of_row = {name: ratios.ratio_of(logs[name], scatter) for name in outcomes}
     disturbance = 0.0
     for name, outcome in outcomes.items():
-        if outcome.row.control_of and ratios.are_apart(ratio_of_row[name]):
+        if outcome.row.control_of and ratios.judge(ratio_of_row[name]) in (Verdict.FASTER, Verdict.SLOWER):
             disturbance = ratios.distance(ratio_of_row[name].value)
     above = None
     for name, outcome in outcomes.items():
@@ -174,8 +174,6 @@ def compare(outcomes, first, rates):
         predicted = predicted_ratio(outcome, base, change, rates)
         ratio_to_first = ratios.ratio_of(logs_of(outcome, first), scatter)
         verdict = ratios.judge(ratio, disturbance, change.is_same_computation)
-        if verdict and (outcome.diverged or base.diverged):
-            verdict = Verdict.UNCLEAR
         outcome.comparison = Comparison(base, change, predicted, ratio, ratio_to_first, verdict, base is above)
         if not outcome.row.control_of:
             above = outcome
