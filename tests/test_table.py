@@ -212,20 +212,16 @@ def test_a_row_whose_loss_is_not_finite_is_called_neither_faster_nor_slower():
     assert dict(answer(table)) == {"fastest row": "s05: 4.00 ± 0.00 times as fast as s01"}
 
 
-@pytest.mark.parametrize(
-    "dts, load, reason",
-    [
-        ((0.49, 0.51), 0.5, None),
-        ((0.49, 0.51), 1.5, "the load was 1.5 times the cores when the bench began"),
-        ((0.3, 0.6), 0.5, "a ± is a quarter of its ratio, or more"),
-    ],
-)
-def test_the_answer_says_that_the_machine_was_busy(dts, load, reason):
-    """In three rounds a step of s03 takes the first time, the second one, and half of their sum."""
-    runs = [run("s01", [1.0], number) for number in range(3)]
-    runs += [run("s03", [dt], number) for number, dt in enumerate((*dts, sum(dts) / 2))]
-    table = table_from(*runs, environment=CPU | {"load": load})
-    assert dict(answer(table)).get("busy machine") == (reason and f"{reason}: close other programs, and measure again")
+def test_the_answer_says_that_the_machine_was_busy():
+    """By its load, or since the rounds of s03 lie far apart."""
+    loaded = table_from(run("s01", [1.0]), run("s03", [0.5]), environment=CPU | {"load": 1.5})
+    assert dict(answer(loaded))["busy machine"].startswith(
+        "the load was 1.5 times the cores when the bench began: close"
+    )
+    rounds = [(run("s01", [1.0], number), run("s03", [dt], number)) for number, dt in enumerate((0.3, 0.6, 0.4))]
+    assert dict(answer(table_from(*sum(rounds, ()))))["busy machine"].startswith(
+        "a ± is a quarter of its ratio, or more"
+    )
 
 
 def test_with_one_round_the_terminal_says_how_far_two_runs_of_one_code_differ():

@@ -35,7 +35,7 @@ PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; t
 PAUSE = 0.01  # seconds between two polls of a row
 POLLS_BETWEEN_LOOKS = 300  # at the disk, while a row is silent
 STEPS_OF_A_START = 2  # for which a row starts and compiles: with the second one it says what it is
-SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
+SPARE_MEMORY = 1.5  # of the largest row: so much must be free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
 
@@ -82,7 +82,7 @@ def take_turns(number, results):
     rows = in_order(number, results)
     with contextlib.ExitStack() as stack:
         processes = []
-        while next_rows := list(itertools.islice(rows, how_many_may_start(processes))):
+        while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
             started = [stack.enter_context(contextlib.closing(RowProcess(row, results, number))) for row in next_rows]
             processes += started
             for process in started:
@@ -109,19 +109,22 @@ def take_turns(number, results):
     return None
 
 
-def how_many_may_start(processes):
-    """Return how many rows may start at once: two if memory holds both. processes: the RowProcesses so far."""
-    if processes and meters.free_memory() > 2 * SPARE_MEMORY * max(process.memory for process in processes):
-        return 2
-    return 1
+def rows_that_fit(processes):
+    """Return how many more rows fit into memory: 0, 1 or 2, which is as many as start at once.
+
+    processes: the RowProcesses so far. 1 if nothing is known of them, or the system has no meter.
+    """
+    largest = max((process.memory for process in processes), default=0)
+    if not largest:
+        return 1
+    return min(2, int(meters.free_memory() / (SPARE_MEMORY * largest)))
 
 
 def why_not_in_turn(process, processes, results):
     """Return why a RowProcess that has warmed up can't take turns with all others, or None. processes: those so far."""
     if process.run.seen and process.run.seen.loaders:
         return f"the workers of {process.row.title} load its data ahead, during the turns of other rows"
-    is_short = meters.free_memory() < SPARE_MEMORY * max(process.memory for process in processes)
-    if is_short and len(processes) < len(results.rows):
+    if rows_that_fit(processes) == 0 and len(processes) < len(results.rows):
         return f"memory can't hold all {len(results.rows)} processes at once"
     return None
 
