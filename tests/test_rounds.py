@@ -51,14 +51,6 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     assert (len(outcome.counted), outcome.error) == (counted, None)
 
 
-def test_plain_keeps_its_warm_up_and_counts_7_steps_without_turns():
-    plain = planned("a", (), {"dt": 1}, keeps_memory=False)
-    results = results_of(rows=[plain], steps=27, warmup_of_plain=20)
-    rounds.run_one_after_the_other(0, results)
-    [run] = table_of(results).outcomes["a"].runs
-    assert (len(run.steps), len(run.counted)) == (27, 7)
-
-
 def test_a_script_that_ends_early_has_the_turns_that_it_took():
     """Four of its steps are a turn."""
     results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)

@@ -1,6 +1,7 @@
 """Runs the rows of a bench in rounds of fresh processes, and says how far it is.
 
-In a round all rows are alive at once and take turns, a step each; or one after the other, each until it has enough.
+In a round all rows are alive at once and take turns, each of a step or of several if these are short; or they run one
+after the other, each until it has enough.
 """
 
 import contextlib
