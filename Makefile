@@ -10,7 +10,7 @@ dev := .venv/dev
 endif
 N ?= 2
 
-.PHONY: help setup bench climb amp limit scale test diff clean
+.PHONY: help setup bench climb script-is-named amp limit scale test diff clean
 .NOTPARALLEL: # two benches at once would disturb each other
 
 # .venv is built anew if its Python was upgraded or removed.
@@ -52,9 +52,11 @@ bench: $(runtime)
 	@"$(PY)" bench.py $(ARGS)
 
 climb: export COMMAND := $(value SCRIPT)
-climb: $(runtime)
-	@test -n "$$COMMAND" || { echo 'make climb needs SCRIPT="../train.py"' >&2; exit 2; }
+climb: script-is-named $(runtime)
 	@"$(PY)" bench.py --climb "$$COMMAND" $(ARGS)
+
+script-is-named:
+	@test -n "$$COMMAND" || { echo 'make climb needs SCRIPT="../train.py"' >&2; exit 2; }
 
 amp: $(runtime)
 	@"$(PY)" bench.py "s03 --amp-dtype float32" "s03 --amp-dtype bfloat16" "s03 --amp-dtype float16" $(ARGS)

@@ -18,10 +18,10 @@ script chooses its own device, so --device cpu hides all cards, and --device cud
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
-Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round: after 6 steps of warm-up they
-take 7 turns, in reverse order every other time. A turn is one step, or several if these are short. On a card, or if
-memory can't hold all rows, or if one loads its data in workers, they run one after the other, each until it has counted
-7 steps that took six seconds together, or has taken --steps.
+Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round. They start two at once, and
+after 4 steps of warm-up they take 7 turns, in reverse order every other time. A turn is one step, or several if these
+are short. On a card, or if memory can't hold all rows, or if one loads its data in workers, they run one after the
+other, each until it has counted 7 steps that took six seconds together, or has taken --steps.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from harness import ROOT, meters, ranks
 from harness.bench import rounds
 from harness.bench.results import Results
 from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
-from harness.common import refuse, set_up_output, tell
+from harness.common import AFFINITY, refuse, set_up_output, tell
 from harness.flags import Parser, positive, seed
-from harness.steps import STEPS_OF_ROW, STEPS_OF_ROW_ON_CPU, TURNS, WARMUP, WARMUP_OF_PLAIN, WARMUP_ON_CPU
+from harness.steps import STEPS_OF_ROW, STEPS_OF_ROW_ON_CPU, TURNS, WARMUP, WARMUP_OF_PLAIN
 
 
 def main(argv):
@@ -53,6 +53,8 @@ def main(argv):
     It is 1 if a row failed for any reason but memory, 128 + N if signal N ended the bench, and 0 otherwise.
     """
     set_up_output()
+    if AFFINITY:
+        os.sched_setaffinity(0, AFFINITY)  # all rows inherit it, and importing torch may have changed it
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, signal.SIGINT)  # Windows has no SIGHUP
         if signal.getsignal(number) != signal.SIG_IGN:  # it is ignored under nohup
@@ -87,10 +89,13 @@ class Task:
 
 def parse_command(argv):
     """Return the Task of a command line. Exits with one line and status 2 if it is wrong."""
-    options, words = new_parser().parse_known_args(argv)
+    parser = new_parser()
+    options, words = parser.parse_known_args(argv)
     for name in (options.out, options.render):
         if name is not None and (name.strip(".") == "" or "/" in name):
             refuse(f"{name!r}: pass a name, since all pages are in results/")
+    if options.render and (words or options != parser.parse_args([f"--render={options.render}"])):
+        refuse("--render draws the page of a bench that ran, and takes nothing else")
     if options.steps and options.steps <= WARMUP + 1:
         refuse(f"--steps {options.steps}: {WARMUP} are warm-up, and one may be profiled: pass {WARMUP + 2} or more")
     commands = list(itertools.takewhile(is_row, words))
@@ -144,6 +149,7 @@ def run(task, argv):
         refuse("start bench.py once: torchrun belongs before a row, in its quotes")
     name = task.options.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
     if path.exists() or path.with_suffix(".md").exists():
         refuse(f"results/{name} already exists: pass another --out")
     bench = new_bench(task, probe(task), argv)
@@ -183,7 +189,7 @@ def new_bench(task, probed, argv):
     if task.options.climb:
         rows = rows_of_climb(task.options.climb, probed) + rows
     elif not rows:
-        rows = rows_of_ladder(device)
+        rows = rows_of_ladder(device, probed["rates"]["peak"])
     limits = limits_of_rows(task.options.steps, device)
     return {
         "kind": "bench",
@@ -210,14 +216,13 @@ def limits_of_rows(steps, device):
     if device == "cpu":
         steps = steps or STEPS_OF_ROW_ON_CPU
         warmup_of_plain = max(WARMUP, min(WARMUP_OF_PLAIN, steps - TURNS))
-        warmup = min(WARMUP_ON_CPU, warmup_of_plain)
         turns = steps - warmup_of_plain
     else:
         steps = steps or STEPS_OF_ROW
-        warmup = warmup_of_plain = WARMUP
+        warmup_of_plain = WARMUP
         turns = 0
-    last = min(steps - 1, warmup + TURNS) - 1  # that every row takes; on a card one more may be profiled
-    return {"warmup": warmup, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns, "loss_step": last}
+    last = min(steps - 1, WARMUP + TURNS) - 1  # that every row takes; on a card one more may be profiled
+    return {"warmup": WARMUP, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns, "loss_step": last}
 
 
 def variables_of(device, card):

@@ -167,7 +167,8 @@ def run_by_the_bench(row, flags, steps):
     record = io.StringIO()
     results = Results(bench, record)
     with contextlib.closing(rounds.RowProcess(row, results, 0)) as process:
-        process.take(steps)
+        process.wait()
+        process.take(steps - rounds.STEPS_OF_A_START)
         process.let_end()
         process.wait()
     lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]

@@ -12,7 +12,7 @@ import signal
 from collections import Counter
 
 import pytest
-from conftest import ROOT, Ended, lines_of
+from conftest import ROOT, Ended, lines_of, python
 from fixtures.records import SEEN
 
 import bench
@@ -67,7 +67,6 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     """A Repository, in a folder with a blank in its name."""
     folder = tmp_path / "a folder"
     (folder / "stages" / "harness" / "bench").mkdir(parents=True)
-    (folder / "results").mkdir()
     for stage in ladder.STAGES:
         (folder / "stages" / f"{stage.name}.py").touch()
     (folder / "stages" / "watch.py").symlink_to(FAKE_WATCH)
@@ -103,12 +102,15 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["--out", "a/b"], "'a/b': pass a name"),
         (["--out", ".."], "'..': pass a name"),
         (["s01 'a"], "No closing quotation"),
+        (["s01", "--render", "old"], "--render draws the page of a bench that ran, and takes nothing else"),
+        (["--render=old", "--out=x"], "--render draws the page of a bench that ran, and takes nothing else"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
     monkeypatch.chdir(repo.folder)
     (repo.folder / "mine.py").touch()
-    (repo.folder / "results" / "old.jsonl").write_text('{"kind": "bench", "in_turn": true}\n')
+    repo.records.parent.mkdir()
+    (repo.records.parent / "old.jsonl").write_text('{"kind": "bench", "in_turn": true}\n')
     ended = repo.command(*words, status=2)
     assert ended.out == ""
     assert re.fullmatch(f"error: .*{message}.*\n", ended.err)
@@ -139,6 +141,7 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
     started = [line["name"] for line in repo.lines("start")]
     assert started == EVERYONE + EVERYONE[::-1] + EVERYONE
     assert ended.out.count("tok/sec") == 3  # the short table after each round
+    assert ended.err.count("s03 has warmed up: 16,000 tok/sec") == 3
     assert ended.err.count(f"the {STEPS - WARMUP} turns are over") == 3
     assert re.search(r"^s03 +16,000 +2\.00 ± 0\.00 +2\.00 +0\.02 ", ended.out, re.MULTILINE)
     assert repo.page.read_text().startswith("# x: a bench on A CPU\n")
@@ -156,13 +159,13 @@ def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
     assert ended.err.count("s03 has ended") == 3
 
 
-def test_without_flags_a_stage_has_6_steps_of_warm_up_and_takes_7_turns(repo):
+def test_without_flags_a_stage_has_4_steps_of_warm_up_and_takes_7_turns(repo):
     repo.command("s01", *repo.flags)
     [repo.records] = repo.records.parent.glob("*.jsonl")
-    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [13] * 3)
+    assert repo.steps_taken() == dict.fromkeys(["s01", "s01 again"], [11] * 3)
     [line] = repo.lines("bench")
     figures = ("warmup", "warmup_of_plain", "steps", "turns", "rounds", "loss_step")
-    assert [line[name] for name in figures] == [6, 20, 27, 7, 3, 12]
+    assert [line[name] for name in figures] == [4, 20, 27, 7, 3, 10]
 
 
 @pytest.mark.parametrize(
@@ -180,9 +183,35 @@ def test_a_failure_costs_its_own_row_and_exit_status_1_if_memory_was_not_short(r
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {row: [at]}
 
 
+def test_a_script_that_ends_before_its_first_step_fails_once(repo, monkeypatch):
+    monkeypatch.chdir(repo.folder)
+    (repo.folder / "mine.py").touch()
+    repo.flags = []
+    repo.plan(plain={"do": "refuse", "at": "start"})
+    ended = repo.run("--climb=mine.py", status=1)
+    assert [line["name"] for line in repo.lines("start")] == ["plain"]
+    assert ended.err.count("failed: exit status 1") == ended.out.count("failed: exit status 1") == 1
+    assert "mine: not started, since plain failed" in ended.out
+
+
+def test_an_error_of_ours_costs_a_page_alone_and_is_shown_whole(repo, monkeypatch):
+    monkeypatch.setattr(bench.rounds.picture, "svg", lambda table, name: 1 / 0)
+    ended = repo.run("s01", flags=("--rounds=1",))
+    assert "Traceback" in ended.err
+    assert "ZeroDivisionError: division by zero\n\nresults/x.md was not written" in ended.err
+
+
+def test_rows_may_use_all_cores_though_openmp_binds_the_bench_to_one():
+    code = "import os; before = os.sched_getaffinity(0); import bench; from harness import machine; "
+    code += "bench.parse_command = lambda argv: exit(before != os.sched_getaffinity(0)); "
+    code += "print(machine.AFFINITY == before); bench.main([])"
+    ended = python("-c", code, OMP_PROC_BIND="true")
+    assert (ended.status, ended.out) == (0, "True\n"), ended.err
+
+
 def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():
     task = bench.parse_command(["--device", "cuda:1"])
-    probed = {"environment": {"device": "cuda"}, "card": 1, "rates": None, "text": "a text", "flags": ["--x"]}
+    probed = {"environment": {"device": "cuda"}, "card": 1, "rates": {"peak": {}}, "text": "a text", "flags": ["--x"]}
     line = bench.new_bench(task, probed, ["--seed", "5"])
     assert (line["command"], line["flags"][-1]) == ("python bench.py --seed 5", "--x")
     assert "plain" not in [row["name"] for row in line["rows"]]
@@ -234,8 +263,7 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outs
     repo.run(script, f"+fused {script} --x={script}", flags=("--seed=4", "--rounds=1"))
     assert list(repo.steps_taken()) == [script, f"{script} again", f"+fused {script} --x={script}"]
     assert min(min(steps) for steps in repo.steps_taken().values()) > STEPS  # a turn has many, since they are short
-    last_seen = repo.lines("seen")[1::2]  # each process writes it at its second step, and at its end
-    assert [line["fused"] for line in last_seen] == [False, False, True]
-    assert [line["batch_size"] for line in last_seen] == [4, 4, 4]
+    seen = {line["name"]: (line["fused"], line["batch_size"]) for line in repo.lines("seen")}
+    assert list(seen.values()) == [(False, 4), (False, 4), (True, 4)]
     assert repo.lines("bench")[0]["seed"] == 4
     assert r"`+fused tr\udce9.py --x=tr\udce9.py`" in repo.page.read_text("utf-8")

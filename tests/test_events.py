@@ -90,7 +90,7 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
         ([call(), ("scaled", [(2.0, HALF)]), backward(4096.0)], "sample", 4, 2.0),
         ([call()], "sample", 4, None),  # without backward()
         ([backward(7.0)], "step", 0, 7.0),  # the model is called by a compiled function
-        ([call(batch=Batch()), backward(float("nan"))], "step", 0, None),
+        ([call(batch=Batch()), backward(float("inf"))], "step", 0, float("inf")),
         ([], "step", 0, None),
     ],
 )

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from conftest import error_of
+from conftest import ROOT, error_of
 
 CPU = torch.device("cpu")
 CUDA_0 = torch.device("cuda", 0)
@@ -89,36 +89,34 @@ def test_what_a_card_of_nvidia_multiplies_natively_is_decided_by_its_generation(
 # What this process may use
 
 
-LIMITS_1 = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
-LIMITS_1 |= {"memory.limit_in_bytes": "3000\n", "memory.stat": "cache 7\nrss 9\ntotal_cache 7\ntotal_rss 1000\n"}
-NO_LIMITS_1 = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
-NO_LIMITS_1 |= {"memory.limit_in_bytes": "9223372036854771712\n", "memory.stat": "total_rss 1000\n"}
-LIMITS_2 = {"cpu.max": "150000 100000\n", "memory.max": "3000\n", "memory.stat": "anon 1000\nfile 7\n"}
-NO_LIMITS_2 = {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.stat": "anon 1000\nfile 7\n"}
+LIMITS = {"cpu.max": "150000 100000\n", "memory.max": "3000\n", "memory.stat": "anon 1000\nfile 7\n"}
+NO_LIMITS = {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.stat": "anon 1000\nfile 7\n"}
 
 
 @pytest.mark.parametrize(
     "own, above, cores, free",
     [
-        (LIMITS_1, NO_LIMITS_1, 1, 2000),  # 1.5 cores are one whole one, and of 3,000 bytes 1,000 are taken
-        (LIMITS_2, NO_LIMITS_2, 1, 2000),
-        (NO_LIMITS_2, LIMITS_2, 1, 2000),
-        (NO_LIMITS_1, NO_LIMITS_1, 8, 10240),
-        (NO_LIMITS_2, {}, 8, 10240),
+        (LIMITS, NO_LIMITS, 1, 2000),  # 1.5 cores are one whole one, and of 3,000 bytes 1,000 are taken
+        (NO_LIMITS, LIMITS, 1, 2000),
+        (NO_LIMITS, {}, 8, 10240),
     ],
 )
 def test_cores_and_memory_are_what_the_cgroups_around_this_process_allow(system, monkeypatch, own, above, cores, free):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    monkeypatch.setattr(machine, "AFFINITY", range(8))
     system["/proc/meminfo"] = "MemAvailable:   10 kB\n"
-    system["/proc/self/cgroup"] = "4:memory:/job/step\n2:cpu,cpuacct:/job/step\n1:pids:/\n"
-    if "cpu.max" in own:
-        system["/proc/self/cgroup"] = "0::/job/step\n"
+    system["/proc/self/cgroup"] = "1:pids:/\n0::/job/step\n"
     for folder, files in (("job/step", own), ("job", above)):
         for name, text in files.items():
-            tree = "" if "cpu.max" in own else name.split(".")[0] + "/"
-            system[f"/sys/fs/cgroup/{tree}{folder}/{name}"] = text
+            system[f"/sys/fs/cgroup/{folder}/{name}"] = text
     assert machine.cores() == cores
     assert meters.free_memory() == free
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout")
+def test_the_commit_is_that_of_this_checkout_whatever_repository_the_environment_names(monkeypatch, tmp_path):
+    commit = meters.commit(ROOT)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    assert meters.commit(ROOT) == commit != ""
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak that can be reset")

@@ -133,6 +133,10 @@ def make(*words):
     return subprocess.run(["make", "-s", *words], cwd=ROOT, capture_output=True, text=True)
 
 
+def test_make_climb_without_a_script_says_so_before_it_installs_anything():
+    assert make("climb", "SCRIPT=").stderr.startswith('make climb needs SCRIPT="../train.py"')
+
+
 def changed_lines(diff):
     """The lines that a diff removes and adds, with - and + before them, sorted, without imports and blank lines."""
     lines = re.findall(r"^[-+](?![-+]).*\S", diff, re.MULTILINE)

@@ -45,6 +45,7 @@ def test_students_t_is_that_of_the_tables(freedom, t):
         (1.10, 0.12, 0, Verdict.UNCLEAR),
         (1.045, 0.01, 0.05, Verdict.UNCLEAR),  # the control came out 5 % apart
         (1.01, 0.02, 0, Verdict.SAME),
+        (1.004, 0.002, 0, Verdict.SAME),
         (1.01, 0.045, 0, Verdict.UNCLEAR),  # it may be as far as 5 % from 1
         (0.92, 0.01, 0.08, Verdict.SLOWER),  # its inverse is 1.087
         (0.96, 0.01, 0.05, Verdict.UNCLEAR),
@@ -83,13 +84,13 @@ def simulated_logs(generator, rows, offset=0.0, drift=0.0, disturbed=0.0, noisy=
     return [ratios.logs_of_rounds(ours, above) for above, ours in itertools.pairwise(speeds)]
 
 
-def shares(rows, benches=400, gain=0.03, **disturbances):
+def shares(rows=13, gained=(1, 5, 9), known=(), benches=400, gain=0.03, **disturbances):
     """Return how often a bench of so many ratios errs, in percent.
 
-    As (equal rows that are called different, pages with such a row, true gains that are found).
+    As (equal rows that are called different, pages with such a row, true gains that are found). gained: the rows with a
+    gain. known: those that compute the same as the row above, which a page never calls different.
     """
     generator = random.Random(1)
-    gained = {0} if rows < 5 else {1, 5, 9}  # rows with a gain
     false_calls, pages, found = [], [], []
     for _ in range(benches):
         logs = simulated_logs(generator, rows, **disturbances)
@@ -98,8 +99,8 @@ def shares(rows, benches=400, gain=0.03, **disturbances):
         scatter = ratios.scatter_of(logs)
         *judged, control = [ratios.ratio_of(each, scatter) for each in logs]
         least = ratios.distance(control.value) if ratios.judge(control) in TOLD else 0.0
-        calls = [ratios.judge(ratio, least) in TOLD for ratio in judged]
-        equal = [called for row, called in enumerate(calls) if row not in gained]
+        calls = [ratios.judge(ratio, least, row in known) in TOLD for row, ratio in enumerate(judged)]
+        equal = [called for row, called in enumerate(calls) if row not in (*gained, *known)]
         false_calls += equal
         pages.append(any(equal))
         found += [calls[row] for row in gained]
@@ -107,21 +108,24 @@ def shares(rows, benches=400, gain=0.03, **disturbances):
 
 
 TOLD = (Verdict.FASTER, Verdict.SLOWER)
+# s01 to s06, s10 and s11 gain but for s02, which on a CPU computes what s01 does, as s08 and s09 do what s07 does
+TWELVE = {"gained": (0, 2, 3, 4, 5, 9, 10), "known": (1, 7, 8), "offset": 0.01}
 SIMULATED = {
-    "a ladder of 13 ratios": dict(rows=13),
-    "processes differ by 1 %": dict(rows=13, offset=0.01),
-    "processes differ by 1 %, and 5 of 100 are slowed down by 2 to 15 %": dict(rows=13, offset=0.01, disturbed=0.05),
-    "processes differ by 1 %, and those of one row by 4 %": dict(rows=13, offset=0.01, noisy=3),
-    "processes differ by 1 %, and the machine slows down by 5 % in a round": dict(rows=13, offset=0.01, drift=0.05),
-    "a script with two techniques, whose processes differ by 1 %": dict(rows=4, offset=0.01),
+    "the twelve: seven gains, three rows that compute the same": dict(TWELVE),
+    "the twelve, and 5 of 100 processes are slowed down by 2 to 15 %": dict(TWELVE, disturbed=0.05),
+    "the twelve, and the processes of one row differ by 4 %": dict(TWELVE, noisy=6),
+    "the twelve, and the machine slows down by 5 % in a round": dict(TWELVE, drift=0.05),
+    "three gains, and nine equal rows": dict(offset=0.01),
+    "three gains, and nine equal rows, of which one differs by 4 %": dict(offset=0.01, noisy=3),
+    "a script with two techniques": dict(rows=4, gained=[0], offset=0.01),
 }
 
 
 @pytest.mark.parametrize("line", SIMULATED)
 def test_the_page_of_results_says_how_often_a_bench_errs(line):
-    """Of 100 equal rows at most 5 are called different."""
+    """Of 100 equal rows at most 8 are called different, if one of the two is noisy."""
     page = (ROOT / "results" / "README.md").read_text("utf-8")
     cells = re.search(rf"^\| {line} \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
     simulated = shares(**SIMULATED[line])
     assert [int(cell) for cell in cells] == pytest.approx(simulated, abs=1)
-    assert simulated[0] < 6
+    assert simulated[0] < 8

@@ -2,10 +2,15 @@
 
 from harness import ladder
 from harness.bench import rounds, rows
+from harness.bench.cells import remarks
+from harness.bench.rows import THIS_PYTHON
 from harness.bench.table import table_of
 from harness.steps import WARMUP
 
+import itertools
 import json
+import re
+import resource
 import time
 
 import pytest
@@ -14,7 +19,7 @@ from fixtures.fake_watch import all_have_ended
 from fixtures.records import SEEN, results_of, row
 
 FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
-TWO_RANKS = ("torchrun", "--standalone", "--nproc_per_node=2")
+TWO_RANKS = (*THIS_PYTHON["torchrun"], "--standalone", "--nproc_per_node=2")
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +51,12 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     assert (len(outcome.counted), outcome.error) == (counted, None)
 
 
-def test_plain_keeps_its_warm_up_and_counts_7_steps_without_turns():
-    plain = planned("a", (), {"dt": 1}, keeps_memory=False)
-    results = results_of(rows=[plain], steps=27, warmup_of_plain=20)
-    rounds.run_one_after_the_other(0, results)
-    [run] = table_of(results).outcomes["a"].runs
-    assert (len(run.steps), len(run.counted)) == (27, 7)
-
-
 def test_a_script_that_ends_early_has_the_turns_that_it_took():
     """Four of its steps are a turn."""
     results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)
     rounds.take_turns(0, results)
     assert [len(steps) for steps in results.runs["a", 0].turns.values()] == [4, 2]
+    assert remarks(table_of(results).outcomes["a"])[0] == "ended by itself after 10 steps"
 
 
 def test_the_clock_of_a_bench_begins_again_when_its_rows_do_and_the_numbers_of_processes_go_on():
@@ -95,6 +93,23 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     assert all_have_ended(tmp_path / "lock")
 
 
+def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
+    """The fake hangs, as a row does that has taken its steps and could not write them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        message = outcome_of(do="hang", at=1).error["message"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
+
+
+def test_a_pause_of_the_machine_fails_no_row(monkeypatch):
+    """At each look at the clock a day has gone by."""
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=86400).__next__)
+    assert outcome_of(dt=1).error is None
+
+
 def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_ranks():
     assert outcome_of(TWO_RANKS, do="crash", at=1, rank=1).error["message"] == "rank 1: RuntimeError: boom"
     killed = outcome_of(TWO_RANKS, do="be killed", at=1, rank=1)
@@ -104,7 +119,19 @@ def test_the_rank_that_failed_first_is_quoted_and_a_loss_is_the_mean_of_all_rank
     assert outcome.loss == pytest.approx((4.6 + 5.6) / 2)
 
 
-def test_rows_take_no_turns_if_memory_is_short(monkeypatch):
-    monkeypatch.setattr(rounds.meters, "free_memory", lambda: 1)
-    results = results_of(rows=[row("s01"), row("s02")], turns=3)
-    assert rounds.take_turns(0, results) == "memory can't hold all 2 processes at once"
+@pytest.mark.parametrize(
+    "free, reason, started",
+    [
+        (1, "memory can't hold all 3 processes at once", [1]),
+        (50e6, None, [1, 1, 1]),  # a row takes 20 MB, and each that starts needs 30
+        (70e6, None, [1, 2]),
+    ],
+)
+def test_rows_start_two_at_once_or_one_or_take_no_turns_as_memory_allows(monkeypatch, free, reason, started):
+    monkeypatch.setattr(rounds.meters, "free_memory", lambda: free)
+    lines = []
+    results = results_of(rows=[row("s01"), row("s02"), row("s03")], turns=3)
+    monkeypatch.setattr(results, "write", lambda line: lines.append(line["kind"]))
+    assert rounds.take_turns(0, results) == reason
+    before_a_step = re.findall("(?:start )+", " ".join(kind for kind in lines if kind in ("start", "step")))
+    assert [starts.count("start") for starts in before_a_step] == started

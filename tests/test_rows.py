@@ -80,7 +80,8 @@ def test_a_stage_runs_on_the_shared_flags_and_then_its_own_and_a_script_on_its_o
 @pytest.mark.parametrize(
     "launcher, started",
     [
-        ("env A=b torchrun -n 2", ["env", "A=b", sys.executable, "-m", "torch.distributed.run", "-n", "2"]),
+        ("torchrun -n 2", [sys.executable, "-m", "torch.distributed.run", "-n", "2"]),
+        ("conda run -n A python", ["conda", "run", "-n", "A", "python"]),  # the Python of A
         ("python3 -u", [sys.executable, "-u"]),
         ("conda run -n torch", ["conda", "run", "-n", "torch", sys.executable]),  # the name of an environment
         ("env A=/python B=y.py", ["env", "A=/python", "B=y.py", sys.executable]),
@@ -95,7 +96,7 @@ def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypa
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
     bench = {"turns": 0, "variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
     assert row_of("mine.py").variables(bench) == os.environ | bench["variables"]
-    plain, *_ = rows_of_ladder("cpu")
+    plain, *_ = rows_of_ladder("cpu", {})
     assert not CPU_MEMORY.keys() & plain.variables(bench).keys()
 
 
@@ -156,10 +157,15 @@ def test_a_title_is_the_script_or_the_command_if_two_rows_have_the_same_script(w
 
 
 def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
-    plain, *_ = table = rows_of_ladder("cpu")
+    plain, *_ = table = rows_of_ladder("cpu", {"float32": 1, "bfloat16": 2})
     assert (names(table), plain.keeps_memory) == (["plain", *SHORTS], False)
-    assert names(rows_of_ladder("cuda")) == SHORTS
-    assert names(rows_of_ladder("mps")) == SHORTS[:-1]
+    assert names(rows_of_ladder("cuda", {})) == SHORTS
+    assert names(rows_of_ladder("mps", {})) == SHORTS[:-1]
+
+
+def test_where_16_bits_are_slow_the_ladder_ends_with_s10_in_float32():
+    *_, s12, last = all_rows(rows_of_ladder("cpu", {"float32": 2, "bfloat16": 1}))
+    assert (s12.name, last.title, last.base) == ("s12", "s10 --amp-dtype float32", "s10")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from harness import ladder
 from harness.bench.answer import answer
-from harness.bench.cells import remarks
+from harness.bench.cells import note_cell, remarks
+from harness.bench.page import terminal
 from harness.bench.ratios import Verdict
 from harness.figures import Step, tokens_per_second
 
@@ -189,19 +190,57 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     in_vain = [[stage.added_as for stage in outcome.comparison.change.in_vain] for outcome in table.shown]
     assert in_vain == [[], ["compile"], ["fused"], []]
     assert rows_that_change_nothing(table) == ["+compile", "+fused"]
-    assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "all together"]
+    assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "fastest row"]
 
 
-def test_all_together_is_the_fastest_row_of_one_process_that_trains_the_first_rows_model():
+def test_the_fastest_row_is_of_one_process_and_trains_the_first_rows_model():
     others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=failure("boom"))]
     runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.75, "c": 0.5, "g": 0.6}.items()]
-    assert dict(answer(table_from(*runs, *others)))["all together"] == "c: 2.00 ± 0.00 times as fast as a"
+    assert dict(answer(table_from(*runs, *others)))["fastest row"] == "c: 2.00 ± 0.00 times as fast as a"
 
 
-def test_all_together_stands_in_parentheses_if_it_is_not_shown_to_differ():
+def test_of_rows_that_compute_the_same_the_first_is_called_the_fastest():
+    runs = [run(name, [dt]) for name, dt in {"s06": 1.0, "s06 again": 1.0, "s10": 0.6, "s07": 0.5, "s08": 0.49}.items()]
+    assert dict(answer(table_from(*runs)))["fastest row"] == "s07: 2.00 ± 0.00 times as fast as s06"
+
+
+def test_a_row_whose_loss_is_not_finite_is_called_neither_faster_nor_slower():
+    s03 = run("s03", [0.5])
+    s03[-2]["loss"] = "nan"
+    table = table_from(run("s01", [1.0]), run("s01 again", [1.0]), s03, run("s05", [0.25]))
+    assert remarks(table.outcomes["s03"]) == ["its loss is not finite"]
+    assert dict(answer(table)) == {"fastest row": "s05: 4.00 ± 0.00 times as fast as s01"}
+
+
+def test_the_answer_says_that_the_machine_was_busy():
+    """By its load, or since the rounds of s03 lie far apart."""
+    loaded = table_from(run("s01", [1.0]), run("s03", [0.5]), environment=CPU | {"load": 1.5})
+    assert dict(answer(loaded))["busy machine"].startswith(
+        "the load was 1.5 times the cores when the bench began: close"
+    )
+    rounds = [(run("s01", [1.0], number), run("s03", [dt], number)) for number, dt in enumerate((0.3, 0.6, 0.4))]
+    assert dict(answer(table_from(*sum(rounds, ()))))["busy machine"].startswith(
+        "a ± is a quarter of its ratio, or more"
+    )
+
+
+def test_with_one_round_the_terminal_says_how_far_two_runs_of_one_code_differ():
+    table = table_from(run("s01", [1.0], 1), run("s01 again", [0.5], 1), run("s03", [0.5], 1), rounds=1)
+    assert "s01 again was 2.000 times as fast as s01." in " ".join(terminal(table).split())
+
+
+def test_the_warm_up_is_what_the_page_calls_so_and_is_told_if_it_takes_long():
+    plain = run("plain", [2.0] * 9)
+    for number, line in enumerate(plain):
+        line["dt"] = 5.0 if number < 8 else 2.0  # two lines stand before the steps
+    table = table_from(plain, warmup_of_plain=6)
+    assert note_cell(table.outcomes["plain"], table.bench) == "30 s of warm-up"
+
+
+def test_the_fastest_row_stands_in_parentheses_if_it_is_not_shown_to_differ():
     dts = {"a": (1, 1, 1), "a again": (1, 1, 1), "b": (1, 1, 1), "c": (0.2, 1, 2)}
     table = table_from(*[run(name, [dts[name][number]], number) for number in range(3) for name in dts])
-    assert dict(answer(table))["all together"].startswith("c: (1.36 ± ")
+    assert dict(answer(table))["fastest row"].startswith("c: (1.36 ± ")
 
 
 def test_a_row_whose_base_is_not_right_above_says_so():

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # where data.py, model.py and stages/ are
+# The cores that this process may use; None if the system does not say. They are read before torch is imported, which
+# binds the process to one of them if OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY is set.
+AFFINITY = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def set_up_output():

@@ -1,5 +1,6 @@
 """A step, and the figures of some steps, the same for what watch.py prints and for the tables of the bench."""
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -27,7 +28,15 @@ class Step:
     @classmethod
     def of_line(cls, line):
         """Return the Step of a line of a record."""
-        return cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
+        step = cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
+        if step.loss is not None:
+            step.loss = float(step.loss)  # of "nan", too
+        return step
+
+    @property
+    def diverged(self):
+        """Whether its loss is not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)
 
 
 def are_uneven(steps):
@@ -46,6 +55,16 @@ def tokens_per_second(steps, uneven):
         return sum(step.tokens for step in steps) / sum(step.dt for step in steps)
     seconds_of_a_token = [step.dt / step.tokens for step in steps if step.tokens]
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
+
+
+def digits(number):
+    """Return a speed with as many digits as say something."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def words_on_speed(speed, unit):
+    """Return a speed with its unit, one of PER_SECOND."""
+    return f"{digits(speed)} {PER_SECOND[unit]}"
 
 
 def most_memory(steps):

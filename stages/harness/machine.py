@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .common import refuse
+from .common import AFFINITY, refuse
 
 # Variables of the environment that change what is measured. A stage names them, and so does each page of results.
 CHANGE_SPEED = (
@@ -24,6 +24,11 @@ CHANGE_SPEED = (
     "DNNL_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",  # the same in MKL, which multiplies in float32
     "MKL_CBWR",
+    "OMP_THREAD_LIMIT",  # gives fewer threads than PyTorch asks for, and with one its bfloat16 is wrong
+    "OMP_DYNAMIC",
+    "PYTHONMALLOC",  # checks each allocation
+    "ONEDNN_VERBOSE",  # prints a line for each matmul
+    "MKL_VERBOSE",
     "NVIDIA_TF32_OVERRIDE",  # turns TF32 on, or forbids it
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "ONEDNN_DEFAULT_FPMATH_MODE",  # multiplies in bfloat16, as guides for Arm advise
@@ -178,29 +183,24 @@ def abilities_of(device):
 
 def cores():
     """Return how many CPU cores this process may use, by its affinity and the quotas of the cgroups around it."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    for folder in cgroup_folders("cpu"):
-        limits = read_text(folder / "cpu.max")  # microseconds of CPU time, and the period that they are for
-        if not limits:  # version 1 has two files
-            limits = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
-        quota, _, period = limits.partition(" ")
-        if quota.strip().isdecimal():  # without a quota it is "max", or "-1"
+    count = len(AFFINITY) if AFFINITY else os.cpu_count()
+    for folder in cgroup_folders():
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")  # microseconds, of so many
+        if quota.isdecimal():  # "max" without a quota
             count = min(count, max(1, int(quota) // int(period)))
     return count
 
 
-def cgroup_folders(controller):
-    """Yield the folder of this process's cgroup, and all folders above it: a limit of any of them counts.
+def cgroup_folders():
+    """Return the folder of this process's cgroup, and all folders above it: a limit of any of them counts.
 
-    By cgroups Linux limits what a container or a cluster's job may use. controller: "cpu" or "memory". In version 1 of
-    cgroups each has a tree of its own, and in version 2 they share one.
+    By cgroups Linux limits what a container or a cluster's job may use. Only their version 2 is read.
     """
-    for line in read_text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        is_version_2 = controllers == ""
-        if is_version_2 or controller in controllers.split(","):
-            folder = Path("/sys/fs/cgroup", "" if is_version_2 else controller, path.strip("/"))
-            yield from (folder, *folder.parents)
+    path = re.search(r"^0::/(.*)", read_text("/proc/self/cgroup"), re.MULTILINE)
+    if path is None:
+        return []
+    folder = Path("/sys/fs/cgroup", path[1])
+    return [folder, *folder.parents]
 
 
 # Files, variables and commands, which may be missing

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import os
 import platform
 import re
 from pathlib import Path
@@ -29,11 +30,10 @@ def free_memory():
     The limits of the cgroups around this process count, too, for example those of a container or of a cluster's job.
     """
     free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
-    for folder in machine.cgroup_folders("memory"):
-        limit = machine.read_text(folder / "memory.max") or machine.read_text(folder / "memory.limit_in_bytes")
-        # by processes, without cached files, in version 2 of cgroups or in version 1
-        taken = re.search(r"^(?:anon|total_rss) (\d+)", machine.read_text(folder / "memory.stat"), re.MULTILINE)
-        if taken and limit.strip().isdecimal():  # "max" if there is no limit
+    for folder in machine.cgroup_folders():
+        limit = machine.read_text(folder / "memory.max").strip()
+        taken = re.search(r"^anon (\d+)", machine.read_text(folder / "memory.stat"), re.MULTILINE)  # no cached files
+        if taken and limit.isdecimal():  # "max" without a limit
             free = min(free, int(limit) - int(taken[1]))
     return free
 
@@ -118,6 +118,7 @@ def environment(device):
         "device_name": machine.device_name(device),
         "threads": torch.get_num_threads(),
         "cores": machine.cores(),
+        "load": os.getloadavg()[0] / os.cpu_count(),  # of the whole machine
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -132,4 +133,5 @@ def commit(folder):
     if not Path(folder, ".git").exists():  # git would report the repository around it
         return ""
     describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
-    return machine.command_output(["git", "-C", str(folder), *describe])
+    without = [f"-u{name}" for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")]  # they name another repository
+    return machine.command_output(["env", *without, "git", "-C", str(folder), *describe])

@@ -7,7 +7,6 @@ STEPS_OF_SCRIPT = WARMUP + 20  # after which watch.py stops it
 
 # In a round of the bench
 TURNS = 7  # of a row on a CPU; a row that takes no turns counts as many steps at least
-# On a CPU the first steps of a process are slower than the later ones. Of `plain` more of them are.
-WARMUP_ON_CPU, WARMUP_OF_PLAIN = 6, 20
+WARMUP_OF_PLAIN = 20  # on a CPU, where it gets faster for longer than any other row
 STEPS_OF_ROW_ON_CPU = WARMUP_OF_PLAIN + TURNS
 STEPS_OF_ROW = WARMUP + 160  # on a card at most, with the one that is profiled

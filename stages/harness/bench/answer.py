@@ -3,6 +3,8 @@
 from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
 
+WIDE = 0.25  # of a ratio: a ± that shows that the machine was busy
+
 
 def answer(table):
     """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
@@ -13,13 +15,27 @@ def answer(table):
             rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
         if rows:
             lines.append((verdict.value, ", ".join(words_on_verdict(outcome) for outcome in rows)))
-    if any(outcome.comparison.verdict is Verdict.UNCLEAR for outcome in table.shown):
+    reason = why_busy(table)
+    if reason:
+        lines.append(("busy machine", f"{reason}: close other programs, and measure again"))
+    elif any(outcome.comparison.verdict is Verdict.UNCLEAR for outcome in table.shown):
         rounds = 2 * table.bench["rounds"]
         lines.append(("to tell more", f"--rounds {rounds} makes each ± smaller, and takes twice as long"))
-    all_rows = all_together(table)
-    if all_rows:
-        lines.append(("all together", all_rows))
+    fastest = fastest_row(table)
+    if fastest:
+        lines.append(("fastest row", fastest))
     return lines
+
+
+def why_busy(table):
+    """Return what shows that other programs took a part of the machine, or None."""
+    ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
+    load = table.bench["environment"].get("load", 0)
+    if ratios and load > 1:
+        return f"the load was {load:.1f} times the cores when the bench began"
+    if any(ratio.spread and ratio.spread >= WIDE * ratio.value for ratio in ratios):
+        return "a ± is a quarter of its ratio, or more"
+    return None
 
 
 def words_on_verdict(outcome):
@@ -48,18 +64,21 @@ def reason_of_verdict(outcome):
     return None
 
 
-def all_together(table):
-    """Return what all rows bring together: how fast the fastest of one process is beside the first, maybe `plain`.
+def fastest_row(table):
+    """Return how fast the fastest row of one process is beside the first, maybe `plain`.
 
-    None if that says no more than the second row does, or if no ± is known.
+    Of rows that compute the same it is the first. None if that says no more than the second row does, or if no ± is
+    known.
     """
     first, *others = table.shown
     compared = [outcome for outcome in others if outcome.comparison.ratio_to_first and outcome.seen.world_size == 1]
     if not compared:
         return None
     fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)
+    while fastest.comparison.change.is_same_computation and fastest.comparison.base in table.shown[:1] + compared:
+        fastest = fastest.comparison.base
     ratio = fastest.comparison.ratio_to_first
-    if fastest is others[0] or ratio.spread is None:
+    if fastest in table.shown[:2] or ratio.spread is None:
         return None
     title = quoted(fastest.row.title)
     if fastest.row.added:  # it has what the rows above it add, too

@@ -3,15 +3,14 @@
 import re
 
 from ..card import words_on_card
-from ..figures import LONG, LONG_WAIT, UNITS, seconds_of_warmup, waiting_share
+from ..figures import LONG, LONG_WAIT, UNITS, digits, seconds_of_warmup, waiting_share
 from ..ladder import words_in_vain, words_on_techniques
-from ..steps import WARMUP
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_REASON = 300  # characters of a cell that says why a row failed
-LONG_WARMUP = 10  # seconds that are worth a word
+LONG_WARMUP = 10  # seconds beyond those of as many later steps, which are worth a word
 
 
 # Figures
@@ -26,7 +25,7 @@ def speed_cell(outcome):
     """Return the cell of a row's tokens per second, with its unit if it counts something else."""
     if outcome.tok_per_sec is None:
         return NOTHING
-    cell = f"{outcome.tok_per_sec:,.0f}"
+    cell = digits(outcome.tok_per_sec)
     return cell if outcome.seen.unit == "tok" else f"{cell} {UNITS[outcome.seen.unit]}"
 
 
@@ -86,9 +85,11 @@ def note_cell(outcome, bench):
         parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
-    seconds = seconds_of_warmup(outcome.runs[0].steps, WARMUP) if outcome.runs else 0  # the first steps compile
-    if seconds > LONG_WARMUP:
-        parts.append(f"{seconds:.0f} s of warm-up")
+    if outcome.dt_ms and not bench["turns"]:  # else two rows started at once, and shared the machine
+        warmup = outcome.runs[0].warmup
+        seconds = seconds_of_warmup(outcome.runs[0].steps, warmup)
+        if seconds - warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
+            parts.append(f"{seconds:.0f} s of warm-up")
     return escaped("; ".join(parts))
 
 
@@ -100,11 +101,16 @@ def remarks(outcome):
     words = []
     base = outcome.comparison.base
     if outcome.error:
-        words.append(failure(outcome.error))
+        words.append(failure(outcome))
     elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
         words.append(f"compared with {base.row.title}, and not with the row above")
     elif base and base.speeds and outcome.speeds and not outcome.comparison.ratio:
         words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
+    early = [len(run.steps) for run in outcome.runs if run.ended_early]
+    if early:
+        words.append(f"ended by itself after {min(early)} steps")
+    if outcome.diverged:
+        words.append("its loss is not finite")
     if outcome.seen:
         words += remarks_on_script(outcome)
     return words
@@ -129,8 +135,11 @@ def remarks_on_script(outcome):
     return words
 
 
-def failure(error):
-    """Return why a row failed, by the error line of its record, in one line."""
+def failure(outcome):
+    """Return why a row failed, in one line."""
+    error = outcome.error
+    if error["name"] != outcome.row.name:
+        return shortened(f"not started, since {error['name']} failed", MOST_OF_A_REASON)
     message = error["message"]
     if "ModuleNotFoundError" in message:
         message += ": start the bench with the Python that runs the script (make climb PY=python)"

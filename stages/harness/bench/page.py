@@ -13,7 +13,7 @@ import urllib.parse
 from ..seen import words_on_model
 from .answer import answer
 from .cells import code, escaped, note_cell, number_cell, quoted, ratio_cell, remarks, speed_cell
-from .ratios import NOT_SHOWN_TO_DIFFER
+from .ratios import FEWEST_ROUNDS, NOT_SHOWN_TO_DIFFER
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
@@ -102,10 +102,8 @@ def how_to_read(table):
     if ratios and (table.bench["turns"] or table.bench["rounds"] > 1):
         lines.append("Believe the ratio of two rows, which is not quite the quotient of their speeds.")
     if table.disturbance:
-        lines.append(
-            f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster. "
-            "So a row is called faster or slower only if it differs by more."
-        )
+        words = f"The bench was disturbed: of two runs of the same code one was {100 * table.disturbance:.1f} % faster."
+        lines.append(f"{words} Believe no ratio that is nearer to 1.")
     return lines
 
 
@@ -123,6 +121,8 @@ def terminal(table):
         if parts:
             lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
     lines += [beside("", line) for line in how_to_read(table)]
+    if table.bench["rounds"] < FEWEST_ROUNDS:  # else the answer says so if they differ
+        lines.append(beside("", noise_line(table)))
     answers = answer(table)
     if answers:
         lines.append("")

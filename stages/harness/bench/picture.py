@@ -61,7 +61,7 @@ def words_beside(outcome):
     """Return the speed of a row and its ratio to its base, in parentheses as in the table, or why it failed."""
     comparison = outcome.comparison
     if outcome.error:
-        return shortened(failure(outcome.error), MOST_LETTERS_OF_A_FAILURE)
+        return shortened(failure(outcome), MOST_LETTERS_OF_A_FAILURE)
     if comparison.ratio is None:
         return speed_cell(outcome)
     words = in_parentheses(f"x {comparison.ratio.value:.2f}", comparison.verdict)

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 ALIKE = 0.05  # a ratio that is surely nearer to 1 than this makes no difference
+LEAST = 0.01  # nor does one that is nearer to 1 than this, however surely it differs from 1
 FEWEST_ROUNDS = 3  # with fewer, nothing is said of how far a ratio may be off
 
 
@@ -99,9 +100,9 @@ def distance(ratio):
 def judge(ratio, disturbance=0.0, is_same_computation=False):
     """Return the Verdict on a Ratio; None without one, and below three rounds.
 
-    A ratio that is nearer to 1 than its spread, or than the disturbance, shows nothing. A row that should be as fast as
-    its base is never called faster or slower: if it comes out so, it was disturbed. disturbance: how far from 1 the
-    control came out, if chance can't explain that. is_same_computation: whether both rows should be as fast.
+    A ratio that is nearer to 1 than its spread, than the disturbance, or than LEAST shows nothing. A row that should be
+    as fast as its base is never called faster or slower: if it comes out so, it was disturbed. disturbance: how far
+    from 1 the control came out, if chance can't explain that. is_same_computation: whether both rows should be as fast.
     """
     if ratio is None or ratio.spread is None:
         return None
@@ -110,6 +111,6 @@ def judge(ratio, disturbance=0.0, is_same_computation=False):
     from_1 = distance(ratio.value)
     if is_same_computation:
         return Verdict.SAME if from_1 <= max(reach, ALIKE) else Verdict.UNCLEAR
-    if from_1 > reach:
+    if from_1 > reach and from_1 >= LEAST:
         return Verdict.FASTER if ratio.value > 1 else Verdict.SLOWER
     return Verdict.SAME if from_1 + reach <= ALIKE else Verdict.UNCLEAR

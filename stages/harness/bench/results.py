@@ -17,17 +17,18 @@ the page.
 A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line belongs
 to a process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before
 the first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py
-describes. Of the ranks but the first there are only the steps, as lines "step of another rank".
+describes. Of the ranks but the first there are only the steps, as lines "step of another rank". A line "early end" says
+that the script ended before it had taken all steps that were wanted.
 """
 
 import json
 import time
 from dataclasses import dataclass, field
 
-from ..common import say
+from ..common import refuse, say
 from ..figures import Step
 from ..seen import Seen
-from .rows import Row
+from .rows import Row, does_as_much
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Run:
     steps_of_other_ranks: list = field(default_factory=list)
     summary: dict | None = None
     error: dict | None = None
+    ended_early: bool = False  # whether it ended by itself, before it had taken all steps that were wanted
 
     @property
     def counted(self):
@@ -69,12 +71,16 @@ class Results:
     def load(cls, path):
         """Return the Results of a record. A last line that a kill cut off is left out.
 
-        Raises OSError if it can't be read, and many other exceptions if it is not the record of a bench.
+        Raises OSError if it can't be read, and many other exceptions if it is not the record of a bench. Exits with one
+        line if another record, or a part of one, was appended to it.
         """
         complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        bench, *lines = [json.loads(line) for line in complete_lines if line]
+        bench, *lines = [json.loads(line) for line in complete_lines]
         results = cls(bench)
-        for line in lines:
+        for number, line in enumerate(lines, start=2):
+            is_known = line["kind"] == "start" and (line["name"], line["round"]) in results.runs
+            if line["kind"] == "bench" or is_known:
+                refuse(f"results/{path.name}: a second record begins in line {number}: keep one of them")
             results.add(line)
         return results
 
@@ -103,6 +109,8 @@ class Results:
                 self.runs[key].summary = line
             case "error":
                 self.runs[key].error = line
+            case "early end":
+                self.runs[key].ended_early = True
 
     def write(self, line):
         """Write a line. If the disk is full, what is measured goes on in memory."""
@@ -114,5 +122,15 @@ class Results:
         return [run for (name_of_row, _), run in self.runs.items() if name_of_row == name]
 
     def error(self, row):
-        """Return the line of the first run of a row that failed, or None."""
-        return next((run.error for run in self.runs_of(row.name) if run.error), None)
+        """Return the line of the first run of a row that failed, or None.
+
+        A row that never ran has that of a row whose script ended before its first step: it would end so, too. It might
+        not if memory was short.
+        """
+        runs = self.runs_of(row.name)
+        errors = [run.error for run in runs if run.error]
+        if not runs:
+            others = [other for other in self.rows.values() if does_as_much(row, other)]
+            runs = [run for other in others for run in self.runs_of(other.name) if not run.steps]
+            errors = [run.error for run in runs if run.error and not run.error["out_of_memory"]]
+        return errors[0] if errors else None

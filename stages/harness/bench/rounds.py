@@ -1,9 +1,11 @@
 """Runs the rows of a bench in rounds of fresh processes, and says how far it is.
 
-In a round all rows are alive at once and take turns, a step each; or one after the other, each until it has enough.
+In a round all rows are alive at once and take turns, each of a step or of several if these are short; or they run one
+after the other, each until it has enough.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,10 +14,12 @@ import statistics
 import subprocess
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
+from ..figures import tokens_per_second, words_on_speed
 from ..steps import TURNS
 from . import page, picture
 from .failure import error_line, error_of, last_lines
@@ -30,7 +34,9 @@ SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with se
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
 PAUSE = 0.01  # seconds between two polls of a row
-SPARE_MEMORY = 1.5  # of the largest row: rows take turns only if so much is free for the next one
+POLLS_BETWEEN_LOOKS = 300  # at the disk, while a row is silent
+STEPS_OF_A_START = 2  # for which a row starts and compiles: with the second one it says what it is
+SPARE_MEMORY = 1.5  # of the largest row: so much must be free for the next one
 MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
 
@@ -69,22 +75,28 @@ def report(number, what, results):
 def take_turns(number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Return why they can't, or None. The first round decides for all. number: of the round.
+    Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
+    which fails at its start fails once. Return why rows can't take turns, or None. The first round decides for all.
+    number: of the round.
     """
     turns = results.bench["turns"]
+    rows = in_order(number, results)
     with contextlib.ExitStack() as stack:
         processes = []
-        for row in in_order(number, results):
-            process = stack.enter_context(contextlib.closing(RowProcess(row, results, number)))
-            processes.append(process)
-            process.take(row.warmup(results.bench))
-            reason = why_not_in_turn(processes, results)
-            if reason and number == 0:
-                return reason
-            if not row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
-                process.steps_per_turn = process.steps_in(SHORTEST_TURN)
-            if not process.has_ended:
-                report(number, f"{row.title} has warmed up", results)
+        while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
+            started = [stack.enter_context(contextlib.closing(RowProcess(row, results, number))) for row in next_rows]
+            processes += started
+            for process in started:
+                process.wait()
+            for process in started:
+                process.take(process.run.warmup - STEPS_OF_A_START)
+                reason = why_not_in_turn(process, processes, results)
+                if reason and number == 0:
+                    return reason
+                if not process.row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
+                    process.steps_per_turn = process.steps_in(SHORTEST_TURN)
+                if not process.has_ended:
+                    report(number, f"{process.row.title} has warmed up: {process.speed}", results)
         for turn in range(turns):
             for process in processes:
                 process.turn = turn
@@ -98,16 +110,22 @@ def take_turns(number, results):
     return None
 
 
-def why_not_in_turn(processes, results):
-    """Return why the rows that have warmed up can't take turns together with those still to come, or None.
+def rows_that_fit(processes):
+    """Return how many more rows fit into memory: 0, 1 or 2, which is as many as start at once.
 
-    processes: their RowProcesses so far. The last one has just warmed up.
+    processes: the RowProcesses so far. 1 if nothing is known of them, or the system has no meter.
     """
-    row, seen = processes[-1].row, processes[-1].run.seen
-    if seen and seen.loaders:
-        return f"the workers of {row.title} load its data ahead, during the turns of other rows"
-    is_short = meters.free_memory() < SPARE_MEMORY * max(process.memory for process in processes)
-    if is_short and len(processes) < len(results.rows):
+    largest = max((process.memory for process in processes), default=0)
+    if not largest:
+        return 1
+    return min(2, int(meters.free_memory() / (SPARE_MEMORY * largest)))
+
+
+def why_not_in_turn(process, processes, results):
+    """Return why a RowProcess that has warmed up can't take turns with all others, or None. processes: those so far."""
+    if process.run.seen and process.run.seen.loaders:
+        return f"the workers of {process.row.title} load its data ahead, during the turns of other rows"
+    if rows_that_fit(processes) == 0 and len(processes) < len(results.rows):
         return f"memory can't hold all {len(results.rows)} processes at once"
     return None
 
@@ -116,23 +134,24 @@ def run_one_after_the_other(number, results):
     """Run a fresh process of each row, until it has counted enough steps."""
     for row in in_order(number, results):
         with contextlib.closing(RowProcess(row, results, number)) as process:
-            process.take(row.warmup(results.bench))
-            while steps := process.steps_to_go():
-                process.take(steps)
+            process.take(process.run.warmup - STEPS_OF_A_START)
+            process.take_enough()
             process.let_end()
             process.wait()
-        report(number, f"{row.title} has ended", results)
+        report(number, f"{row.title} has ended: {process.speed}", results)
 
 
 def in_order(number, results):
-    """Return the Rows in the order of a round: there and back, so that a drift of speed affects all alike.
+    """Yield the Rows in the order of a round: there and back, so that a drift of speed affects all alike.
 
     One that has failed is not started again.
     """
-    rows = [row for row in results.rows.values() if not results.error(row)]
+    rows = list(results.rows.values())
     if number % 2:
         rows.reverse()
-    return rows
+    for row in rows:
+        if not results.error(row):
+            yield row
 
 
 # A process
@@ -141,18 +160,20 @@ def in_order(number, results):
 class RowProcess:
     """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
 
-    allowed: how many steps it may take. steps_per_turn: how many it takes in a turn. turn: the number of its turn; None
-    before the first one, and if it takes none. has_ended: whether it has ended, or was stopped.
+    allowed: how many steps it may take: at first those of a start. steps_per_turn: how many it takes in a turn. turn:
+    the number of its turn; None before the first one, and if it takes none. has_ended: whether it has ended, or was
+    stopped.
     """
 
     def __init__(self, row, results, number):
         self.row, self.results, self.number = row, results, number
         self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
-        self.gate.touch()
+        self.allowed = STEPS_OF_A_START
+        with contextlib.suppress(OSError):  # if the disk is full, wait() finds that out
+            self.gate.write_bytes(b"." * self.allowed)
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
-        self.allowed = 0
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
@@ -185,29 +206,33 @@ class RowProcess:
             return 0
         return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // self.run.seen.world_size
 
+    @property
+    def speed(self):
+        """Its speed in words, by its last steps."""
+        if self.run.seen is None:
+            return "no step was timed"
+        return words_on_speed(tokens_per_second(self.run.steps[-2:], uneven=True), self.run.seen.unit)
+
     def steps_in(self, seconds):
         """Return how many steps fill so many seconds, at least 1."""
         dts = [step.dt for step in self.run.steps[-5:]]
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
-    def steps_to_go(self):
-        """Return how many steps it should take before the bench looks again; 0 if it needs or can take no more."""
-        counted = self.run.counted
-        seconds = sum(step.dt for step in counted)
-        has_enough = len(counted) >= TURNS and seconds >= ENOUGH_SECONDS
-        if self.has_ended or has_enough:
-            return 0
-        most = self.results.bench["steps"]
+    def take_enough(self):
+        """Let it take TURNS counted steps, and more if they fill less than ENOUGH_SECONDS, but not more than it may."""
+        most = self.results.bench["steps"] - self.run.warmup
         if self.results.bench["environment"]["device"] != "cpu":
             most -= 1  # the last one is left for the profile that watch.py makes on a card
-        return min(self.steps_in(ENOUGH_SECONDS - seconds), most - len(self.run.steps))
+        first = min(TURNS, most)
+        self.take(first)
+        self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
 
     def take(self, steps):
         """Let it take so many more steps, and wait until it has."""
         if self.has_ended:
             return
         self.allowed += steps
-        with self.gate.open("ab") as gate:
+        with contextlib.suppress(OSError), self.gate.open("ab") as gate:
             gate.write(b"." * steps)
         self.wait()
 
@@ -217,28 +242,44 @@ class RowProcess:
         self.gate.unlink(missing_ok=True)  # there is none after a failure
 
     def wait(self):
-        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped.
+
+        Polls are counted, and no clock is read, since that goes on while the whole machine is paused.
+        """
+        polls = 0  # since the last line of its record
         while not self.has_ended and self.steps_taken < self.allowed:
             time.sleep(PAUSE)
             status = self.process.poll()  # before its last lines are read
-            if self.read():
-                deadline = time.monotonic() + PATIENCE
-            if status is not None or time.monotonic() > deadline:
-                self.has_ended = True
-                error = self.error_at_its_end(status)
-                if error:
-                    self.fail(error)
+            polls = 0 if self.read() else polls + 1
+            error = self.error_at_its_end(status) if status is not None else self.error_of_silence(polls)
+            self.has_ended = status is not None or error is not None
+            if error:
+                self.fail(error)
+            elif self.has_ended and self.allowed < math.inf:
+                self.keep({"kind": "early end"})
 
     def error_at_its_end(self, status):
-        """Return the line of the record that says why it failed, or None. status: of its exit; None if it hangs."""
+        """Return the line of the record that says why it failed, or None. status: of its exit."""
         taken, warmup = len(self.run.steps), self.run.warmup
-        printed = self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
-        if status is None:
-            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(printed))
         if status == 0 and taken <= warmup:
             return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
-        return error_of(status, printed, self.errors)
+        return error_of(status, self.printed(), self.errors)
+
+    def error_of_silence(self, polls):
+        """Return the line of the record that says why nothing more is to be expected of it, or None."""
+        if polls * PAUSE > PATIENCE:
+            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
+        if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
+            try:
+                Path(self.folder.name, "test").write_bytes(bytes(8192))
+            except OSError as error:
+                folder = tempfile.gettempdir()
+                return error_line(f"its record ends, since nothing can be written to {folder}: {error.strerror}")
+        return None
+
+    def printed(self):
+        """Return the end of what it printed."""
+        return self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
 
     def read(self):
         """Keep the new lines of its records, one of each rank. Return whether there were some."""
@@ -303,8 +344,9 @@ def show(results, path):
     """Draw the page. If that fails, it costs this page alone, and nothing that is measured. path: of the record."""
     try:
         draw(results, path)
-    except Exception as error:
-        tell(f"results/{path.stem}.md was not written ({error}); the steps are in results/{path.name}")
+    except Exception:
+        tell(traceback.format_exc())
+        tell(f"results/{path.stem}.md was not written; the steps are in results/{path.name}")
 
 
 def draw(results, path):

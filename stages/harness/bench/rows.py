@@ -18,7 +18,7 @@ LONGEST_TITLE = 32  # characters
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
 # By these, OpenMP's threads spin while they wait. So would rows that wait for their turns, and slow down the others.
 SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# What the names of programs in a launcher become.
+# What a program becomes that is the first word of a row.
 PYTHON = [sys.executable]
 THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
 # Programs and packages that start a Python for the script after them, for example by python3 and accelerate.
@@ -69,13 +69,14 @@ class Row:
 
         folder: where this process writes its record, and finds the gate that allows its steps.
 
-        In a launcher, python, python3 and torchrun become this Python. A path, or a name such as python3.13, stays as
-        typed. If the launcher starts no Python at all, as env does not, this Python stands between it and the script.
-        {row} becomes the number of the process, which no other one of the bench has: two may not write one file.
+        As the first word, python, python3 and torchrun become this Python. After another word they stay as typed, since
+        `conda run -n A python` is the Python of A. If the launcher starts no Python at all, as env does not, this
+        Python stands between it and the script. {row} becomes the number of the process, which no other one of the
+        bench has: two may not write one file.
         """
-        launcher = []
-        for word in self.launcher:
-            launcher += THIS_PYTHON.get(word, [word])
+        launcher = list(self.launcher)
+        if launcher and launcher[0] in THIS_PYTHON:
+            launcher[:1] = THIS_PYTHON[launcher[0]]
         if not any(is_launcher(Path(word).name) for word in self.launcher if "=" not in word):
             launcher.append(sys.executable)
         watch = [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
@@ -107,6 +108,11 @@ def is_launcher(name):
 def runs_the_same(row, above):
     """Return whether two Rows run one script with the same flags and launcher."""
     return (row.launcher, row.script, row.flags) == (above.launcher, above.script, above.flags)
+
+
+def does_as_much(row, other):
+    """Return whether a Row does all that another one does, and maybe more."""
+    return runs_the_same(row, other) and set(other.added) <= set(row.added)
 
 
 # From a command to a row
@@ -157,9 +163,15 @@ def place_of_script(words, command):
 # The rows of a bench
 
 
-def rows_of_ladder(device):
-    """Return the Rows of all stages that run on a device, "cuda", "mps" or "cpu"."""
+def rows_of_ladder(device, peak):
+    """Return the Rows of all stages that run on a device, "cuda", "mps" or "cpu".
+
+    All from s03 on are slow if it is slow in 16 bits. Then one row more is what a page recommends there: s10 in
+    float32. peak: {dtype: FLOP/s}, of the probe.
+    """
     rows = [row_of(stage.short) for stage in ladder.STAGES if device != "mps" or not stage.takes_ranks]
+    if "bfloat16" in peak and ladder.ADDED["bf16"].is_slow(peak):
+        rows.append(replace(row_of("s10 --amp-dtype float32"), base="s10"))
     return with_plain(rows, device)
 
 
@@ -204,7 +216,7 @@ def all_rows(rows):
         title = row.title
         if short_titles.count(title) > 1:
             title = shortened(row.name, LONGEST_TITLE)
-        in_order.append(replace(row, title=title, base=base_of(row, in_order)))
+        in_order.append(replace(row, title=title, base=row.base or base_of(row, in_order)))
     add_control(in_order)
     names = [row.name for row in in_order]
     for name in names:
@@ -220,7 +232,7 @@ def base_of(row, rows_above):
     no other ones.
     """
     for above in reversed(rows_above):
-        if row.added and runs_the_same(row, above) and set(above.added) <= set(row.added):
+        if row.added and does_as_much(row, above):
             return above.name
     return rows_above[-1].name if rows_above else None
 

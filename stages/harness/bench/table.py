@@ -39,7 +39,7 @@ class Outcome:
     seen: Seen | None
     work: Work | None = None  # of a GPT's micro-batch
     words: str = ""  # what the technique of its stage does here, or which other device a script chose
-    # {round: tokens per second in each turn, or in the whole round}; empty if the row failed
+    # {round: tokens per second in each turn, or in the whole round}; empty if the row failed or diverged
     speeds: dict = field(default_factory=dict)
     dt_ms: float | None = None  # of the median step
     tok_per_sec: float | None = None
@@ -52,6 +52,11 @@ class Outcome:
     def counted(self):
         """The steps of all runs, without their warm-up."""
         return [step for run in self.runs for step in run.counted]
+
+    @property
+    def diverged(self):
+        """Whether the loss of a step was not finite, so that its speed says nothing of a technique."""
+        return any(step.diverged for run in self.runs for step in run.steps)
 
     @property
     def size(self):
@@ -106,7 +111,7 @@ def outcome_of(row, results):
     if counted:
         uneven = row.stage is None and are_uneven(counted)  # the steps of a stage are alike: a long one was disturbed
         outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
-        if not outcome.error:
+        if not (outcome.error or outcome.diverged):
             outcome.speeds = speeds_of_rounds(runs, uneven)
         outcome.dt_ms = 1e3 * statistics.median(step.dt for step in counted)
         outcome.memory = most_memory(counted) or None  # 0: without a meter

@@ -211,7 +211,7 @@ def accumulated(micro_batches):
 
 
 def loss_of(micro_batches):
-    """Return the loss of a step, a float, or None if it has none, or one that is not finite, which JSON does not know.
+    """Return the loss of a step, a float, or None if it has none.
 
     It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
     nobody knows whether their sum or their mean is what the script means.
@@ -220,8 +220,7 @@ def loss_of(micro_batches):
     modules = {id(each.call.module) if each.call else None for each in micro_batches}
     if len(values) > 1 and (len(modules) > 1 or not are_shares(micro_batches)):
         return None
-    total = float(sum(values))
-    return total if values and math.isfinite(total) else None
+    return float(sum(values)) if values else None
 
 
 def unit_of(micro_batches):

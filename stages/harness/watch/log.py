@@ -10,8 +10,9 @@ for each step, and a summary. An example of each, wrapped:
 
 The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line
 "seen" is written at the second step, and again at the end, since a script may begin to clip late: the last one counts.
-On a card, and with --profile, the last step is profiled, and leaves no line "step". A figure that is not finite or not
-known is null. A run that failed also has a line "error", with its message and traceback.
+On a card, and with --profile, the last step is profiled, and leaves no line "step". A figure that is not known is null.
+A loss that is not finite is "nan" or "inf", since JSON has no such number. A run that failed also has a line "error",
+with its message and traceback.
 """
 
 import json
@@ -91,7 +92,10 @@ class Log:
         step.step = len(self.steps)
         step.memory, step.meter, step.card = self.meters
         self.steps.append(step)
-        self.write({"kind": "step", **vars(step)})
+        line = {"kind": "step", **vars(step)}
+        if step.diverged:
+            line["loss"] = str(step.loss)
+        self.write(line)
         if len(self.steps) == self.warmup:
             meters.reset_peak_memory(self.device)
 
