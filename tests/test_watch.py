@@ -3,18 +3,28 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
+from harness import meters
 from harness.bench.rows import row_of
 from harness.figures import Step
 from harness.seen import Seen
+from harness.steps import WARMUP
+from harness.watch import gate
 from harness.watch.events import KINDS, Habits
 from harness.watch.findings import causes
+from harness.watch.log import Log
 from harness.watch.profiler import StepProfiler, busy_ms
+from harness.watch.run import Run
 from harness.watch.timeline import Timeline
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +65,7 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
     (tmp_path / "train.py").write_text(TRAIN)
     run_script("train.py", folder=tmp_path)
     alone = [loss for _, loss in json.loads((tmp_path / "own.json").read_text())]
-    ended = watch_in_a_fork(tmp_path, TRAIN, "--steps", "5")
+    ended = watch_in_a_fork(tmp_path, TRAIN, "--steps", "5", "--warmup", "2")
     *_, seen = ended.of_kind("seen")
     assert (seen["batch_size"], seen["seq_len"], seen["accum"], seen["world_size"]) == (4, 8, 2, 1)
     assert ended.figures("tokens") == [64] * 5
@@ -67,11 +77,13 @@ def test_a_loop_is_timed_as_it_times_itself_and_stopped_when_it_begins_another_s
         assert sum(step["spent"].values()) == pytest.approx(step["dt"], abs=1e-5)
     assert sum(ended.summary["shares"].values()) == pytest.approx(1, abs=1e-3)  # what follows the last step is no part
     assert ended.err.splitlines()[-1] == "train.py was stopped after 5 steps, when it began another"
+    assert "over 3 steps after 2 of warm-up" in ended.out
     assert re.search(r"^slow        \d+ % train.py:13  time.sleep\(0.1\)$", ended.out, re.MULTILINE)
 
 
 AT_HOME = """
-import multiprocessing, os, subprocess, sys
+import multiprocessing, os, random, subprocess, sys
+import numpy
 import torch
 import data, model, harness
 
@@ -88,9 +100,9 @@ if __name__ == "__main__":
     assert sys.path[0] == os.getcwd(), sys.path
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert type(pool.map(same, [Item()])[0]) is Item
-    first = torch.rand(1)  # before anything else drew a number
-    torch.manual_seed(1337)
-    assert torch.equal(first, torch.rand(1))
+    drawn = [random.random(), numpy.random.rand(), torch.rand(1)]  # before anything else drew a number
+    random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
+    assert drawn == [random.random(), numpy.random.rand(), torch.rand(1)]
     print("at home")
 """
 
@@ -99,7 +111,7 @@ def test_a_script_is_at_home(tmp_path):
     for number, name in enumerate(("data", "model", "harness"), 1):
         (tmp_path / f"{name}.py").write_text(f"OWN = {number}\n")
     (tmp_path / "train.py").write_text(AT_HOME)
-    ended = python(WATCH, "train.py", "--steps", "9", "-m", "x", folder=tmp_path)
+    ended = python(WATCH, "--seed", "7", "train.py", "--steps", "9", "-m", "x", folder=tmp_path)
     assert "at home\n" in ended.out, ended.err
     assert ended.status == 2
     [line] = ended.err.splitlines()
@@ -302,6 +314,68 @@ def test_what_a_script_deletes_is_not_held(tmp_path):
     assert "\nalive: 1\n" in watch_in_a_fork(tmp_path, FOLDS).out
 
 
+def test_a_step_is_over_when_the_cards_are(card, monkeypatch):
+    timed = []
+    monkeypatch.setattr(Run, "record", lambda run, step, micro_batches: timed.append(step.dt))
+    run = Run(SimpleNamespace(gate=None), Log(None, None, WARMUP))
+    run.timeline.cards = [torch.device("cuda")]
+    run.steps_taken, run.limit = 2, 9
+    for seconds in (5, 3):
+        card.queue(100)  # between two steps
+        run.begin_step()
+        card.queue(seconds)
+        run.end_step()
+    assert timed == [5, 3]
+
+
+def test_the_peak_of_memory_is_read_anew_after_the_warm_up(monkeypatch):
+    peaks = [9]
+    monkeypatch.setattr(meters, "peak_memory", lambda device: (peaks[-1], "a meter"))
+    monkeypatch.setattr(meters, "reset_peak_memory", lambda device: peaks.append(1))
+    log = Log(None, None, warmup=2)
+    log.device = torch.device("cpu")
+    for _ in range(4):
+        log.step(Step(None, 0.1, {}), may_be_last=False)
+    assert [step.memory for step in log.steps] == [9, 9, 1, 1]
+
+
+def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monkeypatch, tmp_path):
+    monkeypatch.setattr(gate, "end_process", mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr(time, "sleep", mock.Mock(side_effect=TimeoutError))  # it waits on
+    with subprocess.Popen([sys.executable, "-c", ""]) as bench:
+        os.waitid(os.P_PID, bench.pid, os.WEXITED | os.WNOWAIT)  # which leaves a zombie
+        with pytest.raises(SystemExit):
+            gate.wait(tmp_path, bench.pid, 10**9)
+    with pytest.raises(SystemExit):
+        gate.wait(tmp_path, bench.pid, 10**9)
+    with pytest.raises(TimeoutError):
+        gate.wait(tmp_path, os.getpid(), 10**9)
+
+
+GRADIENTS = """
+import time
+import torch
+
+def take_a_second(gradient):
+    time.seconds += 1
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    y = model(torch.rand(4, 3))
+    y.register_hook(take_a_second)
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(y.sum(), model.parameters())):
+        p.grad = gradient
+    optimizer.step()
+"""
+
+
+def test_autograd_grad_is_a_backward(tmp_path):
+    stand_still = "import time\ntime.seconds = 0.0\ntime.perf_counter = lambda time=time: time.seconds"
+    ended = watch_in_a_fork(tmp_path, GRADIENTS, change=stand_still)
+    assert [step["spent"]["backward"] for step in ended.of_kind("step")] == [1, 1, 1]
+
+
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
     timeline = Timeline(StepProfiler(), read_lists=None)
     timeline.begin_step()
@@ -314,17 +388,28 @@ def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
     assert (kind, entered) == ("rest", left)
 
 
+def run_that_spent(device, **spent):
+    """What causes() needs of a Run whose steps take 0.1 s each. spent: seconds of a step."""
+    steps = 9 * [Step(None, 0.1, dict.fromkeys(KINDS, 0.0) | spent)]
+    log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
+    log.device, log.seen = torch.device(device), Seen.of_line(SEEN)
+    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
+    return SimpleNamespace(log=log, own_code=own_code, habits=Habits(), optimizers=[])
+
+
 def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     """Without a profile nobody knows how long the card waited."""
-    spent = dict.fromkeys(KINDS, 0.0) | {"rest": 0.09, "forward": 0.01}
-    steps = 9 * [Step(None, 0.1, spent)]
-    log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
-    log.device, log.seen = torch.device("cuda"), Seen.of_line(SEEN)
-    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
-    run = SimpleNamespace(log=log, own_code=own_code, habits=Habits())
+    run = run_that_spent("cuda", rest=0.09, forward=0.01)
     assert causes(run) == []
-    log.seen.busy_ms = 20.0
+    run.log.seen.busy_ms = 20.0
     assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
+
+
+@pytest.mark.parametrize("seconds, is_told", [(0.012, True), (0.008, False)])
+def test_a_loader_is_told_that_takes_more_than_a_tenth_of_the_time(seconds, is_told):
+    run = run_that_spent("cpu", data=seconds, forward=0.1 - seconds)
+    run.habits.loaders = {0: 9}
+    assert ["is waiting for a DataLoader" in words for words in causes(run)] == [True] * is_told
 
 
 def watch_after(change, folder, text):
