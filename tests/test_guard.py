@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import run_script
-from fixtures.loops import watch_in_a_fork
+from fixtures.loops import Loop, watch_in_a_fork
 
 # It calls whatever is noted, and ends by itself.
 TRAIN = """
@@ -84,20 +84,7 @@ def test_a_note_that_fails_is_told_once_and_the_script_goes_on(tmp_path, losses,
     assert told == [f"watch.py has lost sight of {what}, and the script goes on: ZeroDivisionError: ours"]
 
 
-SCRIPT = """
-import torch
-from torch import nn
-
-SETTING
-optimizer = torch.optim.SGD(nn.Module.parameters(model), lr=0.1)
-x = torch.rand(4, 3)
-for step in range(5):
-    STEP
-    optimizer.step()
-print("trained")
-"""
-
-PLAIN = "model(x).square().mean().backward()"
+PLAIN = "learn(model(x).square().mean())"
 
 
 @pytest.mark.parametrize(
@@ -105,28 +92,27 @@ PLAIN = "model(x).square().mean().backward()"
     [
         ("class Net(nn.Linear):\n    def parameters(self):\n        return [self.weight]\nmodel = Net(3, 1)", PLAIN, 4),
         ("model = nn.Sequential(nn.Linear(3, 1))\nmodel.modules = ['a', 'b']", PLAIN, 4),
-        ("model = nn.Linear(3, 1)\nfrozen = torch.optim.SGD([{'params': []}])", f"{PLAIN}\n    frozen.step()", 4),
+        ("model = nn.Linear(3, 1)\nfrozen = torch.optim.SGD([{'params': []}])", f"{PLAIN}\nfrozen.step()", 4),
         (
             "model = nn.Linear(3, 1)\nwith torch.inference_mode():\n    frozen = nn.Linear(3, 3).requires_grad_(False)",
-            "model(frozen(x)).mean().backward()",
+            "learn(model(frozen(x)).mean())",
             4,
         ),
         (
             "class Net(nn.Linear):\n    def forward(self, batch):\n        return super().forward(batch['x'])\n"
             "model = Net(3, 1)\nbatch = {}\nbatch['itself'] = batch",
-            "batch['x'] = x\n    model(batch).mean().backward()",
+            "batch['x'] = x\nlearn(model(batch).mean())",
             4,
         ),
         (
             "model = nn.Linear(3, 1)",
-            "y = model(torch.nested.nested_tensor([x, x]))\n    torch.nested.to_padded_tensor(y, 0.0).sum().backward()",
+            "y = model(torch.nested.nested_tensor([x, x]))\nlearn(torch.nested.to_padded_tensor(y, 0.0).sum())",
             1,
         ),
     ],
 )
 @pytest.mark.parametrize("words", [(), ("+bf16", "+compile")])
 def test_what_trains_alone_is_watched(tmp_path, setting, step, counted, words):
-    text = SCRIPT.replace("SETTING", setting).replace("STEP", step)
-    ended = watch_in_a_fork(tmp_path, text, "--steps", "9", *words)
+    ended = watch_in_a_fork(tmp_path, Loop(step, setting, steps=1).text, "--steps", "9", *words)
     assert "lost sight" not in ended.err
     assert ended.figures("tokens") == 5 * [counted]

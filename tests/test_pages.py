@@ -250,12 +250,6 @@ def test_the_command_of_a_bench_is_understood(command, monkeypatch):
     parse("", [*args.flags, "--device", "cpu"])
 
 
-@pytest.mark.parametrize("target", ["bench", "climb", "amp", "limit", "scale", "test"])
-def test_a_target_passes_args_on(target):
-    done = make(target, "--dry-run", f"PY={sys.executable}", "ARGS=--seed 7")
-    assert done.stdout.endswith(" --seed 7\n")
-
-
 @pytest.mark.parametrize("command", commands_of("make [a-z]+"))
 def test_the_target_of_a_make_command_is_there(command):
     _, *words = shlex.split(command.split(" && ")[0])

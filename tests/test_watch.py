@@ -170,43 +170,35 @@ def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line
         assert ended.of_kind("error")[0]["traceback"] in ended.err
 
 
-DDP = """
-import contextlib, os
-import torch
+RANKS = """import os
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
 LAUNCH
 dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(3, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    with model.no_sync():
-        model(torch.ones(8, 3)).sum().backward()
-    model(torch.ones(8, 3)).sum().backward()
-    optimizer.step()
-"""
+model = nn.parallel.DistributedDataParallel(model)"""
+TWICE = """with model.no_sync():
+    model(x).sum().backward()
+learn(model(x).sum())"""
 
 
 def test_all_ranks_of_torchrun_are_counted(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    (tmp_path / "train.py").write_text(DDP.replace("LAUNCH", ""))
+    (tmp_path / "train.py").write_text(Loop(TWICE, RANKS.replace("LAUNCH", "")).text)
     ended = python(*launcher, WATCH, "--steps", "3", "--record", "r.jsonl", "train.py", folder=tmp_path)
     assert ended.status == 0, ended.err
     ended.lines = lines_of(tmp_path / "r.jsonl")
-    assert ended.figures("tokens") == [32] * 3
+    assert ended.figures("tokens") == [16] * 3
     assert ended.out.count("samples/sec | memory") == 1
 
 
 LAUNCH = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='0', WORLD_SIZE='1', RANK='0')"
-ONE_RANK = DDP.replace("LAUNCH", LAUNCH)
+PRETENDS = "\ndist.get_world_size = lambda: 2"
 
 
 @pytest.mark.parametrize(
     "text, told",
     [
         (
-            ONE_RANK.replace("dist.init", "dist.get_world_size = lambda: 2\ndist.init"),
+            Loop(TWICE, RANKS.replace("LAUNCH", LAUNCH) + PRETENDS).text,
             "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py",
         ),
         ("import torch\ntorch.multiprocessing.spawn(fn=print)", "starts ranks by torch.multiprocessing.spawn"),
@@ -294,24 +286,17 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
-FOLDS = """
-import weakref
-import torch
-
-models = []
-for fold in range(4):
-    model = torch.nn.Linear(3, 1)
+A_FOLD = """if step % 3 == 0:
+    model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     models.append(weakref.ref(model))
-    for step in range(3):
-        model(torch.rand(4, 3)).sum().backward()
-        optimizer.step()
-print("alive:", sum(ref() is not None for ref in models))
-"""
+learn(model(x).sum())
+print("alive:", sum(ref() is not None for ref in models))"""
 
 
 def test_what_a_script_deletes_is_not_held(tmp_path):
-    assert "\nalive: 1\n" in watch_in_a_fork(tmp_path, FOLDS).out
+    text = Loop(A_FOLD, "import weakref\nmodels = []").text
+    assert watch_in_a_fork(tmp_path, text).out.splitlines().count("alive: 1") == 13
 
 
 def test_a_step_is_over_when_the_cards_are(card, monkeypatch):
@@ -352,28 +337,17 @@ def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monke
         gate.wait(tmp_path, os.getpid(), 10**9)
 
 
-GRADIENTS = """
-import time
-import torch
-
-def take_a_second(gradient):
-    time.seconds += 1
-
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    y = model(torch.rand(4, 3))
-    y.register_hook(take_a_second)
-    for p, gradient in zip(model.parameters(), torch.autograd.grad(y.sum(), model.parameters())):
-        p.grad = gradient
-    optimizer.step()
-"""
+GRADIENT = """y = model(x)
+y.register_hook(take_a_second)
+[model.weight.grad] = torch.autograd.grad(y.sum(), [model.weight])
+optimizer.step()"""
 
 
 def test_autograd_grad_is_a_backward(tmp_path):
     stand_still = "import time\ntime.seconds = 0.0\ntime.perf_counter = lambda time=time: time.seconds"
-    ended = watch_in_a_fork(tmp_path, GRADIENTS, change=stand_still)
-    assert [step["spent"]["backward"] for step in ended.of_kind("step")] == [1, 1, 1]
+    text = Loop(GRADIENT, "def take_a_second(gradient):\n    time.seconds += 1").text
+    ended = watch_in_a_fork(tmp_path, text, "--steps", "5", change=stand_still)
+    assert [step["spent"]["backward"] for step in ended.of_kind("step")] == [1] * 5
 
 
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
