@@ -7,33 +7,26 @@ from conftest import run_script
 from fixtures.loops import Loop, watch_in_a_fork
 
 # It calls whatever is noted, and ends by itself.
-TRAIN = """
-import json, sys
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu")
-losses = []
-for x in DataLoader(torch.rand(32, 3), batch_size=4):
-    with torch.autocast("cpu"):
-        loss = model(x).square().mean()
-    with torch.no_grad():
-        model(x)
-    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-json.dump(losses, open("losses.json", "w"))
-sys.exit(3)
-"""
+SETTING = """scaler = torch.amp.GradScaler("cpu")
+loader = iter(DataLoader(torch.rand(32, 3), batch_size=4))
+losses = []"""
+STEP = """x = next(loader)
+with torch.autocast("cpu"):
+    loss = model(x).square().mean()
+with torch.no_grad():
+    model(x)
+torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+scaler.step(optimizer)
+scaler.update()
+optimizer.zero_grad()
+losses.append(loss.item())
+if step == 7:
+    json.dump(losses, open("losses.json", "w"))
+    sys.exit(3)"""
+TRAIN = Loop(STEP, SETTING).text
 
 FAIL = """
 import importlib

@@ -127,9 +127,8 @@ def test_all_tensors_are_on_the_device_of_the_model(stage):
 
 
 def test_the_loss_is_in_float32_whatever_the_logits_are():
-    model, x = small(), random_ids(2, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = model(x), model(x, x)
+    model, x = small().bfloat16(), random_ids(2, 16)
+    logits, loss = model(x), model(x, x)
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), x.flatten()))
 
