@@ -33,15 +33,9 @@ def test_the_advice_to_compile_compiles(tmp_path, model, advice):
     plain, with_advice = (Loop(LEARN, f"{model}\n{line}").text for line in ("", advice))
     out = watch_in_a_fork(tmp_path, plain).out
     assert re.search(r"s04 (.*?)(; the names .*)?\n", out)[1] == advice
-    typed = watch_in_a_fork_anew(tmp_path, with_advice)
+    typed = watch_in_a_fork(tmp_path, with_advice)
     assert sum(typed.figures("graphs")) >= 1 and "has     compile (s04)" in typed.out
-    assert watch_in_a_fork_anew(tmp_path, plain, "+compile").figures("graphs") == typed.figures("graphs")
-
-
-def watch_in_a_fork_anew(folder, *words):
-    """The Ended of watch.py in a folder that has a record already."""
-    (folder / "record.jsonl").unlink()
-    return watch_in_a_fork(folder, *words)
+    assert watch_in_a_fork(tmp_path, plain, "+compile").figures("graphs") == typed.figures("graphs")
 
 
 def frames(*modules):

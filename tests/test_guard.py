@@ -29,15 +29,11 @@ if step == 7:
 TRAIN = Loop(STEP, SETTING).text
 
 FAIL = """
-import importlib
+import pkgutil
 def fail(*args, **kwargs):
     raise ZeroDivisionError("ours")
-module, _, name = {place!r}.partition(":")
-owner = importlib.import_module("harness.watch." + module)
-*classes, function = name.split(".")
-for each in classes:
-    owner = getattr(owner, each)
-setattr(owner, function, fail)
+owner, _, name = "harness.watch.{place}".rpartition(".")
+setattr(pkgutil.resolve_name(owner), name, fail)
 """
 
 
@@ -53,21 +49,21 @@ def losses(tmp_path_factory):
 @pytest.mark.parametrize(
     "place, what",
     [
-        ("hooks:signature_of", "its modules"),
-        ("watcher:Watcher.saw_forward", "its modules"),
-        ("counting:Signature.read", "its modules"),
-        ("watcher:Watcher.saw_loader", "its DataLoaders"),
-        ("watcher:Watcher.saw_batch", "its DataLoaders"),
-        ("watcher:Watcher.saw_backward", "its losses"),
-        ("watcher:Watcher.saw_scale", "its GradScaler"),
-        ("watcher:Watcher.saw_scaler_step", "its GradScaler"),
-        ("watcher:Watcher.saw_scaler_update", "its GradScaler"),
-        ("watcher:Watcher.saw_autocast", "its autocast"),
-        ("watcher:Watcher.saw_clipping", "its clipping"),
-        ("watcher:Watcher.saw_optimizer_begin", "its steps"),
-        ("watcher:Watcher.saw_optimizer_end", "its steps"),
-        ("run:find_techniques", "its steps"),
-        ("run:seen_at_the_end", "its figures"),
+        ("hooks.signature_of", "its modules"),
+        ("watcher.Watcher.saw_forward", "its modules"),
+        ("counting.Signature.read", "its modules"),
+        ("watcher.Watcher.saw_loader", "its DataLoaders"),
+        ("watcher.Watcher.saw_batch", "its DataLoaders"),
+        ("watcher.Watcher.saw_backward", "its losses"),
+        ("watcher.Watcher.saw_scale", "its GradScaler"),
+        ("watcher.Watcher.saw_scaler_step", "its GradScaler"),
+        ("watcher.Watcher.saw_scaler_update", "its GradScaler"),
+        ("watcher.Watcher.saw_autocast", "its autocast"),
+        ("watcher.Watcher.saw_clipping", "its clipping"),
+        ("watcher.Watcher.saw_optimizer_begin", "its steps"),
+        ("watcher.Watcher.saw_optimizer_end", "its steps"),
+        ("run.find_techniques", "its steps"),
+        ("run.seen_at_the_end", "its figures"),
     ],
 )
 def test_a_note_that_fails_is_told_once_and_the_script_goes_on(tmp_path, losses, place, what):

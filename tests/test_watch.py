@@ -3,7 +3,7 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
-from harness import meters
+from harness import machine, meters
 from harness.bench.rows import row_of
 from harness.figures import Step
 from harness.seen import Seen
@@ -351,7 +351,7 @@ def run_that_spent(device, **spent):
     steps = 9 * [Step(None, 0.1, dict.fromkeys(KINDS, 0.0) | spent)]
     log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
     log.device, log.seen = torch.device(device), Seen.of_line(SEEN)
-    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter()})
+    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter({"train.py:7": 0.9})})
     return SimpleNamespace(log=log, own_code=own_code, habits=Habits(), optimizers=[])
 
 
@@ -363,11 +363,22 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
     assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
 
 
-@pytest.mark.parametrize("seconds, is_told", [(0.012, True), (0.008, False)])
-def test_a_loader_is_told_that_takes_more_than_a_tenth_of_the_time(seconds, is_told):
-    run = run_that_spent("cpu", data=seconds, forward=0.1 - seconds)
-    run.habits.loaders = {0: 9}
-    assert ["is waiting for a DataLoader" in words for words in causes(run)] == [True] * is_told
+@pytest.mark.parametrize(
+    "spent, told",
+    [
+        ({"data": 0.012}, ["12 % is waiting for a DataLoader with num_workers=2: take up to 4 workers"]),
+        ({"data": 0.008, "evaluation": 0.008}, []),
+        ({"evaluation": 0.012}, ["12 % goes to forwards without gradients"]),
+        ({"loss": 0.04, "backward": 0.05}, ["40 % is the loss", "    40 % train.py:7"]),
+        ({"loss": 0.02, "backward": 0.05}, []),  # less than the forward
+    ],
+)
+def test_what_takes_much_of_the_time_on_a_cpu_is_told(monkeypatch, spent, told):
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    run = run_that_spent("cpu", forward=0.1 - sum(spent.values()), **spent)
+    run.habits.loaders = {0: 1, 2: 9}  # batches of loaders by their workers
+    shares = [words for words in causes(run) if "%" in words]  # without one on a card that this machine may have
+    assert [words[: len(begin)] for words, begin in zip(shares, told, strict=True)] == told
 
 
 def watch_after(change, folder, text):
