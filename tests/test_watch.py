@@ -258,7 +258,8 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.of_kind("seen")[0]["unit"] == unit
         assert ended.figures("tokens") == [count] * loop.steps
     slow = "\n".join(line for line in ended.out.splitlines() if line.startswith("slow"))
-    assert {cause for cause, words in WORDS.items() if words in slow} == set(loop.causes), ended.out
+    told = {cause for cause, words in WORDS.items() if words in slow}
+    assert set(loop.causes) <= told <= {*loop.causes, "own code"}, ended.out  # on a busy machine any line may take long
     for kind, least in (loop.time or {}).items():
         assert ended.summary["shares"][kind] > least
     for words in loop.says:
