@@ -249,8 +249,7 @@ def test_scripts_of_ones_own_are_rows_as_they_are_and_take_a_technique_from_outs
     repo.run(script, f"+fused {script} --x={script}", flags=("--seed=4", "--rounds=1"))
     assert list(repo.steps_taken()) == [script, f"{script} again", f"+fused {script} --x={script}"]
     assert min(min(steps) for steps in repo.steps_taken().values()) > STEPS  # a turn has many, since they are short
-    seen = {line["name"]: line for line in repo.lines("seen")}  # the last one of each
-    assert [line["fused"] for line in seen.values()] == [False, False, True]
-    assert [line["batch_size"] for line in seen.values()] == [4, 4, 4]
+    seen = {line["name"]: (line["fused"], line["batch_size"]) for line in repo.lines("seen")}
+    assert list(seen.values()) == [(False, 4), (False, 4), (True, 4)]
     assert repo.lines("bench")[0]["seed"] == 4
     assert r"`+fused tr\udce9.py --x=tr\udce9.py`" in repo.page.read_text("utf-8")
