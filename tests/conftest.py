@@ -7,9 +7,9 @@ import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,9 +27,7 @@ for name in OF_TORCHRUN + OF_MAKE:
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts two processes
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background job, whose children inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
+from harness import meters
 from harness.bench import rounds
 from harness.bench.results import Results
 from harness.steps import WARMUP
@@ -37,6 +35,7 @@ from harness.steps import WARMUP
 import tiktoken
 import torch
 import torch.distributed as dist
+from fixtures.fake_card import FakeCard
 from fixtures.fake_watch import all_have_ended
 
 WATCH = ROOT / "stages" / "watch.py"
@@ -211,6 +210,15 @@ def fakes(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "PATIENCE_AT_THE_END", 0.5)
     yield
     assert all_have_ended(lock)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A FakeCard, and its clock in place of the machine's."""
+    card = FakeCard()
+    monkeypatch.setattr(time, "perf_counter", card.clock)
+    monkeypatch.setattr(meters, "synchronize", card.synchronize)
+    return card
 
 
 @pytest.fixture(autouse=True)

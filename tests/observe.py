@@ -5,15 +5,20 @@ The loss does not tell whether a technique is at work, since most must leave it 
 
 import contextlib
 import functools
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures.fake_card import FakeCard
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from data import TokenLoader
 from model import GPT
+
+PART = 1 / 64  # seconds that a batch, a forward, a backward and an update take each
 
 
 class Compiled(torch.nn.Module):
@@ -33,8 +38,8 @@ class Watch:
     steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
     forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
     of its groups and the norm of all gradients that it takes. groups: the settings of its groups at the last step, and
-    as "tensors" how many each holds. Whoever watches fills in run, the Ended of the script, and scales_loss, whether
-    its GradScaler is on.
+    as "tensors" how many each holds. card: a fake, on whose clock each part of a step takes PART. Whoever watches fills
+    in run, the Ended of the script, and scales_loss, whether its GradScaler is on.
     """
 
     def __init__(self, patch):
@@ -46,6 +51,7 @@ class Watch:
         self.rates = []
         self.norms = []
         self.groups = []
+        self.card = FakeCard()
         self.run = None
         self.scales_loss = None
 
@@ -66,9 +72,13 @@ class Watch:
         def noted(device=None):
             self.steps.append(self.calls)
             self.calls = []
+            self.card.synchronize()
 
         for device in (torch.cpu, torch.cuda):
             self.note_calls_of(device, "synchronize", noted)
+
+    def note_batch(self, loader, device):
+        self.card.now += PART  # the CPU makes it
 
     def note_zero_grad(self, of, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
@@ -79,6 +89,7 @@ class Watch:
     def note_backward(self, loss):
         in_autocast = torch.is_autocast_enabled(loss.device.type)
         self.calls.append("backward in autocast" if in_autocast else "backward")
+        self.card.queue(PART)
 
     def note_forward(self, module, *inputs):
         """Note the forward of a model, with the dtype of autocast if that is on for the model's device."""
@@ -89,10 +100,12 @@ class Watch:
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
             self.calls.append(f"forward in {dtype}".replace("torch.", ""))
             self.batches.append(inputs)
+            self.card.queue(PART)
             self.matmul_precision = torch.get_float32_matmul_precision()
 
     def note_optimizer_step(self, optimizer):
         self.calls.append("optimizer.step")
+        self.card.queue(PART)
         self.rates.append([group["lr"] for group in optimizer.param_groups])
         self.groups, gradients = [], []
         for group in optimizer.param_groups:
@@ -126,7 +139,9 @@ def watching():
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
         patch.setattr(torch, "compile", watch.compile)
+        patch.setattr(time, "perf_counter", watch.card.clock)
         watch.note_steps()
+        watch.note_calls_of(TokenLoader, "next_batch", watch.note_batch)
         watch.note_calls_of(torch.nn.Module, "__call__", watch.note_forward)
         watch.note_calls_of(torch.optim.AdamW, "step", watch.note_optimizer_step)
         watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)

@@ -7,41 +7,32 @@ import re
 
 import pytest
 import torch
-from fixtures.loops import watch_in_a_fork
+from fixtures.loops import Loop, watch_in_a_fork
 
-PLAIN = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-ids = torch.arange(36).view(4, 9) % 50
-model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
-held = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+SETTING = """ids = torch.arange(36).view(4, 9) % 50
+model, held = [nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)) for part in range(2)]
 optimizer = torch.optim.AdamW(p for p in model.parameters())  # a generator
-CHANGE
-dtypes = []
-for step in range(7):
-    with torch.no_grad():
-        dtypes.append(held.eval()(ids).dtype)  # an evaluation is no training
-    hidden = model(ids[:, :-1])
-    scores = hidden @ torch.ones(50, 50)  # outside of the model
-    loss = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    dtypes += [hidden.dtype, scores.dtype, loss.dtype, (torch.ones(2, 2) @ torch.ones(2, 2)).dtype]
-    optimizer.step()
-fused = optimizer.param_groups[0].get("fused")
-print(*dtypes[-5:], next(model.parameters()).dtype, fused, torch.get_float32_matmul_precision())
 """
+STEP = """with torch.no_grad():
+    evaluated = held.eval()(ids)  # an evaluation is no training
+hidden = model(ids[:, :-1])
+scores = hidden @ torch.ones(50, 50)  # outside of the model
+loss = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+loss.backward()
+others = torch.ones(2, 2) @ torch.ones(2, 2), next(model.parameters())
+optimizer.step()
+dtypes = [each.dtype for each in (evaluated, hidden, scores, loss, *others)]
+print(*dtypes, optimizer.param_groups[0].get("fused"), torch.get_float32_matmul_precision())"""
 can_compile = pytest.mark.skipif(
     machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here"
 )
 
 
 def techniques_after(tmp_path, words, change=""):
-    """The line of techniques, what the script printed of itself, and all that watch.py said."""
-    ended = watch_in_a_fork(tmp_path, PLAIN.replace("CHANGE", change), *words, "--steps", "99")
-    own = re.search(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[0].replace("torch.", "")
-    return ended.of_kind("seen")[0], own.split(), ended.out
+    """What was seen, what the script printed of its last step, and its Ended."""
+    ended = watch_in_a_fork(tmp_path, Loop(STEP, SETTING + change).text, *words, "--steps", "99")
+    own = re.findall(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[-1].replace("torch.", "")
+    return ended.of_kind("seen")[0], own.split(), ended
 
 
 @pytest.mark.parametrize("name, dtype", [("+bf16", "bfloat16"), ("+fp16", "float16")])
@@ -55,25 +46,21 @@ def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_e
 
 
 def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
-    techniques, own, out = techniques_after(tmp_path, ("+tf32", "+fused"))
+    techniques, own, ended = techniques_after(tmp_path, ("+tf32", "+fused"))
     assert own[-2:] == ["True", "high"]
     assert techniques["tf32"] and techniques["fused"]
-    assert "+fused had no effect" not in out
+    assert "+fused had no effect" not in ended.out
 
 
-DDP = """
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-model = nn.parallel.DistributedDataParallel(model)
-stats = torch._dynamo.utils.counters["stats"]
-optimizer.register_step_post_hook(lambda *words: print("graphs", stats["unique_graphs"]))
-"""
+DDP = """torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = nn.parallel.DistributedDataParallel(model)"""
 
 
 @can_compile
 def test_compile_compiles_the_module_that_is_trained_inside_of_ddp(tmp_path):
-    techniques, _, out = techniques_after(tmp_path, ("+compile",), DDP)
+    techniques, _, ended = techniques_after(tmp_path, ("+compile",), DDP)
     assert techniques["compile"]
-    assert "graphs 1\n" in out and "had no effect" not in out
+    assert sum(ended.figures("graphs")) == 1 and "had no effect" not in ended.out
 
 
 CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
@@ -89,10 +76,10 @@ CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such k
 )
 def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):
     change = f"optimizer = torch.optim.{optimizer}\ntorch.set_float32_matmul_precision('highest')"
-    seen, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
-    assert f"+fused had no effect: {reason}\n" in out
+    seen, _, ended = techniques_after(tmp_path, ("+fused", "+tf32"), change)
+    assert f"+fused had no effect: {reason}\n" in ended.out
     reason_of_tf32 = CHOOSES_OTHERWISE if seen["can_tf32"] else "this device has no TF32 units"
-    assert f"+tf32 had no effect: {reason_of_tf32}\n" in out
+    assert f"+tf32 had no effect: {reason_of_tf32}\n" in ended.out
 
 
 def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_device():

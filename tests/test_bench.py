@@ -135,11 +135,14 @@ def test_a_value_of_a_flag_may_be_called_as_a_row_is():
 
 
 def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo):
+    """The turns of a round go there and back, too."""
     repo.plan(s03={"dt": 0.0625})
     ended = repo.run(flags=("--seed=7", "--no-compile"))
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS] * 3)
     started = [line["name"] for line in repo.lines("start")]
     assert started == EVERYONE + EVERYONE[::-1] + EVERYONE
+    turns = [line["name"] for line in repo.lines("step") if line["round"] == 1 and line["turn"] is not None]
+    assert turns == EVERYONE[::-1] + EVERYONE
     assert ended.out.count("tok/sec") == 3  # the short table after each round
     assert ended.err.count("s03 has warmed up: 16,000 tok/sec") == 3
     assert ended.err.count(f"the {STEPS - WARMUP} turns are over") == 3
@@ -147,6 +150,16 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
     assert repo.page.read_text().startswith("# x: a bench on A CPU\n")
     for seen in repo.lines("seen"):
         assert {*repo.flags, "--seed", "7", "--no-compile"} <= set(seen["argv"])
+
+
+def test_rows_of_a_cpu_keep_their_memory_see_no_card_and_do_not_spin_while_they_wait(repo):
+    os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "9", "KMP_BLOCKTIME": "9", "OF_THE_READER": "9"}
+    repo.run("s01", flags=("--rounds=1",))
+    expected = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
+    expected |= {"CUDA_VISIBLE_DEVICES": "", "OF_THE_READER": "9"}
+    for seen in repo.lines("seen"):
+        assert expected.items() <= seen["environment"].items()
+        assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & seen["environment"].keys()
 
 
 def test_rows_that_can_take_no_turns_run_one_after_the_other(repo):
@@ -222,7 +235,9 @@ def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, how):
     repo.plan(**{"s02 again": {"do": "interrupt the bench", "at": 5, "round": 1, "signal": how}})
+    before = signal.signal(how, signal.SIG_DFL)  # nohup ignores SIGHUP, and a shell's background job SIGINT
     ended = repo.run(status=128 + how)
+    signal.signal(how, before)
     assert [steps[0] for steps in repo.steps_taken().values()] == [6] * 4
     assert ended.out.count("tok/sec") == 2
     assert "| 1 of 3 rounds" in repo.page.read_text()

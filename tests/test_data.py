@@ -5,6 +5,7 @@ import http.client
 import io
 import sys
 import urllib.request
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -190,6 +191,21 @@ def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     assert merges.decode(whole()) == TEXT
     online.assert_called_once_with(data.SHAKESPEARE_URL, timeout=10)  # a silent server is not waited for
     assert capsys.readouterr().err == ""
+
+
+class FullDisk:
+    """Stands in for ids of which half a file is written."""
+
+    def tofile(self, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+
+def test_a_download_that_was_half_written_is_not_used(online, merges, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "ids_of_text", lambda content: FullDisk())
+        assert load_tokens().source == "docs"
+    assert merges.decode(whole()) == TEXT
 
 
 def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, monkeypatch, capsys):

@@ -1,10 +1,12 @@
-"""The ladder's table against the stages' sources and lessons."""
+"""The ladder's table against the stages' sources, the lessons and the Makefile."""
 
 from harness import ladder
 
 import ast
 import difflib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,13 @@ def test_a_stage_loads_at_most_1000_lines_of_ours(tmp_path):
     files = {path for path in ended.out.splitlines() if path.startswith(f"{ROOT}/") and "/.venv/" not in path}
     lines = {path: len(Path(path).read_text("utf-8").splitlines()) for path in (*files, stage)}
     assert 500 < sum(lines.values()) <= 1000, lines
+
+
+@pytest.mark.parametrize("target", ["bench", "climb", "amp", "limit", "scale", "test"])
+def test_make_passes_args_on(target):
+    words = ["make", "-s", target, "--dry-run", f"PY={sys.executable}", "ARGS=--seed 7"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith(" --seed 7\n")
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)

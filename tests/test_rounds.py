@@ -68,6 +68,15 @@ def test_the_clock_of_a_bench_begins_again_when_its_rows_do_and_the_numbers_of_p
     assert results.processes == 1
 
 
+def test_the_time_left_is_that_of_the_processes_to_come_at_the_pace_so_far(monkeypatch, capsys):
+    results = results_of(rows=[row("a"), row("b")])  # in three rounds
+    results.add({"kind": "start", "name": "a", "round": 0})
+    results.began = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: 1120.0)
+    rounds.report(0, "a has ended", results)
+    assert "; about 10 min left" in capsys.readouterr().err  # five processes of 120 s
+
+
 @pytest.mark.parametrize(
     "do, message, out_of_memory",
     [

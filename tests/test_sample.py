@@ -1,9 +1,13 @@
 """python stages/sample.py: text from what a stage saved."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from conftest import FLOAT32, ROOT, run_script, run_stage
 
+from data import VOCAB
 from model import GPT, GPTConfig
 
 SAMPLE = ROOT / "stages" / "sample.py"
@@ -20,6 +24,30 @@ def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on(tmp_p
     assert first.out != run_script(SAMPLE, *flags, "--seed", 2).out
     assert first.err == "no GPT-2 vocabulary (OSError): connect to a network once; using single bytes\n"
     assert run_script(SAMPLE, *flags, "--temperature", 0).out == run_script(SAMPLE, *flags, "--top-k", 1).out
+
+
+@pytest.fixture
+def of_one_letter(tmp_path):
+    """The path of weights for which "a", the id 64, is always likelier than all other ids, by a factor of e**3."""
+    model = GPT(GPTConfig(VOCAB, 8, 1, 1, 4), None)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias[0] = 1.0
+        model.transformer.wte.weight[:, 0] = 0.0
+        model.transformer.wte.weight[64, 0] = 3.0
+    save_as_a_stage(model, tmp_path / "w.pt")
+    return tmp_path / "w.pt"
+
+
+def test_so_many_tokens_are_generated(of_one_letter):
+    flags = ("--device", "cpu", "--weights", of_one_letter, "--prompt", "b", "--temperature", 0)
+    assert run_script(SAMPLE, *flags, "--tokens", 7).out == "baaaaaaa\n"
+
+
+def test_the_loss_is_that_of_the_last_tenth_of_the_text(of_one_letter, tmp_path):
+    np.save(tmp_path / "ids.npy", np.repeat([65, 64], [180, 20]))
+    flags = ("--device", "cpu", "--weights", of_one_letter, "--data", tmp_path / "ids.npy")
+    assert run_script(SAMPLE, *flags, "--eval").out == f"held-out loss {math.log(VOCAB - 1 + math.exp(3)) - 3:.4f}\n"
 
 
 def save_as_a_stage(model, path):

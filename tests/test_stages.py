@@ -7,12 +7,13 @@ from harness.weights import load
 import argparse
 import functools
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_by_the_bench, run_stage, steps_in
-from observe import watching
+from observe import PART, watching
 
 from data import VOCAB
 
@@ -77,9 +78,16 @@ def assert_same_training(run, other, tolerance=1e-4):
 def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     run = stages(stage, *ONE_MICRO_BATCH)
     assert run.figures("step") == [0, 1, 2, 3, 4]
-    for step in run.lines:  # dt is printed to 0.05 ms
-        assert step["speed"] * step["dt"] == pytest.approx(48, rel=0.1)
     assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
+
+
+@pytest.mark.parametrize("stage", STAGE_FILES)
+def test_the_time_of_a_step_is_that_of_all_its_parts_until_the_card_has_done_them(watched, stage):
+    micro_batches = 2 if stage >= "s11" else 1
+    dt = (3 * micro_batches + 1) * PART  # batches, forwards, backwards, and one update
+    for step in watched(stage).run.lines:
+        assert step["dt"] == pytest.approx(dt, abs=1e-4)
+        assert step["speed"] == pytest.approx(16 * micro_batches / dt, abs=0.5)  # 2 sequences of 8 tokens in each
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
@@ -238,13 +246,15 @@ def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_falls
 @pytest.mark.parametrize("stage", FOR_RANKS)
 def test_two_ranks_train_as_one_process_and_rank_0_prints_and_saves(stage, tmp_path):
     flags = (*FLOAT32, "--data", write_ids(tmp_path / "a.bin"))
-    both = python(*TORCHRUN, STAGE_FILES[stage], *flags, "--save", tmp_path / "w")
+    saving = ("--no-python", "sh", "-c", f'exec "$0" "$@" --save "{tmp_path}/of rank $RANK"', sys.executable)
+    both = python(*TORCHRUN, *saving, STAGE_FILES[stage], *flags)
     assert both.status == 0, both.err
     both.lines = steps_in(both.out)
     assert_same_training(both, run_stage("s11", *flags, folder=tmp_path))
     for step in both.lines:
         assert step["speed"] * step["dt"] == pytest.approx(192, rel=0.1)  # the tokens of both
-    assert load(tmp_path / "w", None).config.vocab_size == 50304
+    [saved] = tmp_path.glob("of rank *")
+    assert (saved.name, load(saved, None).config.vocab_size) == ("of rank 0", 50304)
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)

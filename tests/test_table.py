@@ -6,6 +6,7 @@ from harness.bench.cells import note_cell, remarks
 from harness.bench.page import terminal
 from harness.bench.ratios import Verdict
 from harness.figures import Step, tokens_per_second
+from harness.steps import WARMUP
 
 import pytest
 from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, table_from
@@ -21,8 +22,12 @@ def test_the_speed_of_steps_with_different_tokens_is_that_of_the_median_step():
 
 def test_a_rows_figures_are_those_of_all_its_runs():
     first = run("s01", [4.0, 1.0], memory=2)
-    s01 = table_from(first, run("s01", [9.0, 16.0, 25.0], memory=1, number=1, end=None)).outcomes["s01"]
+    second = run("s01", [9.0, 16.0, 25.0], memory=1, number=1, end=None)
+    for line in second:
+        line["loss"] = 0.5
+    s01 = table_from(first, second).outcomes["s01"]
     assert (s01.dt_ms, s01.memory, len(s01.counted)) == (9000, 2_000_000_000, 5)
+    assert s01.loss == 5 - WARMUP / 10  # of the first run, at the step that every row takes
 
 
 # ratios

@@ -7,7 +7,7 @@ file when it wants no more steps.
 import os
 import time
 
-from .. import ranks
+from .. import machine, ranks
 from .threads import end_process
 
 OFTEN, SELDOM = 0.002, 0.05  # seconds between two looks, in the first second and later
@@ -39,9 +39,9 @@ def wait(path, bench_pid, steps):
 
 
 def is_gone(pid):
-    """Return whether there is no process of this number."""
+    """Return whether there is no process of this number, or only what is left of one until its parent asks for it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    return False
+    return "\nState:\tZ" in machine.read_text(f"/proc/{pid}/status")  # a zombie, under Linux
