@@ -80,7 +80,7 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
         ([call(inputs="x"), call(inputs="y", batch=EIGHT), call(inputs="x"), backward()], "sample", 12, 1.0),
         ([call(), call(batch=EIGHT, is_training=False), backward()], "sample", 4, 1.0),  # a validation
         ([call(), solve("y"), solve("z", EIGHT), backward()], "sample", 4, 1.0),
-        ([solve("y"), solve("z", EIGHT), backward()], "sample", 8, 1.0),  # of learned codes
+        ([call("table", batch=Batch()), solve("y"), solve("z", EIGHT), backward()], "sample", 8, 1.0),  # learned codes
         ([call(batch=TEXT), solve("y", TEXT), backward()], "tok", 32, 1.0),  # a text in two parts
         ([call("encoder", batch=TEXT), solve("y", TEXT, "decoder"), backward()], "tok", 32, 1.0),
         ([call("table", batch=TEXT), solve("x", TEXT), backward()], "tok", 16, 1.0),  # the same ids

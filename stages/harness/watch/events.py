@@ -63,7 +63,8 @@ class Call(NamedTuple):
     @property
     def priority(self):
         """What decides which of several calls is the micro-batch: those not in training may be a validation."""
-        return self.is_training, self.batch.unit == "tok", not self.is_computed, self.batch.count
+        unit = ("step", "sample", "tok").index(self.batch.unit)
+        return self.is_training, unit, not self.is_computed, self.batch.count
 
 
 class MicroBatch(NamedTuple):

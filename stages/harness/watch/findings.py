@@ -2,7 +2,6 @@
 
 import linecache
 import os
-import re
 import statistics
 from collections import Counter
 
@@ -16,7 +15,6 @@ from .stepprofile import StepProfile, predicted_ms
 
 SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
 SHORT_START, LONG_START = 0.01, 10  # seconds before the first step: forwards that take less, lines that take more
-IMPORT = re.compile("(import|from) ")  # which is done once
 SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
 SLOW_LINE = 0.1  # of the time in the script's own code, or in the loss
 SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to say anything
@@ -80,7 +78,7 @@ def words_on_start(run):
         forwards = f"before the first step forwards without gradients took {spent['evaluation']:.2g} s"
         words.append(f"{forwards}: --steps 700 would see whether these come again")
     for place, seconds in own_lines.items():
-        if seconds > max(seconds_of_steps, LONG_START) and not IMPORT.match(line_at(place)):
+        if place and seconds > max(seconds_of_steps, LONG_START):  # else imports, which are done once
             took = f"before the first step a line took {seconds:.0f} s, longer than all these steps"
             words.append(f"{took}: {os.path.basename(place)}  {line_at(place)}")
     return words
@@ -187,7 +185,7 @@ def words_on_lines(lines, share, what):
         return []
     words = [f"{percent(share)} {what}"]
     for place, seconds in lines.most_common(3):
-        if seconds > SLOW_LINE * total:
+        if place and seconds > SLOW_LINE * total:
             words.append(f"    {percent(share * seconds / total)} {os.path.basename(place)}  {line_at(place)}")
     return words
 

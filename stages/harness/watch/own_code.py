@@ -8,6 +8,7 @@ from collections import Counter
 from . import pytorch
 from .events import OWN_KINDS, seconds_of_lines
 from .threads import MAIN_THREAD, is_of_a_library
+from .timeline import MOST
 
 LOOK_EVERY = 0.01  # seconds between two looks, on average: each disturbs a little
 
@@ -36,7 +37,7 @@ class OwnCode:
             self.in_step.wait()
             time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
             with pytorch.lock_of_compiler():  # which may take seconds
-                if self.timeline.kind == "rest" and self.timeline.is_running:
+                if self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST:
                     self.looks.append((time.perf_counter(), place_in_script()))
 
     def read_looks(self, spans):
@@ -51,8 +52,10 @@ class OwnCode:
 
 
 def place_in_script():
-    """Return the line of the script's own code that the main thread is in, as "/my/train.py:228"."""
+    """Return the line of the script's own code that the main thread is in, as "/my/train.py:228". None in an import."""
     frame = pytorch.frames_of_threads()[MAIN_THREAD]
     while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return None
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -6,7 +6,7 @@ import torch
 
 from .. import meters
 
-MOST = 100_000  # marks or notes that are kept: 20 MB
+MOST = 100_000  # marks, notes or looks that are kept: 20 MB
 
 
 class Timeline:
