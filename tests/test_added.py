@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from conftest import lines_of
 from fixtures.loops import Loop, watch_in_a_fork
 
 SETTING = """ids = torch.arange(36).view(4, 9) % 50
@@ -29,10 +30,10 @@ can_compile = pytest.mark.skipif(
 
 
 def techniques_after(tmp_path, words, change=""):
-    """What was seen, what the script printed of its last step, and its Ended."""
+    """The line of techniques, what the script printed of its last step, and all that watch.py said."""
     ended = watch_in_a_fork(tmp_path, Loop(STEP, SETTING + change).text, *words, "--steps", "99")
     own = re.findall(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[-1].replace("torch.", "")
-    return ended.of_kind("seen")[0], own.split(), ended
+    return ended.of_kind("seen")[0], own.split(), ended.out
 
 
 @pytest.mark.parametrize("name, dtype", [("+bf16", "bfloat16"), ("+fp16", "float16")])
@@ -46,10 +47,10 @@ def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_e
 
 
 def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
-    techniques, own, ended = techniques_after(tmp_path, ("+tf32", "+fused"))
+    techniques, own, out = techniques_after(tmp_path, ("+tf32", "+fused"))
     assert own[-2:] == ["True", "high"]
     assert techniques["tf32"] and techniques["fused"]
-    assert "+fused had no effect" not in ended.out
+    assert "+fused had no effect" not in out
 
 
 DDP = """torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -58,9 +59,9 @@ model = nn.parallel.DistributedDataParallel(model)"""
 
 @can_compile
 def test_compile_compiles_the_module_that_is_trained_inside_of_ddp(tmp_path):
-    techniques, _, ended = techniques_after(tmp_path, ("+compile",), DDP)
-    assert techniques["compile"]
-    assert sum(ended.figures("graphs")) == 1 and "had no effect" not in ended.out
+    techniques, _, out = techniques_after(tmp_path, ("+compile",), DDP)
+    assert techniques["compile"] and "had no effect" not in out
+    assert sum(line.get("graphs", 0) for line in lines_of(tmp_path / "record.jsonl")) == 1
 
 
 CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
@@ -76,10 +77,10 @@ CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such k
 )
 def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):
     change = f"optimizer = torch.optim.{optimizer}\ntorch.set_float32_matmul_precision('highest')"
-    seen, _, ended = techniques_after(tmp_path, ("+fused", "+tf32"), change)
-    assert f"+fused had no effect: {reason}\n" in ended.out
+    seen, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
+    assert f"+fused had no effect: {reason}\n" in out
     reason_of_tf32 = CHOOSES_OTHERWISE if seen["can_tf32"] else "this device has no TF32 units"
-    assert f"+tf32 had no effect: {reason_of_tf32}\n" in ended.out
+    assert f"+tf32 had no effect: {reason_of_tf32}\n" in out
 
 
 def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_device():
