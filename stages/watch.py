@@ -161,7 +161,7 @@ def run_script(args, run):
         while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind execute()
         text = "".join(traceback.format_exception(error))
-        print(text, end="", file=sys.stderr)
+        sys.excepthook(type(error), error, error.__traceback__)
         if not is_elsewhere():
             run.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
         return 1, f"failed by {type(error).__name__}"

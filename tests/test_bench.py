@@ -204,7 +204,7 @@ def test_a_script_that_ends_before_its_first_step_fails_once(repo, monkeypatch):
     ended = repo.run("--climb=mine.py", status=1)
     assert [line["name"] for line in repo.lines("start")] == ["plain"]
     assert ended.err.count("failed: exit status 1") == ended.out.count("failed: exit status 1") == 1
-    assert "mine: not started, since plain failed" in ended.out
+    assert "mine.py: not started, since plain failed" in ended.out
 
 
 def test_an_error_of_ours_costs_a_page_alone_and_is_shown_whole(repo, monkeypatch):

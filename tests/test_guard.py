@@ -105,6 +105,28 @@ PLAIN = "learn(model(x).square().mean())"
             "y = model(torch.nested.nested_tensor([x, x]))\nlearn(torch.nested.to_padded_tensor(y, 0.0).sum())",
             1,
         ),
+        (
+            "class Named(nn.Linear):\n    def forward(self, module):\n        return super().forward(module)\n"
+            "model = Named(3, 1)",
+            "learn(model(module=x).sum())",
+            4,
+        ),
+        (
+            "saved = {}\ndef pack(x):\n    saved[len(saved)] = x\n    return len(saved) - 1\n"
+            "hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.pop)",
+            "with hooks:\n    loss = model(x).sum() / torch.tensor(2.0)\nlearn(loss)",
+            4,
+        ),
+        (
+            "import builtins, threading\nbuiltins.print = lambda line: None",
+            f"if step == 0:\n    [thread.join() for thread in threading.enumerate()[1:]]\n{PLAIN}",
+            4,
+        ),
+        (
+            "@torch.jit.script\ndef force(loss, x):\n    return torch.autograd.grad([loss], [x])[0]",
+            "x.requires_grad_()\nforce(model(x).sum(), x)\n" + PLAIN,
+            4,
+        ),
     ],
 )
 @pytest.mark.parametrize("words", [(), ("+bf16", "+compile")])

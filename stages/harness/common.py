@@ -30,7 +30,8 @@ def say(line, file=None, remark=None):
     """
     file = file or sys.stdout
     try:
-        print(line, file=file, flush=True)
+        file.write(f"{line}\n")  # a watched script may have replaced print()
+        file.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         if remark:

@@ -9,9 +9,9 @@ elsewhere takes a microsecond. But all of it makes the script take longer, so it
 module a thousand times in a step.
 """
 
+import _thread
 import functools
 import os
-import threading
 import time
 
 import torch
@@ -26,7 +26,7 @@ from .threads import is_elsewhere
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
     run, profiler = watcher.run, watcher.run.profiler
-    threading.Thread(target=run.own_code.look_now_and_then, daemon=True).start()
+    _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it, and a script may join all
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
     for owner, name, note, what in (
@@ -92,6 +92,7 @@ def call_first(owner, name, note, timeline):
         finally:
             timeline.mark(before)
 
+    pytorch.keep_in_torchscript(noted_call, original)
     setattr(owner, name, noted_call)
 
 
@@ -102,7 +103,7 @@ def watch_modules(watcher):
     saw_forward = guarded(watcher.saw_forward, "its modules", watcher.run)
     is_inside = False
 
-    def watched_call(module, *args, **kwargs):
+    def watched_call(module, /, *args, **kwargs):
         nonlocal is_inside
         if is_inside or torch.compiler.is_compiling() or torch.jit.is_tracing() or is_elsewhere():
             return call_module(module, *args, **kwargs)

@@ -92,8 +92,19 @@ def hides_a_dimension(tensor):
 
 
 def saved_by(node, name):
-    """Return what an operation saved for its backward, "self" or "other", or None. PyTorch lists no such names."""
-    return getattr(node, f"_saved_{name}", None)
+    """Return what an operation saved for its backward, "self" or "other", or None. PyTorch lists no such names.
+
+    It is as packed: to unpack it may run a forward again, as in activation checkpointing.
+    """
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    return saved.data if saved is not None and saved.unpack_hook is None else None
+
+
+def keep_in_torchscript(function, original):
+    """Let TorchScript take a function for the one that it replaces, as torch.autograd.grad, which it knows by id."""
+    builtin = torch.jit._builtins._find_builtin(original)
+    if builtin:
+        torch.jit._builtins._register_builtin(function, builtin)
 
 
 def autocast_is_enabled(autocast):

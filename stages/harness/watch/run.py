@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from ..common import tell
 from ..figures import Step
 from . import events, gate, pytorch
 from .findings import shares_of, words_on_profile, words_on_script
@@ -255,7 +256,7 @@ class Run:
 
     def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
-        print(f"error: {line}", file=sys.stderr)
+        tell(f"error: {line}")
         self.leave(2)
 
     def refuse_spawn(self, *args, **kwargs):
