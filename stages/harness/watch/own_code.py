@@ -10,7 +10,9 @@ from .events import OWN_KINDS, seconds_of_lines
 from .threads import MAIN_THREAD, is_of_a_library
 from .timeline import MOST
 
-LOOK_EVERY = 0.01  # seconds between two looks, on average: each disturbs a little
+LOOK_EVERY = 0.01  # seconds between two looks, on average
+LONG_STRETCH = 0.25  # seconds: own code that runs for longer is looked at in any step
+WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at in the next one
 
 
 class OwnCode:
@@ -18,7 +20,8 @@ class OwnCode:
 
     def __init__(self, timeline):
         self.timeline = timeline
-        self.in_step = threading.Event()  # between two steps a bench may let the script wait for minutes
+        self.takes_long = threading.Event()  # each look disturbs a little, and in a bench it slows short steps
+        self.takes_long.set()  # before the first step
         self.looks = []  # [(time, line)] of this step
         self.forget()
 
@@ -34,11 +37,15 @@ class OwnCode:
         """
         own_random = random.Random()  # the script's own is seeded
         while True:
-            self.in_step.wait()
-            time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
+            takes_long = self.takes_long.wait(LONG_STRETCH)
+            if takes_long:
+                time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
             with pytorch.lock_of_compiler():  # which may take seconds
-                if self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST:
-                    self.looks.append((time.perf_counter(), place_in_script()))
+                now = time.perf_counter()
+                marks = self.timeline.marks  # none for a moment, when a step begins
+                is_wanted = takes_long or (marks and now - marks[-1][2] > LONG_STRETCH)
+                if is_wanted and self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST:
+                    self.looks.append((now, place_in_script()))
 
     def read_looks(self, spans):
         """Add the looks so far to the lines. spans: of the time since this was called last."""
@@ -49,6 +56,14 @@ class OwnCode:
                 self.lines[kind].update(lines[kind])
         else:
             self.unseen += sum(ended - began for kind, began, ended in spans if kind in OWN_KINDS)
+
+    def decide_on_looks(self, spent):
+        """Decide whether to look in the next step. spent: {kind: seconds} of this one."""
+        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
+        if own_seconds <= WORTH_A_LOOK * sum(spent.values()):
+            self.takes_long.clear()
+        elif not self.takes_long.is_set():
+            self.takes_long.set()
 
 
 def place_in_script():

@@ -66,7 +66,6 @@ class Run:
         self.spent = Counter()  # {kind: seconds}, of the marks that were read
         self.micro_batches = []
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
-        self.own_code.in_step.set()
 
     def end_step(self):
         """Stop the clock of a step, report it, and begin another one if it is wanted.
@@ -74,8 +73,8 @@ class Run:
         The first two steps are reported together, since the second one shows what is trained.
         """
         self.timeline.end_step()
-        self.own_code.in_step.clear()
         self.read_lists()
+        self.own_code.decide_on_looks(self.spent)
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
         graphs = pytorch.compiled_graphs()
