@@ -9,9 +9,10 @@
 
 A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
 word that is a stage, ends in .py, or is the -m of a module. So write a flag of a launcher as --log-dir=s05, and not as
---log-dir s05. +tf32, +bf16, +compile and +fused add a technique to a script from outside. A script runs in the current
-folder, but if that is in this repository and the script is not, it runs in its own. If it writes files, put {row} into
-their names, for example --out=out-{row}: it becomes a different number in each process.
+--log-dir s05. +tf32, +bf16, +fp16, +compile and +fused add a technique to a script from outside; +fp16, without a
+GradScaler, is for the speed alone. A script runs in the current folder, but if that is in this repository and the
+script is not, it runs in its own. If it writes files, put {row} into their names, for example --out=out-{row}: it
+becomes a different number in each process.
 
 Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts. A
 script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.

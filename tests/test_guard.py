@@ -122,6 +122,13 @@ PLAIN = "learn(model(x).square().mean())"
             f"if step == 0:\n    [thread.join() for thread in threading.enumerate()[1:]]\n{PLAIN}",
             4,
         ),
+        ("model = nn.Sequential(nn.Linear(3, 1))\nmodel.unused = nn.LazyLinear(1)", "learn(model[0](x).sum())", 4),
+        (
+            "extra = nn.Parameter(torch.empty(2, device='meta'))\nmodel = nn.Linear(3, 1)",
+            f"{PLAIN}\nif step == 0:\n    optimizer.add_param_group({{'params': [extra]}})",
+            4,
+        ),
+        ("", "learn(torch.view_as_complex(torch.stack(2 * [model(x).sum()])))", 4),
         (
             "@torch.jit.script\ndef force(loss, x):\n    return torch.autograd.grad([loss], [x])[0]",
             "x.requires_grad_()\nforce(model(x).sum(), x)\n" + PLAIN,
@@ -255,6 +262,12 @@ def test_what_a_script_begins_late_it_has(tmp_path, step, has):
     assert has in ended.out
     early, late = ended.of_kind("seen")[0], ended.of_kind("seen")[-1]
     assert early != late
+
+
+def test_threads_that_a_script_asks_for_too_late_are_told(tmp_path):
+    setting = "import os\nos.environ['OMP_NUM_THREADS'] = '7'"
+    ended = watch_in_a_fork(tmp_path, Loop(LEARN, setting).text, "--steps", "5")
+    assert "OMP_NUM_THREADS or MKL_NUM_THREADS after watch.py has imported torch, too late" in ended.err
 
 
 def test_two_losses_with_their_weights_are_no_accumulation(tmp_path):

@@ -217,6 +217,14 @@ def test_a_row_whose_loss_is_not_finite_is_called_neither_faster_nor_slower():
     assert dict(answer(table)) == {"fastest row": "s05: 4.00 ± 0.00 times as fast as s01"}
 
 
+def test_the_speed_of_fp16_counts_though_its_losses_are_those_of_no_training():
+    fp16 = run("train + fp16", [0.5])
+    fp16[-2]["loss"] = "nan"
+    rows = [row("train"), row("train + fp16", base="train", added=["fp16"])]
+    table = table_from(run("train", [1.0]), fp16, rows=rows)
+    assert table.outcomes["train + fp16"].comparison.ratio.value == 2.0
+
+
 def test_the_answer_says_that_the_machine_was_busy():
     """By its load, or since the rounds of s03 lie far apart."""
     loaded = table_from(run("s01", [1.0]), run("s03", [0.5]), environment=CPU | {"load": 1.5})

@@ -55,7 +55,12 @@ class Outcome:
 
     @property
     def diverged(self):
-        """Whether the loss of a step was not finite, so that its speed says nothing of a technique."""
+        """Whether the loss of a step was not finite, so that its speed says nothing of a technique.
+
+        +fp16 scales no loss, and is there for its speed alone.
+        """
+        if "fp16" in self.row.added:
+            return False
         return any(step.diverged for run in self.runs for step in run.steps)
 
     @property

@@ -182,7 +182,7 @@ def losses_of(tensors):
     if is_captured():
         return losses
     for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-        if torch.is_tensor(tensor) and tensor.numel() == 1:
+        if torch.is_tensor(tensor) and tensor.numel() == 1 and not tensor.is_complex():
             # on a card a copy, which does not wait for it, and into which no CUDA graph writes
             value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()
             losses.append((value, share_of(tensor.grad_fn)))

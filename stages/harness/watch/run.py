@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from .. import machine
 from ..common import tell
 from ..figures import Step
 from . import events, gate, pytorch
@@ -25,6 +26,7 @@ from .threads import count_threads_of_script, end_process
 from .timeline import Timeline
 
 STEPS = "its steps"  # without which nothing can be timed
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which are read when torch is imported
 PATIENCE_AT_THE_END = 5  # seconds
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
@@ -38,6 +40,7 @@ class Run:
     def __init__(self, args, log):
         self.args = args
         self.log = log
+        self.threads = machine.variables_set(THREADS)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
         self.timeline = Timeline(self.profiler, self.read_lists)
@@ -143,6 +146,10 @@ class Run:
         self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
+        if machine.variables_set(THREADS) != self.threads:
+            self.log.notice(
+                f"it sets {' or '.join(THREADS)} after watch.py has imported torch, too late: set it before"
+            )
         if count_threads_of_script() == 0:  # these would take turns more often than without us
             sys.setswitchinterval(SWITCH_INTERVAL)
         if self.world_size > 1 and not self.was_launched:

@@ -4,6 +4,7 @@ import inspect
 import math
 import multiprocessing
 import re
+import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
@@ -86,7 +88,7 @@ def model_of(models, optimizers, unit, seq_len):
     parameters = parameters_of(models, *optimizers)
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    largest = max(models, key=lambda model: sum(p.numel() for p in nn.Module.parameters(model)), default=None)
+    largest = max(models, key=lambda model: sum(p.numel() for p in parameters_of([model])), default=None)
     shape = None
     if seq_len and trained > count / 2:  # arithmetic's FLOPs are those of training all
         shape = gpt_shape(models, seq_len)
@@ -144,7 +146,8 @@ def parameters_of(models, *optimizers):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters += group["params"]
-    return list(dict.fromkeys(parameters))
+    # those that wait for a first batch to have a shape, or for weights to be loaded, are not there yet
+    return [p for p in dict.fromkeys(parameters) if not (is_lazy(p) or p.is_meta)]
 
 
 def framework_of(frame):
@@ -172,6 +175,8 @@ def name_in_script(module, frame):
     for caller, _ in traceback.walk_stack(frame):
         if not is_of_a_library(caller):
             owners += [*caller.f_locals.items(), *caller.f_globals.items()]
+            if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+                caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
     for name, owner in owners:
         if owner is module:
             return name
