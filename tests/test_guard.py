@@ -128,7 +128,7 @@ PLAIN = "learn(model(x).square().mean())"
             f"{PLAIN}\nif step == 0:\n    optimizer.add_param_group({{'params': [extra]}})",
             4,
         ),
-        ("", "learn(torch.view_as_complex(torch.stack(2 * [model(x).sum()])))", 4),
+        ("", "y = model(x).sum().to(torch.complex64)\ny.backward(torch.ones_like(y))\noptimizer.step()", 4),
         (
             "@torch.jit.script\ndef force(loss, x):\n    return torch.autograd.grad([loss], [x])[0]",
             "x.requires_grad_()\nforce(model(x).sum(), x)\n" + PLAIN,
