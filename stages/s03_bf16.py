@@ -2,10 +2,10 @@
 
 Autocast gives matmuls 16-bit copies of their inputs. Weights, optimizer and loss stay in float32. Such a matmul moves
 half the bytes, and runs faster on bfloat16 units. NVIDIA cards from the RTX 30 series and the A100 on, CPUs with AMX
-and some with AVX512-BF16 have them. A T4 has units for float16 only, and uses them. There small gradients would become
-zero, so the GradScaler multiplies the loss by a large number before the backward, and divides the gradients by it
-before the update. In bfloat16 it only passes calls on. Without units for either type autocast stays off, and this stage
-equals the one before.
+and some with AVX512-BF16 have them. A T4, an M1 and an M2 have units for float16 only, and use them.
+There small gradients would become zero, so the GradScaler multiplies the loss by a large number before the backward,
+and divides the gradients by it before the update. In bfloat16 it only passes calls on. Without units for either type
+autocast stays off, and this stage equals the one before.
 """
 
 from harness import parse_args  # first: it makes data and model importable from here
