@@ -76,6 +76,20 @@ def test_a_module_is_called_what_the_users_own_code_calls_it():
     assert names == ["net", "agent.policy", ""]
 
 
+class Lit(nn.Module):
+    """Of the user's own, as a LightningModule."""
+
+
+def test_in_a_method_of_a_library_self_is_the_users_own_module():
+    lit = Lit()
+    lit.net = nn.Linear(3, 3)
+    frame = frames("lightning.pytorch.core.module")
+    frame.f_locals["self"], frame.f_back = lit, None
+    assert name_in_script(lit.net, frame) == "self.net"
+    frame.f_locals["self"] = nn.Sequential(lit.net)  # which the library has made
+    assert name_in_script(lit.net, frame) == ""
+
+
 def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_device_and_module():
     seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
     assert ladder.ADDED["fused"].what_to_type(seen) == "`Adam(..., fused=True)`"

@@ -22,7 +22,7 @@ from .added import has_kernel, is_of_pytorch
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
-from .threads import count_threads_of_script, is_of_a_library
+from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
@@ -169,11 +169,17 @@ def framework_of(frame):
 def name_in_script(module, frame):
     """Return the name under which the user's own code holds a module, "net" or "self.policy"; "" without one.
 
-    What a library calls it is nothing that the user could type. frame: the innermost one.
+    What a library calls it is nothing that the user could type. But "self" is, if it is of a class of the user's, as in
+    Lightning. frame: the innermost one.
     """
     owners = []
     for caller, _ in traceback.walk_stack(frame):
-        if not is_of_a_library(caller):
+        if is_of_a_library(caller):
+            owner = caller.f_locals.get("self")
+            scope = vars(sys.modules.get(type(owner).__module__, sys))
+            if isinstance(owner, nn.Module) and not is_of_library_module(scope, scope.get("__file__") or "<"):
+                owners.append(("self", owner))
+        else:
             owners += [*caller.f_locals.items(), *caller.f_globals.items()]
             if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
                 caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes

@@ -47,8 +47,12 @@ def count_threads_of_script():
 
 def is_of_a_library(frame):
     """Return whether a frame is not in the user's own code, to which a script belongs wherever it lies."""
-    path = frame.f_code.co_filename
-    if frame.f_globals is sys.modules["__main__"].__dict__:
+    return is_of_library_module(frame.f_globals, frame.f_code.co_filename)
+
+
+def is_of_library_module(scope, path):
+    """Return whether a module is not the user's own. scope: its names. path: of its file."""
+    if scope is sys.modules["__main__"].__dict__:
         return False
-    is_of_torch = str(frame.f_globals.get("__name__")).startswith("torch.")  # also what torch.compile made, in a cache
+    is_of_torch = str(scope.get("__name__")).startswith("torch.")  # also what torch.compile made, in a cache
     return is_of_torch or path.startswith(LIBRARIES) or INSTALLED.search(path) is not None
