@@ -44,7 +44,7 @@ def frames(*modules):
     frame = None
     for module in reversed(modules):
         frame = SimpleNamespace(f_globals={"__name__": module}, f_locals={}, f_lineno=1, f_back=frame)
-        frame.f_code = SimpleNamespace(co_filename="library.py")
+        frame.f_code = SimpleNamespace(co_filename="library.py", co_flags=0)
     return frame
 
 
@@ -83,7 +83,7 @@ class Lit(nn.Module):
 def test_in_a_method_of_a_library_self_is_the_users_own_module():
     lit = Lit()
     lit.net = nn.Linear(3, 3)
-    frame = frames("lightning.pytorch.core.module")
+    frame = frames("torch.optim.adamw")
     frame.f_locals["self"], frame.f_back = lit, None
     assert name_in_script(lit.net, frame) == "self.net"
     frame.f_locals["self"] = nn.Sequential(lit.net)  # which the library has made

@@ -181,8 +181,8 @@ def name_in_script(module, frame):
                 owners.append(("self", owner))
         else:
             owners += [*caller.f_locals.items(), *caller.f_globals.items()]
-            if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-                caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
+        if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+            caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
     for name, owner in owners:
         if owner is module:
             return name
