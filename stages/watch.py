@@ -137,7 +137,7 @@ def rename_our_modules():
 
 
 def become_process_of_script(args):
-    """Give this process the script's folders, its flags and seeds, and in a bench an empty stdin."""
+    """Give this process the script's folders, its flags and seeds."""
     os.chdir(args.folder)
     sys.path.remove(str(ROOT))
     sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)

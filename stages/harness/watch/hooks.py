@@ -1,4 +1,4 @@
-"""Lets PyTorch call the watcher at each forward, backward and step, which after the warm-up waits for no card.
+"""Lets PyTorch call the watcher at each forward, backward and step. After the warm-up only its end waits for a card.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
 of optimizers are kept from it, and the others are skipped while it traces. What other threads and processes of the

@@ -38,8 +38,8 @@ SECONDS_BETWEEN = 0.5
 class Log:
     """The log of a run. Rank 0 prints, and each rank writes a record if --record asks for one.
 
-    steps: the Steps of the record so far. The watcher sets device, on which the steps run, at the first step of an
-    optimizer, and seen, a Seen, at the report.
+    steps: the Steps of the record so far. The Watcher sets device, on which the steps run, at the first step of an
+    optimizer. The Run sets seen, a Seen, at the second step.
     """
 
     def __init__(self, record_path, out, warmup):

@@ -125,7 +125,8 @@ class Run:
     def begin_next_step(self):
         """Begin the next step if one is wanted: one that is recorded, or the last one, which is profiled.
 
-        What profiles a card slows all steps that follow, so there the last step is profiled. On a CPU it is the second.
+        What profiles a card slows all steps that follow, so there the last step is profiled. On a CPU the second is,
+        and with --profile the last one, too.
         """
         if self.is_another_wanted():
             if self.steps_taken == 1 and self.log.device.type == "cpu":
