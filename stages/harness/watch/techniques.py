@@ -22,7 +22,7 @@ from .added import has_kernel, is_of_pytorch
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .stepprofile import names_with_callers
-from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
+from .threads import NO_FILE, count_threads_of_script, is_of_a_library, is_of_library_module
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
@@ -51,16 +51,16 @@ def find_techniques(run):
         world_size=run.world_size,
         loaders=len(multiprocessing.active_children()) + count_threads_of_script(),
         tf32=uses_tf32(),
-        autocast=habits.autocast,
         enters_autocast=habits.autocast is not None,
-        emulated=habits.autocast is not None and habits.autocast not in machine.units_of(device),
         accum=habits.accum,
         clips=habits.clips,
         framework=framework_of(inspect.currentframe()),
         device=device.type,
         **machine.abilities_of(device),
         **model_of(models, run.optimizers, unit, batch.seq_len),
-        **update_of(run.optimizers),
+        **autocast_of(habits.autocast, device),
+        **kernels_of(run.optimizers),
+        **settings_of(run.optimizers),
     )
 
 
@@ -69,12 +69,15 @@ def seen_at_the_end(run):
     seen, habits = run.log.seen, run.habits
     fields = {"accum": habits.accum, "clips": habits.clips, "tf32": uses_tf32()}
     if habits.autocast and not seen.enters_autocast:
-        is_emulated = habits.autocast not in machine.units_of(run.log.device)
-        fields |= {"autocast": habits.autocast, "enters_autocast": True, "emulated": is_emulated}
+        fields |= {"enters_autocast": True, **autocast_of(habits.autocast, run.log.device)}
     if run.optimizers:  # the script may have deleted them
-        update = update_of(run.optimizers)  # without gradients nothing is known of kernels for them
-        fields |= {"schedules": update["schedules"], "groups": update["groups"]}
+        fields |= settings_of(run.optimizers)
     return replace(seen, **fields)
+
+
+def autocast_of(dtype, device):
+    """Return in which 16-bit dtype a script computes, as fields of a Seen, a dict. dtype: its name, or None."""
+    return {"autocast": dtype, "emulated": dtype is not None and dtype not in machine.units_of(device)}
 
 
 def uses_tf32():
@@ -104,12 +107,17 @@ def model_of(models, optimizers, unit, seq_len):
     }
 
 
-def update_of(optimizers):
-    """Return what optimizers do, as fields of a Seen, a dict. optimizers: {optimizer: its learning rates so far}."""
+def kernels_of(optimizers):
+    """Return whether optimizers are fused, or could be, as fields of a Seen, a dict. Their gradients must be there."""
     lacks = {optimizer: what_has_no_kernel(optimizer) for optimizer in optimizers}
     can_fuse = [optimizer for optimizer in optimizers if lacks[optimizer] is None]
     unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
     advised = (unfused or can_fuse or list(optimizers))[0]
+    return {"fused": not unfused if can_fuse else None, "optimizer": lacks[advised] or type(advised).__name__}
+
+
+def settings_of(optimizers):
+    """Return how optimizers are set, as fields of a Seen, a dict. optimizers: {one: its learning rates so far}."""
     schedules = decays_by_groups = False
     for optimizer, learning_rates in optimizers.items():
         first_group, *groups = optimizer.param_groups
@@ -117,12 +125,7 @@ def update_of(optimizers):
             schedules = True
         if any(group.get("weight_decay") != first_group.get("weight_decay") for group in groups):
             decays_by_groups = True
-    return {
-        "fused": not unfused if can_fuse else None,
-        "optimizer": lacks[advised] or type(advised).__name__,
-        "schedules": schedules,
-        "groups": decays_by_groups,
-    }
+    return {"schedules": schedules, "groups": decays_by_groups}
 
 
 def what_has_no_kernel(optimizer):
@@ -176,8 +179,7 @@ def name_in_script(module, frame):
     for caller, _ in traceback.walk_stack(frame):
         if is_of_a_library(caller):
             owner = caller.f_locals.get("self")
-            scope = vars(sys.modules.get(type(owner).__module__, sys))
-            if isinstance(owner, nn.Module) and not is_of_library_module(scope, scope.get("__file__") or "<"):
+            if isinstance(owner, nn.Module) and is_class_of_user(type(owner)):
                 owners.append(("self", owner))
         else:
             owners += [*caller.f_locals.items(), *caller.f_globals.items()]
@@ -192,6 +194,12 @@ def name_in_script(module, frame):
             if part is module:
                 return f"{name}.{part_name}"
     return ""
+
+
+def is_class_of_user(owner_class):
+    """Return whether a class is in the user's own code. One of a module that has no file is not."""
+    scope = vars(sys.modules.get(owner_class.__module__, sys))
+    return not is_of_library_module(scope, scope.get("__file__") or NO_FILE)
 
 
 def seen_in(profiled, seen, device):
@@ -213,8 +221,7 @@ def seen_in(profiled, seen, device):
         fields["compile"] = any(is_in_compiled_code(names) for _, names in in_forward or matmuls)
     dtype = dtype_of_most(matmuls)
     if dtype and seen.weights == "float32" and seen.autocast is None:
-        fields["autocast"] = dtype
-        fields["emulated"] = dtype not in machine.units_of(device)
+        fields |= autocast_of(dtype, device)
     if seen.unit == "tok" and not fields["compile"]:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
