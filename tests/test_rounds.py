@@ -9,9 +9,11 @@ from harness.steps import WARMUP
 
 import itertools
 import json
+import os
 import re
 import resource
 import time
+from unittest import mock
 
 import pytest
 from conftest import ROOT
@@ -103,14 +105,23 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
 
 
 def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
-    """The fake hangs, as a row does that has taken its steps and could not write them."""
+    """The fake hangs, as a row does that has taken its steps and could not write them.
+
+    Its first line has its environment in it, which may be long.
+    """
+    short = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("FAKE_")}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
     try:
-        message = outcome_of(do="hang", at=1).error["message"]
+        with mock.patch.dict(os.environ, short, clear=True):
+            message = outcome_of(do="hang", at=1).error["message"]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
+
+
+def test_a_row_that_fails_between_what_it_saw_and_its_first_step_costs_only_itself():
+    assert outcome_of(do="crash", at=0).error["message"] == "RuntimeError: boom"
 
 
 def test_a_pause_of_the_machine_fails_no_row(monkeypatch):

@@ -142,9 +142,9 @@ def run_one_after_the_other(number, results):
 
 
 def in_order(number, results):
-    """Yield the Rows in the order of a round: there and back, so that a drift of speed affects all alike.
+    """Yield the Rows in the order of a round, in reverse every other time, so that a drift of speed affects all alike.
 
-    One that has failed is not started again.
+    One that has failed is left out, also if it failed since the first of them was yielded.
     """
     rows = list(results.rows.values())
     if number % 2:
@@ -209,7 +209,7 @@ class RowProcess:
     @property
     def speed(self):
         """Its speed in words, by its last steps."""
-        if self.run.seen is None:
+        if not self.run.steps:
             return "no step was timed"
         return words_on_speed(tokens_per_second(self.run.steps[-2:], uneven=True), self.run.seen.unit)
 
