@@ -33,6 +33,7 @@ import shlex
 import sys
 import traceback
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,36 +46,35 @@ def main(argv):
     set_up_output()
     ranks.check_ranks()
     args = parse_command(argv)
+    script = script_of(args)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
     log = Log(args.record_path, out, args.warmup)
-    run = Run(args, log)
+    run = Run(script, args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
-    log.say(f"watching {args.title} in {args.folder}{limit}")
+    log.say(f"watching {script.title} in {script.folder}{limit}")
     log.say(f"it is seeded with {args.seed}, and each step waits for the device")
     hooks.watch_pytorch(Watcher(run))
     rename_our_modules()
-    become_process_of_script(args)
-    status, reason = run_script(args, run)
+    become_process_of_script(script, args.seed)
+    status, reason = run_script(script, run)
     if not is_elsewhere():
-        status = report_end(args, run, status, reason)
+        status = report_end(run, status, reason)
     run.profiler.stop()  # which must not be at work when Python ends
     sys.exit(status)
 
 
-def parse_command(argv):
-    """Return watch.py's flags as a namespace, with script, and script_argv, the flags of the script.
+# The command line
 
-    It also has folder, where the script runs, and title, the script as it was typed. Exits with one line and status 2
-    if there is no script, or it can't be watched.
-    """
+
+def parse_command(argv):
+    """Return watch.py's flags as a namespace. Its `command` is the list of the script and the script's own flags."""
     parser = Parser(__doc__, usage="watch.py [flags] [+TECHNIQUE ...] SCRIPT.py | -m MODULE [its own flags]")
     parser.prefix_chars = "-+"
     add = parser.add_argument
-    steps_help = "stop it after N steps, when it begins another: at least 2, or 3 with --profile (%(default)s)"
+    steps_help = "stop it after N steps, when it begins another: at least 2 (%(default)s)"
     add("--steps", type=positive, default=STEPS_OF_SCRIPT, metavar="N", help=steps_help)
     add("--warmup", type=positive, default=WARMUP, metavar="N", help="how many of these are not counted (%(default)s)")
     add("--seed", type=seed, default=1337, metavar="S", help="seed for random, numpy and torch (%(default)s)")
-    add("--profile", action="store_true", help="time each part of the last step, beside what arithmetic predicts")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--gate", nargs=2, help=argparse.SUPPRESS)  # of the bench: a file and a process, see gate.py
     for name, stage in ladder.ADDED.items():
@@ -83,23 +83,55 @@ def parse_command(argv):
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.PARSER, metavar="SCRIPT.py", help="or a module; the rest is for the script")
     args = parser.parse_args(argv)
-    args.script, *args.script_argv = args.command
-    if not args.is_module:
-        check_script(args.script)
-    args.steps = max(args.steps, 3 if args.profile else 2)
+    args.steps = max(args.steps, 2)
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
-    args.title = f"-m {args.script}" if args.is_module else args.script
-    args.climb = None  # the command of a climb, which has no torchrun in it
-    if not (args.added or args.gate or ranks.world_size() > 1 or ladder.is_beside_the_stages(args.script)):
-        command = ["-m", *args.command] if args.is_module else args.command
-        args.climb = shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
-    args.folder = folder_of(args.script)
-    if args.folder != Path.cwd():
-        args.script = str(args.folder / Path(args.script).name)
-    is_stage = ladder.is_beside_the_stages(args.script)
-    args.saves = is_stage and any(word.split("=")[0] == "--save" for word in args.script_argv)
     return args
+
+
+@dataclass
+class Script:
+    """What is watched.
+
+    path: of its file, or the name of a module. argv: its own flags. title: it, as it was typed. folder: where it runs.
+    climb: the command that measures what it lacks, or None.
+    """
+
+    path: str
+    argv: list
+    is_module: bool
+    title: str
+    folder: Path
+    climb: str | None
+
+    @property
+    def saves(self):
+        """Whether it is a stage that writes its weights at the end."""
+        return ladder.is_beside_the_stages(self.path) and any(word.split("=")[0] == "--save" for word in self.argv)
+
+
+def script_of(args):
+    """Return the Script of a command line. Exits with one line and status 2 if it can't be watched."""
+    path, *argv = args.command
+    if not args.is_module:
+        check_script(path)
+    title = f"-m {path}" if args.is_module else path
+    climb = climb_of(args)
+    folder = folder_of(path)
+    if folder != Path.cwd():
+        path = str(folder / Path(path).name)
+    return Script(path, argv, args.is_module, title, folder, climb)
+
+
+def climb_of(args):
+    """Return the command that measures what a script lacks.
+
+    None for a stage, in a bench, and if torchrun has started it, or something is added to it.
+    """
+    if args.added or args.gate or ranks.world_size() > 1 or ladder.is_beside_the_stages(args.command[0]):
+        return None
+    command = ["-m", *args.command] if args.is_module else args.command
+    return shlex.join(["python", os.path.relpath(ROOT / "bench.py"), "--climb", shlex.join(command)])
 
 
 def check_script(script):
@@ -136,21 +168,24 @@ def rename_our_modules():
             sys.modules[module.__name__] = module
 
 
-def become_process_of_script(args):
-    """Give this process the script's folders, its flags and seeds."""
-    os.chdir(args.folder)
+# The script
+
+
+def become_process_of_script(script, random_seed):
+    """Give this process the script's folders and flags, and the seed of all that draws random numbers."""
+    os.chdir(script.folder)
     sys.path.remove(str(ROOT))
-    sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
-    sys.argv = [args.script, *args.script_argv]
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
+    sys.path[0] = os.getcwd() if script.is_module else str(Path(script.path).resolve().parent)
+    sys.argv = [script.path, *script.argv]
+    random.seed(random_seed)
+    np.random.seed(random_seed)
+    torch.manual_seed(random_seed)
 
 
-def run_script(args, run):
+def run_script(script, run):
     """Run the script to its end. Return (exit status, how it ended in words)."""
     try:
-        execute(args, run)
+        execute(script, run)
     except SystemExit as end:
         if end.code:
             status = end.code if isinstance(end.code, int) else 1  # as Python has it
@@ -168,23 +203,23 @@ def run_script(args, run):
     return 0, "ended"
 
 
-def execute(args, run):
+def execute(script, run):
     """Execute the script as the module __main__. Raises what it raises.
 
     runpy.run_path() would leave __mp_main__ as watch.py. A process that a DataLoader spawns looks there for classes of
     the script.
     """
     spec = None
-    if args.is_module:
+    if script.is_module:
         try:
-            _, spec, code = pytorch.module_details(args.script)
+            _, spec, code = pytorch.module_details(script.path)
         except ImportError as error:
             if error.name is not None:  # the module is there, and imports something that is not
                 raise
-            run.reject(f"{args.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
+            run.reject(f"{script.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
-        code = compile(Path(args.script).read_bytes(), args.script, "exec")
+        code = compile(Path(script.path).read_bytes(), script.path, "exec")
     main_module = types.ModuleType("__main__")
     main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
     main_module.__spec__ = spec
@@ -194,7 +229,7 @@ def execute(args, run):
     exec(code, main_module.__dict__)
 
 
-def report_end(args, run, status, reason):
+def report_end(run, status, reason):
     """Print the figures and how the script ended. Return the exit status, which is 2 if nothing was timed.
 
     A script that failed keeps its own.
@@ -207,7 +242,7 @@ def report_end(args, run, status, reason):
     elif not run.log.steps:
         line = f"{reason} after one step, and only a second one shows what is trained"
     hooks.guarded(run.finish, "its figures", run)()
-    run.log.notice(f"{args.title} {line}")
+    run.log.notice(f"{run.script.title} {line}")
     if status == 0 and not (run.log.steps or run.lost):
         return 2
     return status

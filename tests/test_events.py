@@ -24,13 +24,13 @@ class Model:
     """What is called. A test that keeps it weakly needs more than a name."""
 
 
-def call(module="model", inputs="x", batch=FOUR, version=0, is_training=True, is_computed=False):
-    return ("call", Call(module, is_training, version, inputs, batch, is_computed))
+def call(module="model", tensor="x", batch=FOUR, version=0, is_training=True, is_computed=False):
+    return ("call", Call(module, is_training, version, tensor, batch, is_computed))
 
 
-def solve(inputs, batch=FOUR, module="model"):
+def solve(tensor, batch=FOUR, module="model"):
     """A call on what the script has computed, as an ODE solver and a decoder are called."""
-    return call(module, inputs, batch, is_computed=True)
+    return call(module, tensor, batch, is_computed=True)
 
 
 def backward(value=1.0, share=None):
@@ -77,7 +77,7 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
         ([call(), backward(0.5, HALF), call(), backward(0.25, HALF)], "sample", 8, 0.75),
         ([call(), backward(), call(), backward()], "sample", 8, None),  # a sum or a mean?
         ([call("encoder", batch=TEXT), call("head"), backward()], "tok", 16, 1.0),
-        ([call(inputs="x"), call(inputs="y", batch=EIGHT), call(inputs="x"), backward()], "sample", 12, 1.0),
+        ([call(tensor="x"), call(tensor="y", batch=EIGHT), call(tensor="x"), backward()], "sample", 12, 1.0),
         ([call(), call(batch=EIGHT, is_training=False), backward()], "sample", 4, 1.0),  # a validation
         ([call(), solve("y"), solve("z", EIGHT), backward()], "sample", 4, 1.0),
         ([call("table", batch=Batch()), solve("y"), solve("z", EIGHT), backward()], "sample", 8, 1.0),  # learned codes

@@ -280,7 +280,7 @@ def test_two_losses_with_their_weights_are_no_accumulation(tmp_path):
 def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
     """The optimizer of a script may never step."""
     monkeypatch.setattr(timeline, "MOST", 50)
-    run = Run(SimpleNamespace(), SimpleNamespace(steps=[], waits_in=lambda number: False))
+    run = Run(None, SimpleNamespace(), SimpleNamespace(steps=[], waits_in=lambda number: False))
     began = run.timeline.marks[0][2]
     batch = Batch("sample", 4, None, 4)
     for number in range(500):

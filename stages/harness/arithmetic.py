@@ -85,7 +85,6 @@ def seconds_of_parts(work, rates):
     """Return {part of a micro-batch: seconds} that its FLOPs and its bytes take.
 
     rates: of a machine, a dict as measure_rates() returns it: "peak" is {dtype: FLOP/s}, and "copy" bytes per second.
-    --profile measures the same parts, but it counts the casts of scores and logits in eager code as pointwise.
     "matmuls" are those with weights. "attention" is the matmuls of explicit attention, or the flash kernel. "softmax
     and mask" is all else that explicit attention does.
     """

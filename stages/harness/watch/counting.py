@@ -27,8 +27,10 @@ class Signature:
 
     weight: its first parameter. names: of its arguments by position. has_embedding: whether a part of it is one.
     has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
-    dimension are users or products. shapes, batch, place: the names, shapes and dtypes of its last call, its Batch, and
-    the place of its largest text among the tensors. labels: the names of texts that were seen to be another one's.
+    dimension are users or products. labels: the names of texts that are another text's labels.
+
+    Of its last call: shapes, [(name, shape, dtype)] of its tensors; batch, its Batch; and place, where its largest text
+    stands among the tensors.
     """
 
     def __init__(self, module, weight):
@@ -129,7 +131,7 @@ def names_of_arguments(parts):
 def unwrapped(model):
     """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
     for part in modules_of(model):  # the outermost first
-        if not isinstance(part, DistributedDataParallel) and not hasattr(part, "_orig_mod"):
+        if not isinstance(part, DistributedDataParallel) and not pytorch.is_around_module(part):
             return part
 
 

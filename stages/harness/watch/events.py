@@ -49,14 +49,14 @@ class Call(NamedTuple):
     """A call of a module.
 
     is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. inputs: a weak reference to its largest text or first tensor, the same object for the same
-    tensor. is_computed: whether it gets what the script has computed with gradients, as an ODE solver and a decoder do.
+    A fused update does not. tensor_ref: a weak reference to its largest text or first tensor, the same object for the
+    same tensor. is_computed: whether it gets what the script has computed with gradients, as an ODE solver does.
     """
 
     module: object
     is_training: bool
     version: int
-    inputs: object
+    tensor_ref: object
     batch: Batch
     is_computed: bool = False
 
@@ -159,10 +159,10 @@ def micro_batch_of(calls, losses):
     if not calls:
         return MicroBatch(None, 0, losses)
     largest = max(calls, key=lambda call: call.priority)
-    counts = {id(largest.inputs): largest.batch.count}  # by what is read: a second call may read the same
+    counts = {id(largest.tensor_ref): largest.batch.count}  # by what is read: a second call may read the same
     for call in calls:
         if reads_more(call, largest):
-            counts[id(call.inputs)] = call.batch.count
+            counts[id(call.tensor_ref)] = call.batch.count
     return MicroBatch(largest, sum(counts.values()), losses)
 
 

@@ -7,11 +7,10 @@ from collections import Counter
 
 import torch
 
-from .. import machine, rates
+from .. import machine
 from ..figures import LONG, LONG_WAIT
 from ..ladder import ADDED, has_and_lacks, words_in_vain, words_on_techniques
 from .events import KINDS
-from .stepprofile import StepProfile, predicted_ms
 
 SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
 SHORT_START, LONG_START = 0.01, 10  # seconds before the first step: forwards that take less, lines that take more
@@ -21,6 +20,7 @@ SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to s
 FIX_FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 SLOW_UPDATE = 0.4  # of the time
 MANY_GROUPS = 10  # of an optimizer, with the same settings
+MANY_STEPS = 700  # which see a second rollout of most scripts
 MANY = 3  # copies from a card in a step, or graphs compiled after the warm-up
 
 
@@ -51,33 +51,20 @@ def words_on_script(run, shares):
     if "fp16" in run.args.added:
         remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
     lines += [f"        {remark}" for remark in remarks]
-    if run.args.climb and any(stage.added_as for stage in lacks):
-        lines.append(f"        to measure what it lacks: {run.args.climb}")
+    if run.script.climb and any(stage.added_as for stage in lacks):
+        lines.append(f"        to measure what it lacks: {run.script.climb}")
     return lines
-
-
-def words_on_profile(run):
-    """Return lines on the parts of the profiled last step, with what they should take; none without --profile."""
-    log, events = run.log, run.profiler.events
-    if not (run.args.profile and events):
-        return []
-    predicted = {}
-    work = log.seen.work
-    if work:
-        dtype = getattr(torch, log.seen.autocast or log.seen.weights)
-        predicted = predicted_ms(work, rates.measure_rates(log.device, dtype))
-    return StepProfile(events, log.device, 1e3 * run.dt_of_profiled).lines(predicted)
 
 
 def words_on_start(run):
     """Return lines on what took long before the first step, and is not in the shares of the steps."""
-    spent, own_lines = run.before
     seconds_of_steps = sum(step.dt for step in run.log.steps)
     words = []
-    if spent["evaluation"] > max(LONG_WAIT * seconds_of_steps, SHORT_START):
-        forwards = f"before the first step forwards without gradients took {spent['evaluation']:.2g} s"
-        words.append(f"{forwards}: --steps 700 would see whether these come again")
-    for place, seconds in own_lines.items():
+    rollouts = run.spent_before["evaluation"]
+    if rollouts > max(LONG_WAIT * seconds_of_steps, SHORT_START):
+        forwards = f"before the first step forwards without gradients took {rollouts:.2g} s"
+        words.append(f"{forwards}: --steps {MANY_STEPS} would see whether these come again")
+    for place, seconds in run.lines_before.items():
         if place and seconds > max(seconds_of_steps, LONG_START):  # else imports, which are done once
             took = f"before the first step a line took {seconds:.0f} s, longer than all these steps"
             words.append(f"{took}: {os.path.basename(place)}  {line_at(place)}")
@@ -107,18 +94,25 @@ def shares_of(log):
 
 
 def mean_shares(steps):
-    """Return {kind: share of the time} of some steps.
+    """Return {kind: share of the time} of some steps. Own code before backward() is no part of the loss."""
+    spent = seconds_of(steps)
+    beyond = seconds_beyond_loss(spent)
+    spent["rest"] += beyond
+    spent["loss"] -= beyond
+    return {kind: seconds / spent.total() for kind, seconds in spent.items()}
 
-    A loss takes no longer than the backward, which goes through it, too. What is above that is the script's own code
-    between the loss and backward().
+
+def seconds_of(steps):
+    """Return {kind: seconds} of some steps, a Counter."""
+    return Counter({kind: sum(step.spent[kind] for step in steps) for kind in KINDS})
+
+
+def seconds_beyond_loss(spent):
+    """Return how much of the loss is the script's own code before backward(). spent: {kind: seconds}.
+
+    A loss takes no longer than the backward, which goes through it, too.
     """
-    total = sum(step.dt for step in steps)
-    shares = {}
-    for kind in KINDS:
-        shares[kind] = sum(step.spent[kind] for step in steps) / total
-    shares["rest"] += max(0.0, shares["loss"] - shares["backward"])
-    shares["loss"] = min(shares["loss"], shares["backward"])
-    return shares
+    return max(0.0, spent["loss"] - spent["backward"])
 
 
 # What slows a script down
@@ -148,7 +142,7 @@ def causes(run):
         words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
     if own > LONG and own * statistics.mean(dts) > SHORT_OWN_CODE:
         own_lines = lines["rest"]
-        if loss == shares["backward"]:  # mean_shares() takes what is above that for own code
+        if seconds_beyond_loss(seconds_of(steps)):
             own_lines = own_lines + lines["loss"]
         words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
     if on_card and idle - data - evaluation - own > LONG:

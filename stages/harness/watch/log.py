@@ -10,7 +10,7 @@ for each step, and a summary. An example of each, wrapped:
 
 The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line
 "seen" is written at the second step, and again at the end, since a script may begin to clip late: the last one counts.
-On a card, and with --profile, the last step is profiled, and leaves no line "step". A figure that is not known is null.
+On a card the last step is profiled, and leaves no line "step". A figure that is not known is null.
 A loss that is not finite is "nan" or "inf", since JSON has no such number. A run that failed also has a line "error",
 with its message and traceback.
 """

@@ -59,7 +59,12 @@ def compiled_graphs():
 
 def is_compiled(module):
     """Return whether torch.compile() or module.compile() was called on a module. Each leaves a private mark alone."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return is_around_module(module) or module._compiled_call_impl is not None
+
+
+def is_around_module(module):
+    """Return whether a module is what torch.compile() made, around another one. Nothing public tells it."""
+    return hasattr(module, "_orig_mod")
 
 
 def compile_around(module):

@@ -1,13 +1,7 @@
 """A run of a watched script: what is done when a step has ended, from the first step to the last, and at the end."""
 
-import contextlib
-import gc
-import io
-import multiprocessing
 import os
-import subprocess
 import sys
-import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -18,26 +12,27 @@ from .. import machine
 from ..common import tell
 from ..figures import Step
 from . import events, gate, pytorch
-from .findings import shares_of, words_on_profile, words_on_script
+from .findings import shares_of, words_on_script
+from .leave import flush_stdout, leave
 from .own_code import OwnCode
 from .profiler import MOST_NODES, StepProfiler
 from .techniques import find_techniques, seen_at_the_end, seen_in
-from .threads import count_threads_of_script, end_process
+from .threads import count_threads_of_script
 from .timeline import Timeline
 
 STEPS = "its steps"  # without which nothing can be timed
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which are read when torch is imported
-PATIENCE_AT_THE_END = 5  # seconds
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
 
 class Run:
     """Times the steps of a script, and reports them. Rank 0 alone prints.
 
-    args: the flags of watch.py. log: a Log.
+    script: a Script. args: the flags of watch.py. log: a Log.
     """
 
-    def __init__(self, args, log):
+    def __init__(self, script, args, log):
+        self.script = script
         self.args = args
         self.log = log
         self.threads = machine.variables_set(THREADS)
@@ -50,12 +45,13 @@ class Run:
         self.steps_taken = 0  # with the profiled one
         self.first_step = None  # its Step and its MicroBatches, up to the report
         self.profiles_this_step = False  # the last one, which is not recorded
-        self.dt_of_profiled = None  # seconds
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
         self.graphs_before = 0  # how many torch.compile had made when the step began
-        self.before = Counter(), Counter()  # {kind: seconds} and {line: seconds of own code} before the first step
+        # before the first step
+        self.spent_before = Counter()  # {kind: seconds}
+        self.lines_before = Counter()  # {line: seconds} of own code
         # from the first step on:
         self.world_size = 1  # how many processes train together
         self.profiles_last = False  # whether the last step is profiled
@@ -85,7 +81,6 @@ class Run:
         step = Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs - self.graphs_before)
         self.graphs_before = graphs
         if self.profiles_this_step:
-            self.dt_of_profiled = step.dt
             self.keep_profile()
             self.is_over = True
             return
@@ -108,25 +103,28 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        kinds = [kind for kind, *_ in spans]
-        if self.steps_taken == 0 and not self.spent["forward"] and "forward" in kinds:
-            first = kinds.index("forward")  # with which the first step begins
-            self.spent.update(events.seconds_of_kinds(spans[:first]))
-            self.own_code.read_looks(spans[:first])
-            self.before = self.spent, self.own_code.lines["rest"]
-            self.spent = Counter()
-            self.own_code.forget()
-            spans = spans[first:]
+        is_start = self.steps_taken == 0 and not self.spent["forward"]
+        if is_start and any(kind == "forward" for kind, *_ in spans):
+            spans = self.leave_out_start(spans)
         self.spent.update(events.seconds_of_kinds(spans))
         self.own_code.read_looks(spans)
         self.micro_batches += events.micro_batches_of(notes)
         self.habits.add(notes)
 
+    def leave_out_start(self, spans):
+        """Return the spans from the first forward on, with which the first step begins. What is before is no step."""
+        first = [kind for kind, *_ in spans].index("forward")
+        self.spent.update(events.seconds_of_kinds(spans[:first]))
+        self.own_code.read_looks(spans[:first])
+        self.spent_before, self.lines_before = self.spent, self.own_code.lines["rest"]
+        self.spent = Counter()
+        self.own_code.forget()
+        return spans[first:]
+
     def begin_next_step(self):
         """Begin the next step if one is wanted: one that is recorded, or the last one, which is profiled.
 
-        What profiles a card slows all steps that follow, so there the last step is profiled. On a CPU the second is,
-        and with --profile the last one, too.
+        What profiles a card slows all steps that follow, so there the last step is profiled, and on a CPU the second.
         """
         if self.is_another_wanted():
             if self.steps_taken == 1 and self.log.device.type == "cpu":
@@ -143,7 +141,7 @@ class Run:
 
         Exits if the script started ranks by itself.
         """
-        self.profiles_last = self.args.profile or (self.log.device.type != "cpu" and self.args.steps > 2)
+        self.profiles_last = self.log.device.type != "cpu" and self.args.steps > 2
         self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
@@ -154,8 +152,8 @@ class Run:
         if count_threads_of_script() == 0:  # these would take turns more often than without us
             sys.setswitchinterval(SWITCH_INTERVAL)
         if self.world_size > 1 and not self.was_launched:
-            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.args.title}"
-            self.reject(f"{self.args.title} starts {self.world_size} ranks by itself: start them with {remedy}")
+            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.script.title}"
+            self.reject(f"{self.script.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
     def is_another_wanted(self):
         """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
@@ -168,7 +166,7 @@ class Run:
         """Print what is trained, as the first two steps have shown it."""
         self.log.seen = find_techniques(self)
         flush_stdout()  # so that the script's own lines stand before ours
-        self.log.begin(self.args.title, self.tokens_of(self.micro_batches))
+        self.log.begin(self.script.title, self.tokens_of(self.micro_batches))
         if self.log.seen.unit == "step":
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
         if self.habits.optimizers_take_turns:
@@ -228,73 +226,49 @@ class Run:
         shares = shares_of(self.log)
         self.log.finish(shares)
         self.log.say(*words_on_script(self, shares))
-        self.log.say(*words_on_profile(self))
 
     def end_script_if_over(self):
         """End a script that begins a step that is not wanted. What it does after its last step has run by then."""
         if self.is_over:
             self.finish()
             words = f"was stopped after {self.steps_taken} steps, when it began another"
-            if self.args.saves:
+            if self.script.saves:
                 words += ", and before its --save: raise --steps"
-            self.log.notice(f"{self.args.title} {words}")
-            self.leave(0)
+            self.log.notice(f"{self.script.title} {words}")
+            leave(0)
 
     def saw_exit(self, status):
         """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
         if self.has_finished:
             return
         self.finish()
-        self.log.notice(f"{self.args.title} ended by os._exit({status}) after {self.steps_taken} steps")
+        self.log.notice(f"{self.script.title} ended by os._exit({status}) after {self.steps_taken} steps")
 
     def saw_exec(self, path, *args):
         """Say that the script becomes another program, which is not watched. In a bench the row fails."""
         path = os.fsdecode(path)
         if not os.path.exists(path):  # os.execlp() tries all folders of PATH
             return
-        self.log.notice(f"{self.args.title} becomes {path} by os.exec, and what that does is not watched")
+        self.log.notice(f"{self.script.title} becomes {path} by os.exec, and what that does is not watched")
         if self.args.gate:
             self.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
 
     def fail_row(self, message):
         """End a row of a bench, which reads the reason in its record."""
         self.log.write({"kind": "error", "message": message, "traceback": ""})
-        self.leave(1)
+        leave(1)
 
     def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
         tell(f"error: {line}")
-        self.leave(2)
+        leave(2)
 
     def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
         remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
-        self.reject(f"{self.args.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}")
-
-    def leave(self, status):
-        """End the process. What the script has open is flushed, its children end, and what it gave to atexit runs.
-
-        No `finally:` runs, since it may write a checkpoint of 24 steps over a good one. All of this has a few seconds.
-        """
-        timer = threading.Timer(PATIENCE_AT_THE_END, end_process, [status])
-        timer.daemon = True
-        timer.start()
-        flush_stdout()
-        for file in objects_of(io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with contextlib.suppress(OSError, ValueError):
-                file.flush()
-        for child in multiprocessing.active_children():
-            child.terminate()
-        pytorch.run_atexit()
-        for child in objects_of(subprocess.Popen):
-            if child.poll() is None:
-                child.terminate()
-        end_process(status)
-
-
-def objects_of(*classes):
-    """Return all objects of some classes, and of subclasses of them, that this process holds."""
-    return [each for each in gc.get_objects() if issubclass(type(each), classes)]
+        self.reject(
+            f"{self.script.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}"
+        )
 
 
 def in_a_line(error):
@@ -302,9 +276,3 @@ def in_a_line(error):
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
     return f"{type(error).__name__}: {line}"
-
-
-def flush_stdout():
-    """Flush the script's own stdout, which may be closed by now or be something else."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        sys.stdout.flush()

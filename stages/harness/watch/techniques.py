@@ -21,7 +21,6 @@ from . import events, pytorch
 from .added import has_kernel, is_of_pytorch
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
-from .stepprofile import names_with_callers
 from .threads import NO_FILE, count_threads_of_script, is_of_a_library, is_of_library_module
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
@@ -293,6 +292,15 @@ def attends_by_hand(operations):
             *batch, rows, columns = shapes[0]
             weights.update(scores & {(math.prod(batch), rows, columns)})
     return False
+
+
+def names_with_callers(event):
+    """Return the name of a profiled operation and those of its callers, the outermost last."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names
 
 
 def is_in_compiled_code(names):

@@ -53,13 +53,13 @@ class Watcher:
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
         self.added.before_forward(module, signature.weight.device.type)
-        inputs, batch, is_computed = signature.read(args, kwargs)
+        tensor, batch, is_computed = signature.read(args, kwargs)
         if not batch:  # it gets no tensor, but for example a graph
             self.timeline.note("model", module)
         else:
             # a reference to the tensor itself would keep it until the step ends, and it is the script's
             version = pytorch.version_of(signature.weight)
-            self.timeline.note("call", Call(module, module.training, version, weakref.ref(inputs), batch, is_computed))
+            self.timeline.note("call", Call(module, module.training, version, weakref.ref(tensor), batch, is_computed))
             device_type = signature.weight.device.type
             if torch.is_autocast_enabled(device_type):
                 self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
