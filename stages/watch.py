@@ -47,8 +47,9 @@ def main(argv):
     ranks.check_ranks()
     args = parse_command(argv)
     script = script_of(args)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")  # stays open if the script closes its stdout
-    log = Log(args.record_path, out, args.warmup)
+    # copies, which work whatever the script does with its own
+    out, err = (os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in (1, 2))
+    log = Log(args.record_path, args.warmup, out, err)
     run = Run(script, args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
     log.say(f"watching {script.title} in {script.folder}{limit}")
@@ -73,7 +74,8 @@ def parse_command(argv):
     add = parser.add_argument
     steps_help = "stop it after N steps, when it begins another: at least 2 (%(default)s)"
     add("--steps", type=positive, default=STEPS_OF_SCRIPT, metavar="N", help=steps_help)
-    add("--warmup", type=positive, default=WARMUP, metavar="N", help="how many of these are not counted (%(default)s)")
+    warmup_help = "how many of these are not counted: at least 2 (%(default)s)"
+    add("--warmup", type=positive, default=WARMUP, metavar="N", help=warmup_help)
     add("--seed", type=seed, default=1337, metavar="S", help="seed for random, numpy and torch (%(default)s)")
     add("--record", dest="record_path", metavar="FILE", help="write every step as a line of JSON to this new file")
     add("--gate", nargs=2, help=argparse.SUPPRESS)  # of the bench: a file and a process, see gate.py
@@ -84,6 +86,7 @@ def parse_command(argv):
     add("command", nargs=argparse.PARSER, metavar="SCRIPT.py", help="or a module; the rest is for the script")
     args = parser.parse_args(argv)
     args.steps = max(args.steps, 2)
+    args.warmup = max(args.warmup, 2)  # on a CPU the second one is profiled
     if args.record_path:
         args.record_path = os.path.abspath(args.record_path)  # the script runs in another folder
     return args
@@ -93,8 +96,8 @@ def parse_command(argv):
 class Script:
     """What is watched.
 
-    path: of its file, or the name of a module. argv: its own flags. title: it, as it was typed. folder: where it runs.
-    climb: the command that measures what it lacks, or None.
+    path: of its file, or the name of a module. argv: its own flags. title: the script as it was typed. folder: where it
+    runs. climb: the command that measures what it lacks, or None.
     """
 
     path: str
@@ -219,7 +222,7 @@ def execute(script, run):
             run.reject(f"{script.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
-        code = compile(Path(script.path).read_bytes(), script.path, "exec")
+        code = compile(Path(script.path).read_bytes(), os.path.abspath(script.path), "exec")
     main_module = types.ModuleType("__main__")
     main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
     main_module.__spec__ = spec
@@ -234,18 +237,20 @@ def report_end(run, status, reason):
 
     A script that failed keeps its own.
     """
-    line = f"{reason} after {run.steps_taken} steps"
-    if run.steps_taken == 0:
-        line = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
-        if status == 0:
-            line += ". Several ranks must be started by torchrun"
-    elif not run.log.steps:
-        line = f"{reason} after one step, and only a second one shows what is trained"
     hooks.guarded(run.finish, "its figures", run)()
-    run.log.notice(f"{run.script.title} {line}")
-    if status == 0 and not (run.log.steps or run.lost):
-        return 2
-    return status
+    run.log.notice(f"{run.script.title} {words_on_end(run, status, reason)}")
+    is_untimed = not (run.log.steps or run.lost)
+    return 2 if status == 0 and is_untimed else status
+
+
+def words_on_end(run, status, reason):
+    """Return how a script ended, and why nothing was timed."""
+    if run.steps_taken == 0:
+        words = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
+        return words + (". Several ranks must be started by torchrun" if status == 0 else "")
+    if run.steps_taken == 1:
+        return f"{reason} after one step, and only a second one shows what is trained"
+    return f"{reason} after {run.steps_taken} steps"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """What a call of a module reads: tokens or samples, and how many."""
 
+from harness.figures import words_on_speed
 from harness.watch.counting import Signature
 from harness.watch.events import Batch
-from harness.watch.log import Log
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +14,11 @@ TEXT, NEXT = LONG_TEXT[:, :-1], LONG_TEXT[:, 1:]
 OTHER = LONG_TEXT.flip(1)
 VECTORS = torch.rand(5, 3)
 LANGUAGE_MODEL = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
-SAMPLES = SimpleNamespace(seen=SimpleNamespace(unit="sample", shape=None))
 LINEAR = nn.Linear(3, 1)
 
 
 def batch_of(module, **inputs):
-    _, batch, _ = Signature(module, next(module.parameters())).read((), inputs)
-    return batch
+    return Signature(module, next(module.parameters())).read((), inputs).batch
 
 
 @pytest.mark.parametrize(
@@ -56,5 +52,5 @@ def test_below_vmap_a_step_is_a_step():
 
 
 def test_a_speed_has_digits_that_say_something():
-    speeds = [Log.words_on_speed(SAMPLES, speed)[0] for speed in (0.2105, 9.99, 12_345.6)]
+    speeds = [words_on_speed(speed, "sample") for speed in (0.2105, 9.99, 12_345.6)]
     assert speeds == ["0.21 samples/sec", "10 samples/sec", "12,346 samples/sec"]

@@ -287,7 +287,7 @@ def test_what_a_script_deletes_is_not_held(tmp_path):
 def test_a_step_is_over_when_the_cards_are(card, monkeypatch):
     timed = []
     monkeypatch.setattr(Run, "record", lambda run, step, micro_batches: timed.append(step.dt))
-    run = Run(None, SimpleNamespace(gate=None), Log(None, None, WARMUP))
+    run = Run(None, SimpleNamespace(gate=None), Log(None, WARMUP))
     run.timeline.cards = [torch.device("cuda")]
     run.steps_taken, run.limit = 2, 9
     for seconds in (5, 3):
@@ -302,10 +302,10 @@ def test_the_peak_of_memory_is_read_anew_after_the_warm_up(monkeypatch):
     peaks = [9]
     monkeypatch.setattr(meters, "peak_memory", lambda device: (peaks[-1], "a meter"))
     monkeypatch.setattr(meters, "reset_peak_memory", lambda device: peaks.append(1))
-    log = Log(None, None, warmup=2)
+    log = Log(None, warmup=2)
     log.device = torch.device("cpu")
     for _ in range(4):
-        log.step(Step(None, 0.1, {}), may_be_last=False)
+        log.add_step(Step(None, 0.1, {}), may_be_last=False)
     assert [step.memory for step in log.steps] == [9, 9, 1, 1]
 
 

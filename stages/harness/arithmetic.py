@@ -1,8 +1,8 @@
 """The arithmetic of a training step: its FLOPs, its passes over memory, and the seconds that they should take.
 
 FLOPs are divided by the rate of a large matmul, bytes by the rate of a large copy. Nothing is fitted, so the same
-functions work with the rates of a datasheet and with those that the bench's probe measured. But the table for CUDA
-has kernels that were missing until profiles of an H100 showed them. stages/arithmetic.md explains the counts.
+functions work with the rates of a datasheet and with those that the bench's probe measured. BYTES_ON_CUDA has three
+corrections, which profiles of an H100 showed. stages/arithmetic.md explains the counts.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the steps of a row say of the card under it: on NVIDIA's, its clock and its heat."""
+"""The clock and the heat of an NVIDIA card during some steps, in words."""
 
 import statistics
 
@@ -7,7 +7,7 @@ CLOCKS_DIFFER = 1.03  # a clock that is 3 % faster in one round than in another 
 
 
 def words_on_card(rounds):
-    """Return what is worth saying about the card under a row, a list of words.
+    """Return what is worth saying about the clock and the heat of a card, a list of words.
 
     rounds: for each round, the Steps that are counted.
     """

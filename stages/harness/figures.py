@@ -57,14 +57,15 @@ def tokens_per_second(steps, uneven):
     return 1 / statistics.median(seconds_of_a_token) if seconds_of_a_token else 0.0
 
 
-def digits(number):
-    """Return a speed with as many digits as say something."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+def digits(speed):
+    """Return a speed as a whole number, or below 10 with two digits: "12,346", "9.9", "0.21"."""
+    return f"{speed:,.0f}" if speed >= 10 else f"{speed:#.2g}".rstrip(".")
 
 
 def words_on_speed(speed, unit):
-    """Return a speed with its unit, one of PER_SECOND."""
-    return f"{digits(speed)} {PER_SECOND[unit]}"
+    """Return a speed with its unit, a key of PER_SECOND."""
+    number = f"{speed:.2f}" if unit == "step" and speed >= 1 else digits(speed)
+    return f"{number} {PER_SECOND[unit]}"
 
 
 def most_memory(steps):

@@ -260,7 +260,7 @@ class Clip(Stage):
     for_the_loss = True
 
     def is_in(self, seen):
-        return bool(seen.clips)
+        return seen.clips is not None
 
     def remarks(self, seen):
         if seen.clips == "value":

@@ -19,25 +19,25 @@ class Seen:
     # its model
     parameters: int
     shape: dict | None  # of a GPT: see arithmetic.shape_of()
-    weights: str  # the dtype of the largest parameter
-    tf32: bool
-    autocast: str | None  # the 16-bit dtype above weights in float32
-    enters_autocast: bool  # whether it has that dtype by autocast, and not by casts of its own
-    emulated: bool  # whether the device has no units for it
+    weights: str  # the dtype of the largest parameter, as "float32"
+    tf32: bool  # whether PyTorch's flags allow it, also where the device has no units for it
+    autocast: str | None  # the 16-bit dtype in which it multiplies; None if that is the dtype of its weights
+    enters_autocast: bool  # whether torch.autocast chooses this dtype; else the script casts by itself
+    emulated: bool  # whether the device has no units for this dtype
     compile: bool  # whether compiled code multiplied
     ddp: bool
     # its updates
     fused: bool | None  # None if no optimizer has such a kernel
-    optimizer: str  # one that could be fused, or else what has no fused kernel, as "RMSprop" or "sparse gradients"
+    optimizer: str  # the class that could be fused; if none, what has no fused kernel: "RMSprop", "sparse gradients"
     schedules: bool  # whether learning rates change
-    groups: bool  # whether weights decay by groups
-    clips: str | None  # what gradients are clipped by, "norm" or "value"; true in older records
+    groups: bool  # whether some parameters have another weight decay than the first group
+    clips: str | None  # what gradients are clipped by, "norm" or "value"
     # what it could use
     device: str
     can_tf32: bool  # whether the device has such units
     amp_dtype: str  # the 16-bit dtype that the device multiplies natively, or "float32"
-    compile_problem: str | None  # what torch.compile lacks
-    model_name: str = "model"  # under which its code holds the largest module that it calls, or "": "self.net"
+    compile_problem: str | None  # why torch.compile can't work here
+    model_name: str = "model"  # what its code calls the largest module that it trains, as "self.net"; "" if unknown
     can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
     # what the operations of one step show
     profiled: bool = False  # whether they were seen
@@ -47,7 +47,7 @@ class Seen:
     attention_drops: bool = False  # whether it has dropout, if that kernel is "math"
     # the columns of the last matmul; in compiled code the rows of the largest embedding, if a layer has as many outputs
     vocabulary: int | None = None
-    busy_ms: float | None = None  # for which a card has something to do
+    busy_ms: float | None = None  # milliseconds of the profiled step in which a kernel ran on the card
     reads: int = 0  # copies from the card to the CPU in a step
 
     @classmethod

@@ -9,4 +9,4 @@ STEPS_OF_SCRIPT = WARMUP + 20  # after which watch.py stops it
 TURNS = 7  # of a row on a CPU; a row that takes no turns counts as many steps at least
 WARMUP_OF_PLAIN = 20  # on a CPU, where it gets faster for longer than any other row
 STEPS_OF_ROW_ON_CPU = WARMUP_OF_PLAIN + TURNS
-STEPS_OF_ROW = WARMUP + 160  # on a card at most, with the one that is profiled
+STEPS_OF_ROW = WARMUP + 160  # on a card at most; the last one is profiled

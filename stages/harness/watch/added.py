@@ -16,7 +16,11 @@ class Added:
 
     def __init__(self, names):
         self.names = names
-        self.dtype = torch.bfloat16 if "bf16" in names else torch.float16 if "fp16" in names else None
+        self.dtype = None
+        if "bf16" in names:
+            self.dtype = torch.bfloat16
+        elif "fp16" in names:
+            self.dtype = torch.float16
         self.autocast = contextlib.ExitStack()  # of ours, from a forward on until backward() closes it
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Mapping
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,12 +23,25 @@ HAS_NO_IDS = re.compile(
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 
 
+class Reading(NamedTuple):
+    """What a call of a module reads.
+
+    tensor: its largest text or first tensor, by which its input is known again. is_computed: whether a tensor has a
+    history.
+    """
+
+    tensor: torch.Tensor
+    batch: Batch
+    is_computed: bool
+
+
 class Signature:
     """What a module takes, by which the ids of a text are told from its other arguments.
 
     weight: its first parameter. names: of its arguments by position. has_embedding: whether a part of it is one.
     has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
-    dimension are users or products. labels: the names of texts that are another text's labels.
+    dimension are users or products. labels: the names of texts that are another one's labels, or None before a call had
+    two texts.
 
     Of its last call: shapes, [(name, shape, dtype)] of its tensors; batch, its Batch; and place, where its largest text
     stands among the tensors.
@@ -39,26 +53,24 @@ class Signature:
         self.names = names_of_arguments(parts)
         self.has_embedding = any(isinstance(part, nn.Embedding) for part in parts)
         self.has_vocabulary = vocabulary_of(parts) is not None
-        self.shapes = self.batch = self.labels = None
+        self.labels = self.shapes = self.batch = None
+        self.place = 0
 
     def read(self, args, kwargs):
-        """Return what a call with these arguments reads: (the tensor that tells it, its Batch, whether it is computed).
-
-        The latter is true if a tensor has a history. None for all three without a tensor.
-        """
+        """Return the Reading of a call with these arguments, or None without a tensor."""
         tensors = named_tensors(enumerate(args))
         if kwargs:
             tensors += named_tensors(kwargs.items())
         if not tensors:
-            return None, None, None
+            return None
         is_computed = any(tensor.grad_fn is not None for _, tensor in tensors)
         if any(tensor.is_nested or pytorch.hides_a_dimension(tensor) for _, tensor in tensors):  # its shape is not all
-            return tensors[0][1], Batch(), is_computed
+            return Reading(tensors[0][1], Batch(), is_computed)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
             self.shapes = shapes
             self.batch, self.place = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
-        return tensors[self.place][1], self.batch, is_computed
+        return Reading(tensors[self.place][1], self.batch, is_computed)
 
     def name_of(self, name):
         """Return the name of an argument that was passed by name, or by position."""
@@ -84,13 +96,18 @@ class Signature:
             place = [tensor is largest for _, tensor in tensors].index(True)
             batch_size = largest.shape[0] if largest.dim() == 2 else 1
             return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts)), place
-        rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
-        has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
-        is_graph = any(CONNECTS_NODES.search(name) or tensor.is_sparse for name, tensor in tensors)
-        if len(rows) == 1 and has_samples and not is_graph:
-            [batch_size] = rows
-            return Batch("sample", batch_size, None, batch_size), 0
-        return Batch(), 0
+        return batch_of_samples(tensors), 0
+
+
+def batch_of_samples(tensors):
+    """Return the Batch of named tensors without a text: samples if all agree in their first dimension, else a step."""
+    rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
+    has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
+    is_graph = any(CONNECTS_NODES.search(name) or tensor.is_sparse for name, tensor in tensors)
+    if len(rows) == 1 and has_samples and not is_graph:
+        [batch_size] = rows
+        return Batch("sample", batch_size, None, batch_size)
+    return Batch()
 
 
 SIGNATURES = weakref.WeakKeyDictionary()  # {module: its Signature}, since a module may have a thousand parts

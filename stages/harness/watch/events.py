@@ -113,10 +113,11 @@ def seconds_of_lines(spans, looks, unseen):
     for kind, began, ended in spans:
         if kind not in OWN_KINDS:
             continue
+        last_look = began
         for looked, line in looks[bisect_left(looks, (began,)) : bisect_left(looks, (ended,))]:
-            lines[kind][line] += unseen + looked - began
-            unseen, began = 0.0, looked
-        unseen += ended - began
+            lines[kind][line] += unseen + looked - last_look
+            unseen, last_look = 0.0, looked
+        unseen += ended - last_look
     return lines, unseen
 
 
@@ -130,11 +131,11 @@ def micro_batches_of(notes):
     follows the step of another optimizer replaces what that one has trained on, as in a GAN.
     """
     micro_batches, calls, scaled = [], [], []
-    was_used = False
+    are_of_other = False  # whether another optimizer has used them
     for name, value in notes:
         if name == "call":
-            if was_used:
-                micro_batches, was_used = [], False
+            if are_of_other:
+                micro_batches, are_of_other = [], False
             calls.append(value)
         elif name == "scaled":
             scaled = value
@@ -144,7 +145,7 @@ def micro_batches_of(notes):
                 micro_batches.append(micro_batch)
             calls, scaled = [], []
         elif name == "other":
-            was_used = has_calls(micro_batches)
+            are_of_other = has_calls(micro_batches)
     if calls and not has_calls(micro_batches):  # the script calls no backward()
         micro_batches.append(micro_batch_of(calls, []))
     return micro_batches
@@ -181,7 +182,9 @@ def reads_more(call, largest):
 
 def is_again(call, before):
     """Return whether a call reads the batch of the call before, under changed weights."""
-    return call and before and call.module is before.module and call.version != before.version
+    if call is None or before is None:
+        return False
+    return call.module is before.module and call.version != before.version
 
 
 def has_calls(micro_batches):

@@ -120,39 +120,48 @@ def seconds_beyond_loss(spent):
 
 def causes(run):
     """Return what slows the script down, besides techniques of the ladder, a list of words."""
-    log, lines = run.log, run.own_code.lines
-    steps = log.reported_steps()
-    dts = [step.dt for step in steps]
+    steps = run.log.reported_steps()
     shares = mean_shares(steps)
-    on_card = log.device.type != "cpu"
-    if on_card:
-        # A card's queue of kernels hides what the script does meanwhile. What that costs is the time in which the card
-        # is idle. Without a profile nothing is known of it.
-        idle = log.seen.idle_share(1e3 * statistics.median(dts)) or 0.0
-        shares |= {kind: min(shares[kind], idle) for kind in ("data", "evaluation", "rest")}
-    data = shares["data"]
-    evaluation = shares["evaluation"]
-    own = shares["rest"]
-    loss = shares["loss"]
-    words = []
-    if data > LONG_WAIT and run.habits.loaders:
-        words.append(words_on_loader(run.habits.loaders, data))
-    if evaluation > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
-        purposes = "an evaluation, a rollout, or a second model"
-        words.append(f"{percent(evaluation)} goes to forwards without gradients ({purposes}) and their batches")
-    if own > LONG and own * statistics.mean(dts) > SHORT_OWN_CODE:
-        own_lines = lines["rest"]
-        if seconds_beyond_loss(seconds_of(steps)):
-            own_lines = own_lines + lines["loss"]
-        words += words_on_lines(own_lines, own, "is the script's own code, neither forward, loss, backward nor update")
-    if on_card and idle - data - evaluation - own > LONG:
-        waiting = percent(idle - data - evaluation - own)
-        words.append(f"{waiting} is the card waiting for Python: compile, or take a larger batch")
-    if not on_card and loss > max(LONG, shares["forward"]):
-        words += words_on_lines(lines["loss"], loss, "is the loss, from the forward to backward()")
-    if not on_card and shares["update"] > SLOW_UPDATE:
-        words += words_on_update(run.optimizers)
+    if run.log.device.type == "cpu":
+        return words_on_waits(run, steps, shares) + words_on_cpu(run, shares) + words_on_habits(run)
+    # A card's queue of kernels hides what the script does meanwhile: that costs only the time in which the card is
+    # idle. Without a profile nothing is known of it.
+    idle = run.log.seen.idle_share(1e3 * statistics.median(step.dt for step in steps)) or 0.0
+    shares |= {kind: min(shares[kind], idle) for kind in ("data", "evaluation", "rest")}
+    words = words_on_waits(run, steps, shares)
+    waits_for_python = idle - shares["data"] - shares["evaluation"] - shares["rest"]
+    if waits_for_python > LONG:
+        words.append(f"{percent(waits_for_python)} is the card waiting for Python: compile, or take a larger batch")
     return words + words_on_habits(run)
+
+
+def words_on_waits(run, steps, shares):
+    """Return words on data, evaluation and own code that take long, a list. shares: {kind: share of the time}."""
+    words = []
+    if shares["data"] > LONG_WAIT and run.habits.loaders:
+        words.append(words_on_loader(run.habits.loaders, shares["data"]))
+    if shares["evaluation"] > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
+        purposes = "an evaluation, a rollout, or a second model"
+        share = percent(shares["evaluation"])
+        words.append(f"{share} goes to forwards without gradients ({purposes}) and their batches")
+    own = shares["rest"]
+    if own > LONG and own * statistics.mean(step.dt for step in steps) > SHORT_OWN_CODE:
+        lines = run.own_code.lines["rest"]
+        if seconds_beyond_loss(seconds_of(steps)):
+            lines = lines + run.own_code.lines["loss"]
+        words += words_on_lines(lines, own, "is the script's own code, neither forward, loss, backward nor update")
+    return words
+
+
+def words_on_cpu(run, shares):
+    """Return words on a loss and an update that take long on a CPU, a list. A card only queues them."""
+    words = []
+    loss = shares["loss"]
+    if loss > max(LONG, shares["forward"]):
+        words += words_on_lines(run.own_code.lines["loss"], loss, "is the loss, from the forward to backward()")
+    if shares["update"] > SLOW_UPDATE:
+        words += words_on_update(run.optimizers)
+    return words
 
 
 def words_on_loader(batches, share):

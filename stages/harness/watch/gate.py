@@ -14,7 +14,7 @@ OFTEN, SELDOM = 0.002, 0.05  # seconds between two looks, in the first second an
 
 
 def allows(path, steps):
-    """Return whether the bench allows more than so many steps by now."""
+    """Return whether the bench allows a step after the first `steps` by now."""
     try:
         return os.path.getsize(path) > steps
     except OSError:  # it wants no more
@@ -22,7 +22,7 @@ def allows(path, steps):
 
 
 def wait(path, bench_pid, steps):
-    """Wait until the bench allows more than so many steps. Return False if it wants no more.
+    """Wait until the bench allows a step after the first `steps`. Return False if it wants no more.
 
     Ends this process if the bench is gone.
     """

@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from . import pytorch
-from .run import STEPS
 from .threads import is_elsewhere
 
 
@@ -29,11 +28,11 @@ def watch_pytorch(watcher):
     _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it, and a script may join all
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
-    for owner, name, note, what in (
+    for owner, name, hook, what in (
         (DataLoader, "__iter__", watcher.saw_loader, "its DataLoaders"),
         (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),
         (torch.autograd, "backward", watcher.saw_backward, "its losses"),
-        (torch.autograd, "grad", lambda *args, **kwargs: "backward", "its losses"),
+        (torch.autograd, "grad", watcher.saw_grad, "its losses"),
         (torch.amp.GradScaler, "scale", watcher.saw_scale, "its GradScaler"),
         (torch.amp.GradScaler, "step", watcher.saw_scaler_step, "its GradScaler"),
         (torch.amp.GradScaler, "update", watcher.saw_scaler_update, "its GradScaler"),
@@ -48,31 +47,34 @@ def watch_pytorch(watcher):
         (os, "execv", run.saw_exec, "its end"),
         (os, "execve", run.saw_exec, "its end"),
     ):
-        call_first(owner, name, guarded(note, what, run), watcher.timeline)
+        call_first(owner, name, guarded(hook, what, run), watcher.timeline)
     # torch.compile would look into these, and skips the others while it traces
-    register_optimizer_step_pre_hook(pytorch.keep_from_compiler(guarded(watcher.saw_optimizer_begin, STEPS, run)))
-    register_optimizer_step_post_hook(pytorch.keep_from_compiler(guarded(watcher.saw_optimizer_end, STEPS, run)))
+    begin = guarded(watcher.saw_optimizer_begin, "its steps", run, ends_row=True)
+    end = guarded(watcher.saw_optimizer_end, "its steps", run, ends_row=True)
+    register_optimizer_step_pre_hook(pytorch.keep_from_compiler(begin))
+    register_optimizer_step_post_hook(pytorch.keep_from_compiler(end))
 
 
-def guarded(note, what, run):
-    """Return a note that can't end the script. If it raises, the Run says once what it can't see.
+def guarded(hook, what, run, ends_row=False):
+    """Return a hook that can't end the script. If it raises, the Run says once what it can't see.
 
-    KeyboardInterrupt, which is no Exception, is meant for the script.
+    ends_row: whether a row of a bench can't be timed without it. KeyboardInterrupt, which is no Exception, is meant for
+    the script.
     """
 
-    def guarded_note(*args, **kwargs):
+    def guarded_hook(*args, **kwargs):
         try:
-            return note(*args, **kwargs)
+            return hook(*args, **kwargs)
         except Exception as error:
-            run.lose_sight(what, error)
+            run.lose_sight(what, error, ends_row)
 
-    return guarded_note
+    return guarded_hook
 
 
-def call_first(owner, name, note, timeline):
-    """Let a function of PyTorch call `note` first, with its own arguments.
+def call_first(owner, name, hook, timeline):
+    """Let a function of PyTorch call a hook first, with its own arguments.
 
-    What `note` returns is what the time of the function counts as. If it returns None, that is as before.
+    What the hook returns is what the time of the function counts as. If it returns None, that is as before.
     """
     original = getattr(owner, name)
 
@@ -81,7 +83,7 @@ def call_first(owner, name, note, timeline):
         if torch.compiler.is_dynamo_compiling() or is_elsewhere():  # the former is True where torch.compile reads this
             return original(*args, **kwargs)
         entered = time.perf_counter()
-        kind = note(*args, **kwargs)
+        kind = hook(*args, **kwargs)
         # is_compiling() is also True while torch.export, for example, runs this: the clock would get into its graph
         if kind is None or torch.compiler.is_compiling():
             return original(*args, **kwargs)

@@ -8,8 +8,8 @@ for each step, and a summary. An example of each, wrapped:
      "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
-The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line
-"seen" is written at the second step, and again at the end, since a script may begin to clip late: the last one counts.
+The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line "seen" is written at the
+second step, and again at the end, since a script may begin to clip late: the last one counts.
 On a card the last step is profiled, and leaves no line "step". A figure that is not known is null.
 A loss that is not finite is "nan" or "inf", since JSON has no such number. A run that failed also has a line "error",
 with its message and traceback.
@@ -18,6 +18,7 @@ with its message and traceback.
 import json
 import os
 import statistics
+import sys
 import time
 
 import numpy as np
@@ -26,35 +27,36 @@ import torch
 from .. import machine, meters, ranks
 from ..arithmetic import flops_per_token
 from ..card import words_on_card
-from ..common import refuse, say, tell
-from ..figures import PER_SECOND, UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second
+from ..common import refuse, say
+from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second, words_on_speed
 from ..seen import words_on_model
 
 # Between the first counted step and the last one the meters are read at most this often. That is not on the clock of a
 # step, but makes a run of short steps take longer.
 SECONDS_BETWEEN = 0.5
+FIRST_TO_WAIT = 2  # the number of a step: those before it are recorded together, when the device is known
 
 
 class Log:
     """The log of a run. Rank 0 prints, and each rank writes a record if --record asks for one.
 
-    steps: the Steps of the record so far. The Watcher sets device, on which the steps run, at the first step of an
-    optimizer. The Run sets seen, a Seen, at the second step.
+    steps: the Steps of the record so far. The Run sets device, on which the steps run, when an optimizer takes its
+    first step, and seen, a Seen, at the second step.
     """
 
-    def __init__(self, record_path, out, warmup):
+    def __init__(self, record_path, warmup, out=sys.stdout, err=sys.stderr):
         """Open the file of --record, a new one. Rank 1 writes FILE.1, since it trains on other text.
 
-        out: where to print. warmup: how many steps are not counted. Exits with one line if the file is there already or
-        can't be written.
+        warmup: how many steps are not counted. out, err: where to print. Exits with one line if the file is there
+        already or can't be written.
         """
-        self.out = out
+        self.out, self.err = out, err
         self.warmup = warmup
         self.is_rank_0 = ranks.is_rank_0()
         self.file = None
         self.device = None
         self.seen = None
-        self.meters = None  # what they showed when they were last read
+        self.last_reading = None  # what they showed when they were last read
         self.steps = []
         self.next_reading = 0.0  # when the meters may be read again
         if record_path:
@@ -79,7 +81,7 @@ class Log:
             hardware += f", with {', '.join(slow)} in the environment"
         self.say(title, model, hardware)
 
-    def step(self, step, may_be_last):
+    def add_step(self, step, may_be_last):
         """Record a Step, which lacks its number and what the meters show.
 
         may_be_last: whether no other step may follow. Then memory is read once more, so that the peak of all is there.
@@ -88,9 +90,9 @@ class Log:
         # also at the first counted step, since the peak of memory was reset before it
         if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
-            self.meters = self.read_meters()
+            self.last_reading = self.read_meters()
         step.step = len(self.steps)
-        step.memory, step.meter, step.card = self.meters
+        step.memory, step.meter, step.card = self.last_reading
         self.steps.append(step)
         line = {"kind": "step", **vars(step)}
         if step.diverged:
@@ -98,6 +100,11 @@ class Log:
         self.write(line)
         if len(self.steps) == self.warmup:
             meters.reset_peak_memory(self.device)
+
+    def read_last_meters(self):
+        """Read the meters again for the last step, which was not known to be the last when it was recorded."""
+        last = self.steps[-1]
+        last.memory, last.meter, last.card = self.read_meters()
 
     def read_meters(self):
         """Return what the meters show: the memory, the meter's name, and the state of a card."""
@@ -118,7 +125,7 @@ class Log:
 
     def waits_in(self, number):
         """Return whether each kind of time waits for the card in the step of this number, which is not counted."""
-        return 2 <= number < self.warmup and self.device.type != "cpu"
+        return FIRST_TO_WAIT <= number < self.warmup and self.device.type != "cpu"
 
     def waiting_steps(self):
         """Return the steps in which each kind of time waited for the card."""
@@ -138,24 +145,14 @@ class Log:
         uneven = are_uneven(steps)
         if uneven:
             lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, so the speed is by the mean")
-        words = self.words_on_speed(tokens_per_second(steps, uneven))
+        speed = tokens_per_second(steps, uneven)
+        words = [words_on_speed(speed, self.seen.unit)]
+        if self.seen.shape:
+            words.append(f"{flops_per_token(self.seen.shape) * speed / 1e12:.3g} TFLOP/s")
         memory, meter = most_memory(steps), steps[-1].meter
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
         return [*lines, " | ".join(words), *words_on_card([steps])]
-
-    def words_on_speed(self, tokens_per_second):
-        """Return a speed in words, a list: tokens per second and, for a GPT, the FLOP/s that they need."""
-        if self.seen.unit == "step" and tokens_per_second >= 1:
-            speed = f"{tokens_per_second:.2f}"
-        elif tokens_per_second < 10:
-            speed = f"{tokens_per_second:#.2g}".rstrip(".")  # 0.21, and 10 for 9.99
-        else:
-            speed = f"{tokens_per_second:,.0f}"
-        words = [f"{speed} {PER_SECOND[self.seen.unit]}"]
-        if self.seen.shape:
-            words.append(f"{flops_per_token(self.seen.shape) * tokens_per_second / 1e12:.3g} TFLOP/s")
-        return words
 
     # where it goes
 
@@ -168,7 +165,7 @@ class Log:
     def notice(self, message):
         """Print a remark on stderr, on rank 0."""
         if self.is_rank_0:
-            tell(message)
+            say(message, self.err)
 
     def write_seen(self):
         """Write what was seen of the script so far. The last such line of a record counts."""

@@ -16,7 +16,10 @@ WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are lo
 
 
 class OwnCode:
-    """lines: {kind: {the script's line that ran, "/my/train.py:228": seconds}} of its own code and of losses."""
+    """Finds which lines of the script take the time of its own code and of losses, by a thread that looks now and then.
+
+    lines: {kind: {the line that ran, "/my/train.py:228": seconds}}.
+    """
 
     def __init__(self, timeline):
         self.timeline = timeline
@@ -40,12 +43,16 @@ class OwnCode:
             takes_long = self.takes_long.wait(LONG_STRETCH)
             if takes_long:
                 time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-            with pytorch.lock_of_compiler():  # which may take seconds
+            with pytorch.lock_of_compiler():  # a look inside of torch.compile would only disturb it
                 now = time.perf_counter()
-                marks = self.timeline.marks  # none for a moment, when a step begins
-                is_wanted = takes_long or (marks and now - marks[-1][2] > LONG_STRETCH)
-                if is_wanted and self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST:
+                if self.is_look_wanted(now, takes_long):
                     self.looks.append((now, place_in_script()))
+
+    def is_look_wanted(self, now, takes_long):
+        """Return whether own code runs that took long in the last step, or has been running for long."""
+        marks = self.timeline.marks  # empty for a moment, when a step begins
+        runs_long = takes_long or (marks and now - marks[-1][2] > LONG_STRETCH)
+        return runs_long and self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST
 
     def read_looks(self, spans):
         """Add the looks so far to the lines. spans: of the time since this was called last."""

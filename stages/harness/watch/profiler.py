@@ -47,7 +47,12 @@ class StepProfiler:
         self.last_node = pytorch.nodes_made() + most_nodes
         return True
 
-    def name(self, kind):
+    @property
+    def is_open(self):
+        """Whether a step is being profiled."""
+        return self.profile is not None
+
+    def kind_begins(self, kind):
         """Name what runs from now on in the profile, or end the profile if the forwards have very many operations.
 
         PyTorch's own range of a step ends after its hooks, and so too late.

@@ -9,24 +9,27 @@ from dataclasses import replace
 import torch
 
 from .. import machine
-from ..common import tell
+from ..common import say
 from ..figures import Step
 from . import events, gate, pytorch
 from .findings import shares_of, words_on_script
 from .leave import flush_stdout, leave
 from .own_code import OwnCode
 from .profiler import MOST_NODES, StepProfiler
-from .techniques import find_techniques, seen_at_the_end, seen_in
+from .techniques import fields_of_profile, find_techniques, seen_at_the_end
 from .threads import count_threads_of_script
 from .timeline import Timeline
 
-STEPS = "its steps"  # without which nothing can be timed
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which are read when torch is imported
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
 
 class Run:
     """Times the steps of a script, and reports them. Rank 0 alone prints.
+
+    After the first step it is prepared, and after the second one reported and recorded, with the first. Later steps are
+    recorded up to the limit, or as the bench allows. On a card one more is profiled. Then it is over: the script ends
+    when it begins another step, and the summary is written.
 
     script: a Script. args: the flags of watch.py. log: a Log.
     """
@@ -43,8 +46,10 @@ class Run:
         self.optimizers = weakref.WeakKeyDictionary()  # {each one that has stepped: its learning rates so far, a set}
         self.habits = events.Habits()
         self.steps_taken = 0  # with the profiled one
-        self.first_step = None  # its Step and its MicroBatches, up to the report
+        self.unrecorded = []  # [(a Step, its MicroBatches)]: the first one waits for the report
         self.profiles_this_step = False  # the last one, which is not recorded
+        self.spent = Counter()  # {kind: seconds} of the step, by the marks that were read
+        self.micro_batches = []  # of the step, by the notes that were read
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
@@ -60,10 +65,17 @@ class Run:
 
     # a step
 
+    def add_devices(self, devices):
+        """Add the devices of an optimizer's parameters, a list. The log has the first of them all."""
+        if self.log.device is None:
+            self.log.device = devices[0]
+        for device in devices:
+            if device.type != "cpu" and device not in self.timeline.cards:
+                self.timeline.cards.append(device)
+
     def begin_step(self):
         """Start the clock of a step."""
-        self.spent = Counter()  # {kind: seconds}, of the marks that were read
-        self.micro_batches = []
+        self.spent, self.micro_batches = Counter(), []
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     def end_step(self):
@@ -84,16 +96,15 @@ class Run:
             self.keep_profile()
             self.is_over = True
             return
+        self.unrecorded.append((step, self.micro_batches))
         if self.steps_taken == 1:
             self.prepare()
-            self.first_step = step, self.micro_batches
-        elif self.steps_taken == 2:
-            self.begin_report()
-            self.record(*self.first_step)
-            self.first_step = None
-            self.record(step, self.micro_batches)
         else:
-            self.record(step, self.micro_batches)
+            if self.steps_taken == 2:
+                self.begin_report()
+            for unrecorded_step, micro_batches in self.unrecorded:
+                self.record(unrecorded_step, micro_batches)
+            self.unrecorded = []
         self.begin_next_step()
 
     def read_lists(self):
@@ -130,27 +141,33 @@ class Run:
             if self.steps_taken == 1 and self.log.device.type == "cpu":
                 self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
             self.begin_step()
-        elif self.profiles_last and self.log.steps and self.profiler.start(self.log.device, self.timeline.kind):
-            self.profiles_this_step = True
+            return
+        if self.profiles_last and self.log.steps:
+            self.profiles_this_step = self.profiler.start(self.log.device, self.timeline.kind)
+        if self.profiles_this_step:
             self.begin_step()
         else:
             self.is_over = True
 
     def prepare(self):
-        """Decide whether the last step is profiled, and let the thread that looks at the script's lines run in time.
-
-        Exits if the script started ranks by itself.
-        """
+        """Decide after the first step how many follow, and refuse ranks that nobody watches."""
         self.profiles_last = self.log.device.type != "cpu" and self.args.steps > 2
         self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
-        if torch.distributed.is_initialized():
-            self.world_size = torch.distributed.get_world_size()
-        if machine.variables_set(THREADS) != self.threads:
-            self.log.notice(
-                f"it sets {' or '.join(THREADS)} after watch.py has imported torch, too late: set it before"
-            )
         if count_threads_of_script() == 0:  # these would take turns more often than without us
             sys.setswitchinterval(SWITCH_INTERVAL)
+        self.notice_late_threads()
+        self.reject_own_ranks()
+
+    def notice_late_threads(self):
+        """Say so if the script sets its number of threads when it is too late, since torch is imported already."""
+        if machine.variables_set(THREADS) != self.threads:
+            names = " or ".join(THREADS)
+            self.log.notice(f"it sets {names} after watch.py has imported torch, too late: set it before")
+
+    def reject_own_ranks(self):
+        """Exit if the script started ranks by itself, where nobody watches the others."""
+        if torch.distributed.is_initialized():
+            self.world_size = torch.distributed.get_world_size()
         if self.world_size > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.script.title}"
             self.reject(f"{self.script.title} starts {self.world_size} ranks by itself: start them with {remedy}")
@@ -178,7 +195,8 @@ class Run:
         """Add to what was seen what the profiled step has shown, if there was one, and write it to the record."""
         self.profiler.stop()
         if self.profiler.events is not None:
-            self.log.seen = replace(self.log.seen, **seen_in(self.profiler.events, self.log.seen, self.log.device))
+            fields = fields_of_profile(self.profiler.events, self.log.seen, self.log.device)
+            self.log.seen = replace(self.log.seen, **fields)
         self.log.write_seen()
 
     def record(self, step, micro_batches):
@@ -188,7 +206,7 @@ class Run:
         if self.args.gate:
             may_be_last = not gate.allows(self.args.gate[0], steps)
         step.tokens = self.tokens_of(micro_batches)
-        self.log.step(step, may_be_last)
+        self.log.add_step(step, may_be_last)
         if steps == self.log.warmup:
             self.own_code.forget()  # what it did once is not reported
 
@@ -198,17 +216,17 @@ class Run:
             return 1
         return events.count_of(micro_batches, self.log.seen.unit) * self.world_size
 
-    def lose_sight(self, what, error):
+    def lose_sight(self, what, error, ends_row):
         """Say once that something can't be watched, since our own code failed at it. The script goes on.
 
-        A row of a bench ends, since without its steps it can't be timed.
+        ends_row: whether it ends if it is a row of a bench, which can't be timed without that.
         """
         if what in self.lost:
             return
         self.lost.add(what)
         self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {in_a_line(error)}")
-        if what == STEPS and self.args.gate:
-            self.fail_row(f"its steps can't be watched: {in_a_line(error)}")
+        if ends_row and self.args.gate:
+            self.fail_row(f"{what} can't be watched: {in_a_line(error)}")
 
     # the end
 
@@ -218,9 +236,8 @@ class Run:
         if not self.log.steps or self.has_finished:
             return
         self.has_finished = True
-        if not (self.is_over or self.profiler.profile):  # the script has ended before the last step that was wanted
-            last = self.log.steps[-1]
-            last.memory, last.meter, last.card = self.log.read_meters()
+        if not (self.is_over or self.profiler.is_open):  # the script has ended before the last step that was wanted
+            self.log.read_last_meters()
         self.log.seen = seen_at_the_end(self)
         self.log.write_seen()
         shares = shares_of(self.log)
@@ -260,7 +277,7 @@ class Run:
 
     def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
-        tell(f"error: {line}")
+        say(f"error: {line}", self.log.err)
         leave(2)
 
     def refuse_spawn(self, *args, **kwargs):

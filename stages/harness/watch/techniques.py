@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from . import events, pytorch
 from .added import has_kernel, is_of_pytorch
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
-from .threads import NO_FILE, count_threads_of_script, is_of_a_library, is_of_library_module
+from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
@@ -37,7 +38,7 @@ DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profile
 def find_techniques(run):
     """Return the Seen of a script by PyTorch's flags and calls in its first two steps.
 
-    The operations of a step show more: see seen_in(). What begins later is added by seen_at_the_end().
+    The operations of a step show more: see fields_of_profile(). What begins later is added by seen_at_the_end().
     """
     habits, device = run.habits, run.log.device
     models = list(habits.models.values())
@@ -108,11 +109,13 @@ def model_of(models, optimizers, unit, seq_len):
 
 def kernels_of(optimizers):
     """Return whether optimizers are fused, or could be, as fields of a Seen, a dict. Their gradients must be there."""
-    lacks = {optimizer: what_has_no_kernel(optimizer) for optimizer in optimizers}
-    can_fuse = [optimizer for optimizer in optimizers if lacks[optimizer] is None]
-    unfused = [optimizer for optimizer in can_fuse if not optimizer.param_groups[0]["fused"]]
-    advised = (unfused or can_fuse or list(optimizers))[0]
-    return {"fused": not unfused if can_fuse else None, "optimizer": lacks[advised] or type(advised).__name__}
+    missing = {optimizer: what_has_no_kernel(optimizer) for optimizer in optimizers}
+    fusible = [optimizer for optimizer in optimizers if missing[optimizer] is None]
+    if not fusible:
+        return {"fused": None, "optimizer": list(missing.values())[0]}
+    unfused = [optimizer for optimizer in fusible if not optimizer.param_groups[0]["fused"]]
+    advised = unfused[0] if unfused else fusible[0]
+    return {"fused": not unfused, "optimizer": type(advised).__name__}
 
 
 def settings_of(optimizers):
@@ -171,19 +174,9 @@ def framework_of(frame):
 def name_in_script(module, frame):
     """Return the name under which the user's own code holds a module, "net" or "self.policy"; "" without one.
 
-    What a library calls it is nothing that the user could type. But "self" is, if it is of a class of the user's, as in
-    Lightning. frame: the innermost one.
+    frame: the innermost one.
     """
-    owners = []
-    for caller, _ in traceback.walk_stack(frame):
-        if is_of_a_library(caller):
-            owner = caller.f_locals.get("self")
-            if isinstance(owner, nn.Module) and is_class_of_user(type(owner)):
-                owners.append(("self", owner))
-        else:
-            owners += [*caller.f_locals.items(), *caller.f_globals.items()]
-        if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-            caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
+    owners = owners_on_stack(frame)
     for name, owner in owners:
         if owner is module:
             return name
@@ -195,29 +188,63 @@ def name_in_script(module, frame):
     return ""
 
 
+def owners_on_stack(frame):
+    """Return [(name, object)] of all that the user's own code holds, that of the innermost frame first.
+
+    What a library calls it is nothing that the user could type. But "self" is, if it is of a class of the user's, as in
+    Lightning.
+    """
+    owners = []
+    for caller, _ in traceback.walk_stack(frame):
+        if is_of_a_library(caller):
+            owner = caller.f_locals.get("self")
+            if isinstance(owner, nn.Module) and is_class_of_user(type(owner)):
+                owners.append(("self", owner))
+        else:
+            owners += [*caller.f_locals.items(), *caller.f_globals.items()]
+        if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+            caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
+    return owners
+
+
 def is_class_of_user(owner_class):
     """Return whether a class is in the user's own code. One of a module that has no file is not."""
-    scope = vars(sys.modules.get(owner_class.__module__, sys))
-    return not is_of_library_module(scope, scope.get("__file__") or NO_FILE)
+    module = sys.modules.get(owner_class.__module__)
+    path = getattr(module, "__file__", None)
+    return path is not None and not is_of_library_module(vars(module), path)
 
 
-def seen_in(profiled, seen, device):
+class Operation(NamedTuple):
+    """An operation of a profiled step. names: its own, and those of its callers, the outermost last."""
+
+    event: object
+    names: list
+
+    @property
+    def name(self):
+        """Its own name."""
+        return self.names[0]
+
+
+def fields_of_profile(profiled, seen, device):
     """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
     What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
     """
-    operations = [(event, names_with_callers(event)) for event in profiled]
-    operations = [(event, names) for event, names in operations if "python (evaluation)" not in names]
-    matmuls = [(event, names) for event, names in operations if is_matmul(names)]
-    in_forward = [(event, names) for event, names in matmuls if "python (forward)" in names]
+    operations = [Operation(event, names_with_callers(event)) for event in profiled]
+    operations = [operation for operation in operations if "python (evaluation)" not in operation.names]
+    matmuls = [operation for operation in operations if is_matmul(operation)]
+    in_forward = [operation for operation in matmuls if "python (forward)" in operation.names]
     kernel = kernel_of_attention(operations)
     fields = {"profiled": True, "sdpa": kernel, "compile": seen.compile}
     fields["attention"] = kernel is not None or attends_by_hand(operations)
-    fields["attention_drops"] = any(names[0] == "aten::bernoulli_" and MATH_KERNEL in names for _, names in operations)
+    fields["attention_drops"] = any(
+        operation.name == "aten::bernoulli_" and MATH_KERNEL in operation.names for operation in operations
+    )
     if not seen.compile:  # compiled code may multiply in kernels that have no such names
-        fields["multiplies"] = any(re.match(IN_16_BITS, names[0]) for _, names in operations)
+        fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        fields["compile"] = any(is_in_compiled_code(names) for _, names in in_forward or matmuls)
+        fields["compile"] = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
     dtype = dtype_of_most(matmuls)
     if dtype and seen.weights == "float32" and seen.autocast is None:
         fields |= autocast_of(dtype, device)
@@ -232,8 +259,8 @@ def seen_in(profiled, seen, device):
 def dtype_of_most(matmuls):
     """Return the 16-bit dtype that most matmuls of a step get, as "bfloat16", or None. Torch 2.11 does not show it."""
     dtypes = Counter()
-    for event, _ in matmuls:
-        input_dtypes = getattr(event, "input_dtypes", None)
+    for operation in matmuls:
+        input_dtypes = getattr(operation.event, "input_dtypes", None)
         if input_dtypes:
             dtypes[DTYPES.get(input_dtypes[0])] += 1
     return dtypes.most_common(1)[0][0] if dtypes else None
@@ -242,26 +269,28 @@ def dtype_of_most(matmuls):
 def columns_of_last(matmuls):
     """Return the columns of the last matmul of matrices, or None. A language model chooses an id by them."""
     columns = None
-    for event, names in matmuls:
-        if names[0] in ("aten::mm", "aten::addmm") and all(event.input_shapes[:2]):
-            right = event.input_shapes[2 if names[0] == "aten::addmm" else 1]
+    for operation in matmuls:
+        shapes = operation.event.input_shapes
+        if operation.name in ("aten::mm", "aten::addmm") and all(shapes[:2]):
+            right = shapes[2 if operation.name == "aten::addmm" else 1]
             columns = right[1]
     return columns
 
 
-def is_matmul(names):
-    """Return whether an operation is a matmul outside of an optimizer, by its name and those of its callers.
+def is_matmul(operation):
+    """Return whether an Operation is a matmul outside of an optimizer.
 
     Some optimizers multiply matrices, as Muon does, and a compiled update is no compiled model.
     """
-    return re.fullmatch(MATMUL, names[0]) is not None and not any("Optimizer.step#" in name for name in names)
+    is_in_update = any("Optimizer.step#" in name for name in operation.names)
+    return re.fullmatch(MATMUL, operation.name) is not None and not is_in_update
 
 
 def kernel_of_attention(operations):
     """Return the kernel that scaled_dot_product_attention chose, or None without one. A part may be left to "math"."""
     kernel = None
-    for _, names in operations:
-        match = re.search(SDPA_KERNEL, names[0])
+    for operation in operations:
+        match = re.search(SDPA_KERNEL, operation.name)
         if match and kernel in (None, "math"):
             kernel = match[1]
     return kernel
@@ -271,24 +300,24 @@ def attends_by_hand(operations):
     """Return whether a forward has attention in single operations, in which a softmax stands between two matmuls.
 
     Shapes tell what goes where: a batched matmul makes scores, a softmax makes weights of them, and a batched matmul
-    takes these. operations: pairs of an event and its names, in the order in which they began.
+    takes these. operations: in the order in which they began.
     """
     scores, weights = set(), set()  # shapes
-    for event, names in operations:
-        shapes = event.input_shapes
-        if any(name.startswith("autograd::engine") for name in names):
+    for operation in operations:
+        name, shapes = operation.name, operation.event.input_shapes
+        if any(caller.startswith("autograd::engine") for caller in operation.names):
             continue  # the backward of a matmul multiplies the same shapes
-        if event.name == "aten::baddbmm":
+        if name == "aten::baddbmm":
             shapes = shapes[1:]  # without what it adds to
-        if event.name in ("aten::bmm", "aten::baddbmm") and all(shapes[:2]):  # a nested tensor has no shape
+        if name in ("aten::bmm", "aten::baddbmm") and all(shapes[:2]):  # a nested tensor has no shape
             left, right = shapes[:2]
             if tuple(left) in weights:
                 return True
             product = (left[0], left[1], right[2])
             scores.add(product)
-            if is_in_compiled_code(names):  # which has a softmax of its own, that is not seen
+            if is_in_compiled_code(operation):  # which has a softmax of its own, that is not seen
                 weights.add(product)
-        elif event.name == "aten::_softmax" and len(shapes[0]) > 2:
+        elif name == "aten::_softmax" and len(shapes[0]) > 2:
             *batch, rows, columns = shapes[0]
             weights.update(scores & {(math.prod(batch), rows, columns)})
     return False
@@ -303,9 +332,9 @@ def names_with_callers(event):
     return names
 
 
-def is_in_compiled_code(names):
-    """Return whether torch.compile made an operation, by its name and those of its callers."""
-    return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in names)
+def is_in_compiled_code(operation):
+    """Return whether torch.compile made an Operation."""
+    return any("Torch-Compiled Region" in name or "CompiledFxGraph" in name for name in operation.names)
 
 
 def gpt_shape(models, seq_len):

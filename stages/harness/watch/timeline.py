@@ -22,7 +22,8 @@ class Timeline:
         self.read_lists = read_lists
         self.cards = []
         self.kind = "rest"
-        self.is_running = False
+        self.waits = self.is_running = False
+        self.marks, self.notes = [], []
 
     def begin_step(self, waits=False):
         """Begin a step, once the cards are ready. waits: whether each kind waits for them, too."""
@@ -54,8 +55,8 @@ class Timeline:
             self.marks.append((kind, entered, now))
             if len(self.marks) > MOST:
                 self.read_lists()
-            if self.profiler.profile:
-                self.profiler.name(kind)
+            if self.profiler.is_open:
+                self.profiler.kind_begins(kind)
 
     def note(self, name, value=None):
         """Note what was seen."""

@@ -52,17 +52,19 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
-        self.added.before_forward(module, signature.weight.device.type)
-        tensor, batch, is_computed = signature.read(args, kwargs)
-        if not batch:  # it gets no tensor, but for example a graph
+        device_type = signature.weight.device.type
+        self.added.before_forward(module, device_type)
+        reading = signature.read(args, kwargs)
+        if reading is None:  # it gets no tensor, but for example a graph
             self.timeline.note("model", module)
-        else:
-            # a reference to the tensor itself would keep it until the step ends, and it is the script's
-            version = pytorch.version_of(signature.weight)
-            self.timeline.note("call", Call(module, module.training, version, weakref.ref(tensor), batch, is_computed))
-            device_type = signature.weight.device.type
-            if torch.is_autocast_enabled(device_type):
-                self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
+            return "forward"
+        # a reference to the tensor itself would keep it until the step ends, and it is the script's
+        tensor_ref = weakref.ref(reading.tensor)
+        version = pytorch.version_of(signature.weight)
+        call = Call(module, module.training, version, tensor_ref, reading.batch, reading.is_computed)
+        self.timeline.note("call", call)
+        if torch.is_autocast_enabled(device_type):
+            self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
         return "forward"
 
     def saw_autocast(self, autocast):
@@ -87,15 +89,15 @@ class Watcher:
         self.timeline.note("clipping", "value")
 
     def saw_loader(self, loader):
-        """Return the kind of a DataLoader: an evaluation loads batches of its own."""
+        """Return the kind of a DataLoader that begins: an evaluation loads batches of its own."""
         return "data" if torch.is_grad_enabled() else "evaluation"
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
-        kind = self.saw_loader(iterator)
-        if kind == "data":
-            self.timeline.note("batch", pytorch.workers_of(iterator))
-        return kind
+        if not torch.is_grad_enabled():
+            return "evaluation"
+        self.timeline.note("batch", pytorch.workers_of(iterator))
+        return "data"
 
     def saw_backward(self, tensors, *args, **kwargs):
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
@@ -104,6 +106,10 @@ class Watcher:
         self.run.end_script_if_over()
         self.added.autocast.close()
         self.timeline.note("loss", losses_of(tensors))
+        return "backward"
+
+    def saw_grad(self, *args, **kwargs):
+        """Return the kind of torch.autograd.grad(), which may be a part of a loss."""
         return "backward"
 
     def saw_scale(self, scaler, outputs):
@@ -132,9 +138,7 @@ class Watcher:
         self.run.end_script_if_over()
         if optimizer not in self.run.optimizers:
             self.run.optimizers[optimizer] = set()
-            devices = list(dict.fromkeys(p.device for p in parameters_of([], optimizer)))
-            self.run.log.device = self.run.log.device or devices[0]
-            self.timeline.cards += [d for d in devices if d.type != "cpu" and d not in self.timeline.cards]
+            self.run.add_devices([p.device for p in parameters_of([], optimizer)])
             self.added.before_first_update(optimizer)
         self.run.optimizers[optimizer].add(learning_rate(optimizer))
         self.timeline.mark("update", entered)
