@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stages"))
 from harness import ROOT, meters, ranks
 from harness.bench import rounds
 from harness.bench.results import Results
-from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
+from harness.bench.rows import CPU_MEMORY, all_rows, check_row, row_of, rows_of_climb, rows_of_ladder
 from harness.common import AFFINITY, refuse, set_up_output, tell
 from harness.flags import Parser, positive, seed
 from harness.steps import STEPS_OF_ROW, STEPS_OF_ROW_ON_CPU, TURNS, WARMUP, WARMUP_OF_PLAIN
@@ -84,7 +84,7 @@ class Task:
 
     options: argparse.Namespace  # the bench's own flags; climb is a Row, or None
     rows: list  # Rows of the commands
-    flags: list  # those after the rows, which no stage has read yet
+    stage_flags: list  # those after the rows, which no stage has read yet
     has_stages: bool  # whether any row takes these flags
 
 
@@ -92,9 +92,6 @@ def parse_command(argv):
     """Return the Task of a command line. Exits with one line and status 2 if it is wrong."""
     parser = new_parser()
     options, words = parser.parse_known_args(argv)
-    for name in (options.out, options.render):
-        if name is not None and (name.strip(".") == "" or "/" in name):
-            refuse(f"{name!r}: pass a name, since all pages are in results/")
     if options.render and (words or options != parser.parse_args([f"--render={options.render}"])):
         refuse("--render draws the page of a bench that ran, and takes nothing else")
     if options.steps and options.steps <= WARMUP + 1:
@@ -104,7 +101,7 @@ def parse_command(argv):
     flags = words[len(commands) :]
     own_rows = [*rows, options.climb] if options.climb else rows
     for row in own_rows:
-        check(row)
+        check_row(row)
     has_stages = not own_rows or any(row.takes_flags for row in own_rows)  # without rows the ladder runs
     if not has_stages:
         refuse_flags_of_stages(flags)
@@ -119,10 +116,18 @@ def new_parser():
     steps_help = f"most steps of a row in a round ({STEPS_OF_ROW}; {STEPS_OF_ROW_ON_CPU} on a CPU, more if short)"
     add("--steps", type=positive, metavar="N", help=steps_help)
     add("--seed", type=seed, default=1337, metavar="S", help="seed of all rows (%(default)s)")
-    add("--out", metavar="NAME", help="name of the files in results/ (date and time)")
+    add("--out", type=record_name, metavar="NAME", help="name of the files in results/ (date and time)")
     add("--climb", type=row_of, metavar="COMMAND", help="rows that each add a technique to a script of your own")
-    add("--render", metavar="NAME", help="draw results/NAME.md again, and run nothing")
+    add("--render", type=record_name, metavar="NAME", help="draw results/NAME.md again, and run nothing")
     return parser
+
+
+def record_name(text):
+    """Return the name of a bench, which may be typed as its record or page. Raises argparse.ArgumentTypeError."""
+    name = text.removesuffix(".jsonl").removesuffix(".md")
+    if name.strip(".") == "" or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a name, since all pages are in results/")
+    return name
 
 
 def is_row(word):
@@ -174,7 +179,7 @@ def probe(task):
     command = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
     if task.has_stages:
         command.append("--has-stages")
-    command += ["--seed", str(task.options.seed), *task.flags]
+    command += ["--seed", str(task.options.seed), *task.stage_flags]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     if ended.returncode < 0:
         refuse(f"the probe of the machine was killed by signal {-ended.returncode}")
@@ -192,13 +197,14 @@ def new_bench(task, probed, argv):
     elif not rows:
         rows = rows_of_ladder(device, probed["rates"]["peak"])
     limits = limits_of_rows(task.options.steps, device)
+    flags_of_bench = ["--steps", str(limits["steps"]), "--seed", str(task.options.seed)]
     return {
         "kind": "bench",
         "rows": [asdict(row) for row in all_rows(rows)],
         "rounds": task.options.rounds or rounds.ROUNDS,
         **limits,
         "seed": task.options.seed,
-        "flags": ["--steps", str(limits["steps"]), "--seed", str(task.options.seed), *task.flags, *probed["flags"]],
+        "flags": [*flags_of_bench, *task.stage_flags, *probed["flags"]],
         "variables": variables_of(device, probed["card"]),
         "started": datetime.now().isoformat(timespec="seconds"),
         "environment": probed["environment"],
@@ -248,11 +254,13 @@ def exit_status(results):
 
 def render(name):
     """Draw a page again. Exits with one line if its record can't be drawn."""
-    path = ROOT / "results" / f"{name.removesuffix('.jsonl').removesuffix('.md')}.jsonl"
+    path = ROOT / "results" / f"{name}.jsonl"
     try:
         rounds.draw(Results.load(path), path)
-    except OSError as error:
+    except FileNotFoundError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
     except Exception as error:  # what an older record lacks may be missed anywhere
         refuse(f"results/{path.name} is not a record of this version of the bench ({type(error).__name__}: {error})")
 

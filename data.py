@@ -69,6 +69,7 @@ def check_ids(ids, name):
         raise TextError(f"{name}: it has ids from {ids.min()} to {ids.max()}, and GPT-2's are from 0 to {VOCAB - 1}")
 
 
+ID_SUFFIXES = (".npy", ".bin")  # of files that hold ids and no text
 # A text as tokens. name: for people. ids: the tokens to train on, a 1-D array of integers. held_out: more of them, on
 # which no stage trains. source: what load_tokens() took, or "docs" if Tiny Shakespeare can't be had.
 Corpus = namedtuple("Corpus", ("name", "ids", "held_out", "source"))
@@ -80,7 +81,7 @@ def load_tokens(source=None):
     source: the path of a file, None for Tiny Shakespeare, or "docs" for Python's documentation, which also takes the
     place of a Tiny Shakespeare that can't be had. Raises TextError if a file can't be read.
     """
-    if not str(source).lower().endswith((".npy", ".bin")):
+    if source is None or Path(source).suffix.lower() not in ID_SUFFIXES:
         import_tiktoken()  # now, with one line if it is missing
     if source is None:
         try:

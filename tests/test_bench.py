@@ -128,7 +128,7 @@ def test_a_probe_that_ends_with_a_line_or_by_a_signal_ends_the_bench(repo, what,
 def test_a_value_of_a_flag_may_be_called_as_a_row_is():
     assert bench.parse_command(["--climb", "s01", "--batch-size", "4"]).has_stages
     task = bench.parse_command(["s01", "--data", "s01"])
-    assert ([row.name for row in task.rows], task.flags) == (["s01"], ["--data", "s01"])
+    assert ([row.name for row in task.rows], task.stage_flags) == (["s01"], ["--data", "s01"])
 
 
 # Rounds

@@ -195,7 +195,7 @@ def test_a_command_is_understood(command, monkeypatch):
         assert done.returncode == 0, done.stderr
         return
     if script == "bench.py":
-        monkeypatch.setattr(bench, "check", lambda row: None)
-        words = bench.parse_command(words).flags
+        monkeypatch.setattr(bench, "check_row", lambda row: None)
+        words = bench.parse_command(words).stage_flags
     assert (ROOT / script).is_file()
     parse("", [*words, "--device", "cpu"])

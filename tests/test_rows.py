@@ -1,7 +1,7 @@
 """A row is a command: what is started for a word of the command line, and what is refused."""
 
 from harness import ladder
-from harness.bench.rows import CPU_MEMORY, all_rows, check, row_of, rows_of_climb, rows_of_ladder
+from harness.bench.rows import CPU_MEMORY, all_rows, check_row, row_of, rows_of_climb, rows_of_ladder
 
 import os
 import sys
@@ -30,7 +30,7 @@ def names(rows):
 def rows_of(*words):
     """Return all Rows of a bench of these words."""
     for word in words:
-        check(row_of(word))
+        check_row(row_of(word))
     return all_rows([row_of(word) for word in words])
 
 

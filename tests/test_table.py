@@ -192,8 +192,7 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     sgd = {"compile": True, "fused": None}
     runs = [run(each.name, [1.0], **sgd) for each in rows[:3]]
     table = table_from(*runs, run("+bf16", [0.5], **sgd, autocast="bfloat16"), rows=rows)
-    in_vain = [[stage.added_as for stage in outcome.comparison.change.in_vain] for outcome in table.shown]
-    assert in_vain == [[], ["compile"], ["fused"], []]
+    assert [outcome.comparison.change.in_vain for outcome in table.shown] == [[], ["compile"], ["fused"], []]
     assert rows_that_change_nothing(table) == ["+compile", "+fused"]
     assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "fastest row"]
 

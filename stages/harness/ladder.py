@@ -96,11 +96,15 @@ class TF32(Stage):
     in_frameworks = {"transformers": "`--tf32 True`"}
     added_as = "tf32"
 
+    def has_use(self, seen):
+        """Return whether the device could multiply the weights in TF32."""
+        return seen.can_tf32 and seen.weights == "float32"
+
     def is_in(self, seen):
-        return seen.tf32 and seen.can_tf32 and seen.weights == "float32"
+        return seen.tf32 and self.has_use(seen)
 
     def would_help(self, seen):
-        return not seen.tf32 and seen.can_tf32 and seen.weights == "float32"
+        return not seen.tf32 and self.has_use(seen)
 
     def why_in_vain(self, seen):
         return self.why_useless(seen) or super().why_in_vain(seen)
@@ -118,21 +122,28 @@ class BF16(Stage):
         "transformers": "`--bf16 True`",
         "accelerate": '`Accelerator(mixed_precision="bf16")`',
     }
+    float16_in_frameworks = {
+        "lightning": '`Trainer(precision="16-mixed")`',
+        "fabric": '`Fabric(precision="16-mixed")`',
+        "transformers": "`--fp16 True`",
+        "accelerate": '`Accelerator(mixed_precision="fp16")`',
+    }
     added_as = "bf16"
     left_out_by = "--amp-dtype float32"
 
+    def has_use(self, seen):
+        """Return whether autocast would change anything."""
+        return seen.weights == "float32" and seen.multiplies
+
     def is_in(self, seen):
-        return seen.autocast is not None and seen.weights == "float32" and seen.multiplies
+        return seen.autocast is not None and self.has_use(seen)
 
     def would_help(self, seen):
-        has_use = seen.weights == "float32" and seen.multiplies
-        return has_use and seen.autocast is None and seen.amp_dtype != "float32"
+        return seen.autocast is None and self.has_use(seen) and seen.amp_dtype != "float32"
 
     def what_to_type(self, seen):
-        typed = super().what_to_type(seen)
-        if seen.amp_dtype == "float16":
-            return typed.replace("bf16-mixed", "16-mixed").replace("bf16", "fp16")
-        return typed
+        words = self.float16_in_frameworks if seen.amp_dtype == "float16" else self.in_frameworks
+        return words.get(seen.framework) or self.line_for(seen)
 
     def line_for(self, seen):
         dtype = seen.autocast or seen.amp_dtype
@@ -242,11 +253,15 @@ class Vocab(Stage):
     smallest = 1024  # with fewer columns the last matmul is too small for its tiles to matter
     tile = 64  # columns, as of most kernels; s06 takes twice as many
 
+    def is_large(self, seen):
+        """Return whether the vocabulary is known, and large enough to matter."""
+        return (seen.vocabulary or 0) >= self.smallest
+
     def is_in(self, seen):
-        return (seen.vocabulary or 0) >= self.smallest and seen.vocabulary % self.tile == 0
+        return self.is_large(seen) and seen.vocabulary % self.tile == 0
 
     def would_help(self, seen):
-        return (seen.vocabulary or 0) >= self.smallest and seen.vocabulary % self.tile != 0
+        return self.is_large(seen) and seen.vocabulary % self.tile != 0
 
     def line_for(self, seen):
         size = math.ceil(seen.vocabulary / self.tile) * self.tile
@@ -360,7 +375,7 @@ def between(above, stage):
     return STAGES[STAGES.index(above) + 1 : STAGES.index(stage) + 1]
 
 
-# What a script has of it, and lacks
+# What a script has and lacks
 
 
 def has_and_lacks(seen):
@@ -374,16 +389,17 @@ def has_and_lacks(seen):
     return has, lacks
 
 
-def words_on_techniques(seen):
-    """Return (what a script has of the ladder, what it lacks, remarks), two texts and a list of texts.
+def words_on_techniques(has, lacks):
+    """Return what a script has of the ladder and what it lacks, two texts. has, lacks: lists of Stages."""
+    return names_of(has) or "none of the techniques", names_of(lacks) or "none that this machine could use"
 
-    A remark says why a technique does nothing, or what is not known.
-    """
-    has, lacks = has_and_lacks(seen)
+
+def remarks_on(seen):
+    """Return why techniques do nothing in a script, and what is not known of it, a list of texts."""
     remarks = [remark for stage in STAGES for remark in stage.remarks(seen)]
     if not seen.profiled:
         remarks.append(f"its operations were not seen, attention among them: {UNSEEN}")
-    return names_of(has) or "none of the techniques", names_of(lacks) or "none that this machine could use", remarks
+    return remarks
 
 
 def names_of(stages):
@@ -391,6 +407,6 @@ def names_of(stages):
     return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
 
 
-def words_in_vain(stage, seen, name=None):
-    """Return why a Stage is not seen in a script to which it was added from outside, in words. name: "fp16" or so."""
-    return f"+{name or stage.added_as} had no effect: {stage.why_in_vain(seen)}"
+def words_in_vain(name, seen):
+    """Return why what was added to a script from outside is not seen in it. name: a key of ADDED."""
+    return f"+{name} had no effect: {ADDED[name].why_in_vain(seen)}"

@@ -64,6 +64,13 @@ def reason_of_verdict(outcome):
     return None
 
 
+def first_of_equals(outcome, candidates):
+    """Return the first of the candidates, which are Outcomes, that computes what an Outcome does."""
+    while outcome.comparison.change.is_same_computation and outcome.comparison.base in candidates:
+        outcome = outcome.comparison.base
+    return outcome
+
+
 def fastest_row(table):
     """Return how fast the fastest row of one process is beside the first, maybe `plain`.
 
@@ -75,8 +82,7 @@ def fastest_row(table):
     if not compared:
         return None
     fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)
-    while fastest.comparison.change.is_same_computation and fastest.comparison.base in table.shown[:1] + compared:
-        fastest = fastest.comparison.base
+    fastest = first_of_equals(fastest, [first, *compared])
     ratio = fastest.comparison.ratio_to_first
     if fastest in table.shown[:2] or ratio.spread is None:
         return None

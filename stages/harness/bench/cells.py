@@ -4,7 +4,7 @@ import re
 
 from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, digits, seconds_of_warmup, waiting_share
-from ..ladder import words_in_vain, words_on_techniques
+from ..ladder import ADDED, has_and_lacks, remarks_on, words_in_vain, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
 
@@ -86,11 +86,17 @@ def note_cell(outcome, bench):
     if outcome.comparison.change.is_same_computation:
         parts.append(f"same computation as {outcome.comparison.base.row.title}")
     if outcome.dt_ms and not bench["turns"]:  # else two rows started at once, and shared the machine
-        warmup = outcome.runs[0].warmup
-        seconds = seconds_of_warmup(outcome.runs[0].steps, warmup)
-        if seconds - warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
-            parts.append(f"{seconds:.0f} s of warm-up")
+        parts += words_on_warmup(outcome)
     return escaped("; ".join(parts))
+
+
+def words_on_warmup(outcome):
+    """Return how long the warm-up of a row took, a list, if that is much more than as many later steps."""
+    run = outcome.runs[0]
+    seconds = seconds_of_warmup(run.steps, run.warmup)
+    if seconds - run.warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
+        return [f"{seconds:.0f} s of warm-up"]
+    return []
 
 
 def remarks(outcome):
@@ -124,12 +130,12 @@ def remarks_on_script(outcome):
     """
     seen, change, base = outcome.seen, outcome.comparison.change, outcome.comparison.base
     words = []
-    for stage in change.in_vain:
-        words.append(f"it already has {stage.added_as}" if stage.is_in(seen) else words_in_vain(stage, seen))
+    for name in change.in_vain:
+        words.append(f"it already has {name}" if ADDED[name].is_in(seen) else words_in_vain(name, seen))
     is_known = base and base.seen and runs_the_same(outcome.row, base.row)
     if not (outcome.row.stage or is_known):
-        words_on_has, words_on_lacks, others = words_on_techniques(seen)
-        words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *others]
+        words_on_has, words_on_lacks = words_on_techniques(*has_and_lacks(seen))
+        words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *remarks_on(seen)]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"it waits for a DataLoader for {100 * waiting_share(outcome.counted):.0f} % of its time")
     return words

@@ -15,7 +15,7 @@ class Change:
 
     label: what the answer and the picture call it: the title of the row, and what it adds if that does not say it.
     typed: the cell with what its user types, in markdown. stages: those whose techniques its command adds, even if
-    they do nothing here. in_vain: those of them that were added to a script from outside, and do nothing there.
+    they do nothing here. in_vain: the names of what was added to a script from outside, and does nothing there.
     is_same_computation: whether both should be equally fast.
     """
 
@@ -43,17 +43,28 @@ def change_of(outcome, base):
     used, used_by_base = techniques_of(outcome), techniques_of(base)
     effective = [stage for stage in stages if stage in used and stage not in used_by_base]
     is_same = computes_the_same(outcome, base, stages, effective)
-    if row.added:  # a script, to which techniques are added from outside
-        typed = ", ".join(in_one_line(stage.what_to_type(outcome.seen)) for stage in effective)
-        in_vain = [stage for stage in stages if stage.added_as in row.added and stage not in effective]
-        return Change(row.title, typed or NOTHING, stages, in_vain, is_same)
+    if row.added:
+        return change_of_script(outcome, base_row, stages, effective, is_same)
+    return change_of_stage(row, stages, effective, is_same)
+
+
+def change_of_script(outcome, base, stages, effective, is_same):
+    """Return the Change of a row that adds techniques to a script from outside. base: a Row."""
+    added = [name for name in outcome.row.added if name not in base.added]
+    in_vain = [name for name in added if ladder.ADDED[name] not in effective]
+    typed = ", ".join(in_one_line(stage.what_to_type(outcome.seen)) for stage in effective)
+    return Change(outcome.row.title, typed or NOTHING, stages, in_vain, is_same)
+
+
+def change_of_stage(row, stages, effective, is_same):
+    """Return the Change of a stage. Those between it and its base come first: the ratio includes their gains."""
     label, typed = row.title, row.stage.line
     if row.stage.technique:
         label = f"{row.title} {row.stage.technique}"
-    skipped = ", ".join(stage.short for stage in effective if stage is not row.stage)
-    if skipped:  # these come first, because the ratio includes their gains
-        label = f"{row.title} with {skipped}"
-        typed = f"{skipped}, {typed}"
+    between = ", ".join(stage.short for stage in effective if stage is not row.stage)
+    if between:
+        label = f"{row.title} with {between}"
+        typed = f"{between}, {typed}"
     return Change(label, typed, stages, is_same_computation=is_same)
 
 

@@ -121,7 +121,7 @@ def terminal(table):
         if parts:
             lines.append(beside(f"{outcome.row.title}: ", "; ".join(parts)))
     lines += [beside("", line) for line in how_to_read(table)]
-    if table.bench["rounds"] < FEWEST_ROUNDS and table.first_that_ran:  # else what stands above says so if they differ
+    if table.bench["rounds"] < FEWEST_ROUNDS and table.first_that_ran:
         lines.append(beside("", noise_line(table)))
     answers = answer(table)
     if answers:

@@ -45,68 +45,79 @@ def measure(results, path):
 
     If no row has taken a step in the first round, it is the only one.
     """
-    for number in range(results.bench["rounds"]):
-        measure_round(number, results)
+    for round_number in range(results.bench["rounds"]):
+        measure_round(round_number, results)
         show(results, path)
         if not any(run.steps for run in results.runs.values()):
             tell("no row has taken a step, so the bench ends here")
             return
 
 
-def measure_round(number, results):
-    """Run a fresh process of each row. number: of the round. If rows can't take turns, no later round lets them."""
+def measure_round(round_number, results):
+    """Run a fresh process of each row. If rows can't take turns, no later round lets them."""
     if results.bench["turns"]:
-        reason = take_turns(number, results)
+        reason = take_turns(round_number, results)
         if reason is None:
             return
         tell(f"{reason}, so rows run one after the other")
         results.add({"kind": "apart", "reason": reason})  # forgets the turns, and what was measured so far
-    run_one_after_the_other(number, results)
+    run_one_after_the_other(round_number, results)
 
 
-def report(number, what, results):
+def report(round_number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
-    rounds_left = [results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(number, results)]
+    rounds_left = [results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(round_number, results)]
     minutes = math.ceil((time.monotonic() - results.began) * sum(rounds_left) / len(results.runs) / 60)
     time_left = f"; about {minutes} min left" if minutes else ""
-    tell(f"round {number + 1}: {what}{time_left}")
+    tell(f"round {round_number + 1}: {what}{time_left}")
 
 
-def take_turns(number, results):
+def take_turns(round_number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
-    which fails at its start fails once. Return why rows can't take turns, or None. The first round decides for all.
-    number: of the round.
+    Return why rows can't take turns, or None. The first round decides for all.
     """
     turns = results.bench["turns"]
-    rows = in_order(number, results)
+    processes = []
     with contextlib.ExitStack() as stack:
-        processes = []
-        while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
-            started = [stack.enter_context(contextlib.closing(RowProcess(row, results, number))) for row in next_rows]
-            processes += started
-            for process in started:
-                process.wait()
-            for process in started:
-                process.take(process.run.warmup - STEPS_OF_A_START)
-                reason = why_not_in_turn(process, processes, results)
-                if reason and number == 0:
-                    return reason
-                if not process.row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
-                    process.steps_per_turn = process.steps_in(SHORTEST_TURN)
-                if not process.has_ended:
-                    report(number, f"{process.row.title} has warmed up: {process.speed}", results)
+        reason = warm_up(round_number, results, processes, stack)
+        if reason:
+            return reason
         for turn in range(turns):
             for process in processes:
                 process.turn = turn
                 process.take(process.steps_per_turn)
             processes.reverse()  # so that a drift of speed affects all alike
-        report(number, f"the {turns} turns are over", results)
+        report(round_number, f"the {turns} turns are over", results)
         for process in processes:
             process.let_end()
         for process in processes:
             process.wait()
+    return None
+
+
+def warm_up(round_number, results, processes, stack):
+    """Start a process of each row, and take it through its warm-up. Return why rows can't take turns, or None.
+
+    Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
+    which fails at its start fails once. processes: a list, to which they are added. stack: an ExitStack, which ends
+    them.
+    """
+    rows = in_order(round_number, results)
+    while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
+        started = [stack.enter_context(contextlib.closing(RowProcess(row, results, round_number))) for row in next_rows]
+        processes += started
+        for process in started:
+            process.wait()
+        for process in started:
+            process.take(process.run.warmup - STEPS_OF_A_START)
+            reason = why_not_in_turn(process, processes, results)
+            if reason and round_number == 0:
+                return reason
+            if not process.row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
+                process.steps_per_turn = process.steps_in(SHORTEST_TURN)
+            if not process.has_ended:
+                report(round_number, f"{process.row.title} has warmed up: {process.speed}", results)
     return None
 
 
@@ -125,29 +136,30 @@ def why_not_in_turn(process, processes, results):
     """Return why a RowProcess that has warmed up can't take turns with all others, or None. processes: those so far."""
     if process.run.seen and process.run.seen.loaders:
         return f"the workers of {process.row.title} load its data ahead, during the turns of other rows"
-    if rows_that_fit(processes) == 0 and len(processes) < len(results.rows):
+    waiting = [row for row in results.rows.values() if not (results.runs_of(row.name) or results.error(row))]
+    if waiting and rows_that_fit(processes) == 0:
         return f"memory can't hold all {len(results.rows)} processes at once"
     return None
 
 
-def run_one_after_the_other(number, results):
+def run_one_after_the_other(round_number, results):
     """Run a fresh process of each row, until it has counted enough steps."""
-    for row in in_order(number, results):
-        with contextlib.closing(RowProcess(row, results, number)) as process:
+    for row in in_order(round_number, results):
+        with contextlib.closing(RowProcess(row, results, round_number)) as process:
             process.take(process.run.warmup - STEPS_OF_A_START)
             process.take_enough()
             process.let_end()
             process.wait()
-        report(number, f"{row.title} has ended: {process.speed}", results)
+        report(round_number, f"{row.title} has ended: {process.speed}", results)
 
 
-def in_order(number, results):
+def in_order(round_number, results):
     """Yield the Rows in the order of a round, in reverse every other time, so that a drift of speed affects all alike.
 
     One that has failed is left out, also if it failed since the first of them was yielded.
     """
     rows = list(results.rows.values())
-    if number % 2:
+    if round_number % 2:
         rows.reverse()
     for row in rows:
         if not results.error(row):
@@ -160,13 +172,13 @@ def in_order(number, results):
 class RowProcess:
     """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
 
-    allowed: how many steps it may take: at first those of a start. steps_per_turn: how many it takes in a turn. turn:
-    the number of its turn; None before the first one, and if it takes none. has_ended: whether it has ended, or was
-    stopped.
+    allowed: how many steps it may take: at first those of a start. may_end: whether no more are wanted. steps_per_turn:
+    how many it takes in a turn. turn: the number of its turn; None before the first one, and if it takes none.
+    has_ended: whether it has ended, or was stopped.
     """
 
-    def __init__(self, row, results, number):
-        self.row, self.results, self.number = row, results, number
+    def __init__(self, row, results, round_number):
+        self.row, self.results, self.round_number = row, results, round_number
         self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
         self.allowed = STEPS_OF_A_START
@@ -174,11 +186,12 @@ class RowProcess:
             self.gate.write_bytes(b"." * self.allowed)
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
+        self.may_end = False
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
         self.keep({"kind": "start"})
-        self.run = results.runs[row.name, number]  # the Run of its lines
+        self.run = results.runs[row.name, round_number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 row.command(results.bench, results.processes, Path(self.folder.name)),
@@ -214,7 +227,7 @@ class RowProcess:
         return words_on_speed(tokens_per_second(self.run.steps[-2:], uneven=True), self.run.seen.unit)
 
     def steps_in(self, seconds):
-        """Return how many steps fill so many seconds, at least 1."""
+        """Return how many steps fill these seconds, at least 1."""
         dts = [step.dt for step in self.run.steps[-5:]]
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
@@ -228,7 +241,7 @@ class RowProcess:
         self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
 
     def take(self, steps):
-        """Let it take so many more steps, and wait until it has."""
+        """Let it take some more steps, and wait until it has."""
         if self.has_ended:
             return
         self.allowed += steps
@@ -238,7 +251,7 @@ class RowProcess:
 
     def let_end(self):
         """Let it stop. On a card it takes one more step first, which is profiled."""
-        self.allowed = math.inf
+        self.may_end = True
         self.gate.unlink(missing_ok=True)  # there is none after a failure
 
     def wait(self):
@@ -247,7 +260,7 @@ class RowProcess:
         Polls are counted, and no clock is read, since that goes on while the whole machine is paused.
         """
         polls = 0  # since the last line of its record
-        while not self.has_ended and self.steps_taken < self.allowed:
+        while not self.has_ended and (self.may_end or self.steps_taken < self.allowed):
             time.sleep(PAUSE)
             status = self.process.poll()  # before its last lines are read
             polls = 0 if self.read() else polls + 1
@@ -255,7 +268,7 @@ class RowProcess:
             self.has_ended = status is not None or error is not None
             if error:
                 self.fail(error)
-            elif self.has_ended and self.allowed < math.inf:
+            elif self.has_ended and not self.may_end:
                 self.keep({"kind": "early end"})
 
     def error_at_its_end(self, status):
@@ -308,7 +321,7 @@ class RowProcess:
 
     def keep(self, line):
         """Give the Results a line."""
-        self.results.add(line | {"name": self.row.name, "round": self.number, "turn": self.turn})
+        self.results.add(line | {"name": self.row.name, "round": self.round_number, "turn": self.turn})
 
     def close(self):
         """End it and what it has started."""

@@ -191,7 +191,7 @@ def rows_of_climb(script, probed):
         useless = stage.why_useless(machine)
         if useless:
             tell(f"+{name} is left out: {useless}")
-        elif name not in script.added:
+        elif stage not in [ladder.ADDED[each] for each in script.added]:
             added = [*rows[-1].added, name]
             rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
     return rows
@@ -207,8 +207,8 @@ def with_plain(rows, device):
 def all_rows(rows):
     """Return all that the bench starts for the rows of a table: these, and the control.
 
-    Each row gets its base, and its command as its title if another row has the same script. Exits with one line if two
-    rows have one name.
+    Each row gets its base, and its command as its title if another row has the same script. The control is a second run
+    of the row in the middle. Exits with one line if two rows have one name.
     """
     short_titles = [row.title for row in rows]
     in_order = []
@@ -217,7 +217,8 @@ def all_rows(rows):
         if short_titles.count(title) > 1:
             title = shortened(row.name, LONGEST_TITLE)
         in_order.append(replace(row, title=title, base=row.base or base_of(row, in_order)))
-    add_control(in_order)
+    middle = (len(in_order) - 1) // 2  # of two rows the first, since the second may not fit into memory
+    in_order.insert(middle + 1, second_run(in_order[middle]))
     names = [row.name for row in in_order]
     for name in names:
         if names.count(name) > 1:
@@ -237,7 +238,7 @@ def base_of(row, rows_above):
     return rows_above[-1].name if rows_above else None
 
 
-def check(row):
+def check_row(row):
     """Exit with one line if a row can't run, or would not run as the others do."""
     if row.launcher and row.launcher[0] not in THIS_PYTHON and shutil.which(row.launcher[0]) is None:
         refuse(f"{row.name!r}: there is no {row.launcher[0]}")
@@ -256,11 +257,6 @@ def shortened(label, most):
     return f"{label[:half]}…{label[-half:]}"
 
 
-def add_control(rows):
-    """Insert the A/A control: a second run of the row in the middle, right after it.
-
-    Of two rows it repeats the first, since the second may be the one that does not fit into memory.
-    """
-    row = rows[(len(rows) - 1) // 2]
-    again = replace(row, name=f"{row.name} again", title=f"{row.title} again", base=row.name, control_of=row.name)
-    rows.insert(rows.index(row) + 1, again)
+def second_run(row):
+    """Return the Row of the A/A control, which runs a row once more, right after it."""
+    return replace(row, name=f"{row.name} again", title=f"{row.title} again", base=row.name, control_of=row.name)

@@ -168,10 +168,7 @@ def compare(outcomes, first, rates):
     logs = {name: logs_of(outcome, outcomes.get(outcome.row.base)) for name, outcome in outcomes.items()}
     scatter = ratios.scatter_of(logs.values())
     ratio_of_row = {name: ratios.ratio_of(logs[name], scatter) for name in outcomes}
-    disturbance = 0.0
-    for name, outcome in outcomes.items():
-        if outcome.row.control_of and ratios.judge(ratio_of_row[name]) in (Verdict.FASTER, Verdict.SLOWER):
-            disturbance = ratios.distance(ratio_of_row[name].value)
+    disturbance = disturbance_of(outcomes, ratio_of_row)
     above = None
     for name, outcome in outcomes.items():
         base, ratio = outcomes.get(outcome.row.base), ratio_of_row[name]
@@ -183,6 +180,14 @@ def compare(outcomes, first, rates):
         if not outcome.row.control_of:
             above = outcome
     return disturbance
+
+
+def disturbance_of(outcomes, ratio_of_row):
+    """Return how far from 1 the control came out; 0 if chance can explain that. ratio_of_row: {name: Ratio}."""
+    for name, outcome in outcomes.items():
+        if outcome.row.control_of and ratios.judge(ratio_of_row[name]) in (Verdict.FASTER, Verdict.SLOWER):
+            return ratios.distance(ratio_of_row[name].value)
+    return 0.0
 
 
 def logs_of(outcome, base):

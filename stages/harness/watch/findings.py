@@ -9,7 +9,7 @@ import torch
 
 from .. import machine
 from ..figures import LONG, LONG_WAIT
-from ..ladder import ADDED, has_and_lacks, words_in_vain, words_on_techniques
+from ..ladder import ADDED, has_and_lacks, remarks_on, words_in_vain, words_on_techniques
 from .events import KINDS
 
 SHORT_OWN_CODE = 0.005  # seconds a step: what takes less is not worth a word
@@ -38,7 +38,7 @@ def words_on_script(run, shares):
     slow = causes(run)
     lines += [f"slow    {words}" for words in slow]
     has, lacks = has_and_lacks(seen)
-    words_on_has, words_on_lacks, remarks = words_on_techniques(seen)
+    words_on_has, words_on_lacks = words_on_techniques(has, lacks)
     lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
     if lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
@@ -46,8 +46,8 @@ def words_on_script(run, shares):
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
         lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
-    in_vain = [name for name in run.args.added if ADDED[name] not in has]
-    remarks += [words_in_vain(ADDED[name], seen, name) for name in in_vain]
+    remarks = remarks_on(seen)
+    remarks += [words_in_vain(name, seen) for name in run.args.added if ADDED[name] not in has]
     if "fp16" in run.args.added:
         remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
     lines += [f"        {remark}" for remark in remarks]

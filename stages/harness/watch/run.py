@@ -202,13 +202,16 @@ class Run:
     def record(self, step, micro_batches):
         """Let the log record a Step, which lacks its tokens."""
         steps = len(self.log.steps) + 1
-        may_be_last = steps == self.limit
-        if self.args.gate:
-            may_be_last = not gate.allows(self.args.gate[0], steps)
         step.tokens = self.tokens_of(micro_batches)
-        self.log.add_step(step, may_be_last)
+        self.log.add_step(step, self.may_be_last(steps))
         if steps == self.log.warmup:
             self.own_code.forget()  # what it did once is not reported
+
+    def may_be_last(self, steps):
+        """Return whether no step may follow after so many, as far as is known now."""
+        if self.args.gate:
+            return not gate.allows(self.args.gate[0], steps)
+        return steps == self.limit
 
     def tokens_of(self, micro_batches):
         """Return the tokens or samples of a step, of all ranks. A step of which neither is known counts as 1."""
