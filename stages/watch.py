@@ -247,7 +247,11 @@ def words_on_end(run, status, reason):
     """Return how a script ended, and why nothing was timed."""
     if run.steps_taken == 0:
         words = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
-        return words + (". Several ranks must be started by torchrun" if status == 0 else "")
+        if status:
+            return words
+        if run.calls_backward():
+            return f"{words}. One of another kind, as Keras and fastai have, can't be watched"
+        return f"{words}. Several ranks must be started by torchrun"
     if run.steps_taken == 1:
         return f"{reason} after one step, and only a second one shows what is trained"
     return f"{reason} after {run.steps_taken} steps"

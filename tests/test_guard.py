@@ -106,8 +106,8 @@ PLAIN = "learn(model(x).square().mean())"
             1,
         ),
         (
-            "class Named(nn.Linear):\n    def forward(self, module):\n        return super().forward(module)\n"
-            "model = Named(3, 1)",
+            "class Named(nn.Linear):\n    compile = None\n    def forward(self, module):\n"
+            "        return super().forward(module)\nmodel = Named(3, 1)",
             "learn(model(module=x).sum())",
             4,
         ),
@@ -177,6 +177,12 @@ def test_a_script_that_is_stopped_leaves_nothing_half_done(tmp_path):
     assert not (tmp_path / "checkpoint").exists()
     [children] = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("children")]
     assert not any(is_alive(pid) for pid in children)
+
+
+def test_all_optimizers_take_the_last_step(tmp_path):
+    step = "model(x).sum().backward()\noptimizer.step()\nother.step()\nprint('whole')"
+    text = Loop(step, "other = torch.optim.SGD(model.parameters(), lr=0.1)").text
+    assert watch_in_a_fork(tmp_path, text, "--steps", "5").out.count("whole") == 5
 
 
 def is_alive(pid):

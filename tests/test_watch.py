@@ -8,7 +8,7 @@ from harness.bench.rows import row_of
 from harness.figures import Step
 from harness.seen import Seen
 from harness.steps import WARMUP
-from harness.watch import gate
+from harness.watch import gate, profiler
 from harness.watch.events import KINDS, Habits
 from harness.watch.findings import causes
 from harness.watch.log import Log
@@ -108,6 +108,13 @@ def test_a_script_is_at_home(tmp_path):
     assert ended.status == 2
     [line] = ended.err.splitlines()
     assert line.startswith("train.py ended, and no optimizer of torch.optim, or of a")
+
+
+def test_an_optimizer_of_another_kind_is_told(tmp_path):
+    text = "import torch\nw = torch.ones(2, requires_grad=True)\nw.sum().backward()\nw.data -= w.grad"
+    assert watch_in_a_fork(tmp_path, text, status=2).err.endswith(
+        ". One of another kind, as Keras and fastai have, can't be watched\n"
+    )
 
 
 def test_it_needs_no_tokenizer(tmp_path):
@@ -345,6 +352,26 @@ def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
     timeline.mark("rest", entered=1.0)
     kind, entered, left = timeline.marks[-1]
     assert (kind, entered) == ("rest", left)
+
+
+def test_what_the_profiler_does_is_not_on_the_clock(card):
+    profiler = SimpleNamespace(is_open=True, kind_begins=lambda kind: card.synchronize())
+    timeline = Timeline(profiler, read_lists=None)
+    timeline.begin_step()
+    card.queue(9)  # seconds in which the profiler lists what it saw
+    timeline.mark("rest")
+    assert timeline.marks[-1] == ("rest", 0.0, 9.0)
+
+
+def test_a_profile_on_a_cpu_ends_before_another_micro_batch_if_it_has_seen_enough(monkeypatch):
+    monkeypatch.setattr(profiler.pytorch, "nodes_made", mock.Mock(side_effect=[0, 900, 1100, 1100]))
+    profile = StepProfiler()
+    profile.start(torch.device("cpu"), "rest")
+    is_open = []
+    for kind in ("forward", "backward", "forward"):
+        profile.kind_begins(kind)
+        is_open.append(profile.is_open)
+    assert is_open == [True, True, False]
 
 
 def run_that_spent(device, **spent):

@@ -188,6 +188,7 @@ class Compile(Stage):
         "fabric": "`model = torch.compile(model)` before `fabric.setup()`",
         "transformers": "`--torch_compile True`",
         "accelerate": '`Accelerator(dynamo_backend="inductor")`',
+        "skorch": "`compile=True` of the net",
     }
     added_as = "compile"
     left_out_by = "--no-compile"
@@ -303,7 +304,7 @@ class Decay(Stage):
 class Fused(Stage):
     name, technique = "s10_fused", "fused optimizer"
     line = "`AdamW(..., fused=True)`"
-    in_frameworks = {"transformers": "`--optim adamw_torch_fused`"}
+    in_frameworks = {"transformers": "`--optim adamw_torch_fused`", "skorch": "`optimizer__fused=True` of the net"}
     added_as = "fused"
 
     def is_in(self, seen):

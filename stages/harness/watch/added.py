@@ -68,7 +68,13 @@ def compile_in_place(module):
     if is_of_pytorch(module):
         pytorch.compile_around(module)
     else:
-        module.compile()
+        torch.nn.Module.compile(module)  # a script's class may have a compile() of another meaning, as Keras has
+
+
+def can_compile_in_place(module):
+    """Return whether MODULE.compile() compiles a module: it is no class of PyTorch's, and has no other compile()."""
+    method = getattr(module, "compile", None)
+    return getattr(method, "__func__", None) is torch.nn.Module.compile and not is_of_pytorch(module)
 
 
 def is_of_pytorch(module):

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import math
 import os
 
 import torch
@@ -13,7 +12,9 @@ from torch.profiler import ProfilerActivity
 from . import pytorch
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.13 prints a line at each start
-MOST_NODES = 5_000  # of the graph for the backward: above, to list a step's operations takes seconds and GBs
+# On a CPU a profile ends after so many nodes of the graph for the backward: when another micro-batch begins, or in one.
+# To list the operations of 1,000 nodes takes 3 seconds.
+ENOUGH_NODES, MOST_NODES = 1_000, 5_000
 
 
 class StepProfiler:
@@ -22,7 +23,8 @@ class StepProfiler:
     def __init__(self):
         self.profile = None
         self.range = contextlib.ExitStack()  # of the kind of time that runs
-        self.last_node = 0  # of the graph for the backward, by its number
+        self.first_node = 0  # of the graph for the backward, by its number
+        self.is_limited = False
         self.events = None
         self.script_profiles = False
 
@@ -32,10 +34,11 @@ class StepProfiler:
             self.script_profiles = True
             self.give_up()
 
-    def start(self, device, kind, most_nodes=math.inf):
-        """Begin to profile, and return whether it did. kind: what runs. most_nodes: of the graph for the backward.
+    def start(self, device, kind):
+        """Begin to profile, and return whether it did. kind: what runs.
 
-        It does not if the script profiles, or if a backward() is open, which would end the profile with it.
+        It does not if the script profiles, or if a backward() is open, which would end the profile with it. A card is
+        profiled for a whole step, since that shows how long it is idle.
         """
         if self.script_profiles or pytorch.is_profiled() or kind == "backward":
             return False
@@ -44,7 +47,8 @@ class StepProfiler:
             activities = torch.profiler.supported_activities()
         self.profile = torch.profiler.profile(activities=activities, acc_events=True, record_shapes=True)
         self.profile.start()
-        self.last_node = pytorch.nodes_made() + most_nodes
+        self.first_node = pytorch.nodes_made()
+        self.is_limited = device.type == "cpu"
         return True
 
     @property
@@ -53,12 +57,14 @@ class StepProfiler:
         return self.profile is not None
 
     def kind_begins(self, kind):
-        """Name what runs from now on in the profile, or end the profile if the forwards have very many operations.
+        """Name what runs from now on in the profile, or end the profile if it has seen enough.
 
         PyTorch's own range of a step ends after its hooks, and so too late.
         """
         self.range.close()
-        if pytorch.nodes_made() > self.last_node:
+        nodes = pytorch.nodes_made() - self.first_node
+        has_enough = nodes > MOST_NODES or (nodes > ENOUGH_NODES and kind == "forward")
+        if self.is_limited and has_enough:
             self.stop()
             return
         name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"

@@ -15,7 +15,7 @@ from . import events, gate, pytorch
 from .findings import shares_of, words_on_script
 from .leave import flush_stdout, leave
 from .own_code import OwnCode
-from .profiler import MOST_NODES, StepProfiler
+from .profiler import StepProfiler
 from .techniques import fields_of_profile, find_techniques, seen_at_the_end
 from .threads import count_threads_of_script
 from .timeline import Timeline
@@ -139,7 +139,7 @@ class Run:
         """
         if self.is_another_wanted():
             if self.steps_taken == 1 and self.log.device.type == "cpu":
-                self.profiler.start(self.log.device, self.timeline.kind, MOST_NODES)
+                self.profiler.start(self.log.device, self.timeline.kind)
             self.begin_step()
             return
         if self.profiles_last and self.log.steps:
@@ -153,6 +153,7 @@ class Run:
         """Decide after the first step how many follow, and refuse ranks that nobody watches."""
         self.profiles_last = self.log.device.type != "cpu" and self.args.steps > 2
         self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
+        self.habits.models.clear()  # a library may call a model when it builds it: what is trained is called again
         if count_threads_of_script() == 0:  # these would take turns more often than without us
             sys.setswitchinterval(SWITCH_INTERVAL)
         self.notice_late_threads()
@@ -232,6 +233,11 @@ class Run:
             self.fail_row(f"{what} can't be watched: {in_a_line(error)}")
 
     # the end
+
+    def calls_backward(self):
+        """Return whether the script has called backward() since the last step."""
+        self.read_lists()
+        return self.spent["backward"] > 0
 
     def finish(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""

@@ -19,7 +19,7 @@ from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
-from .added import has_kernel, is_of_pytorch
+from .added import can_compile_in_place, has_kernel
 from .counting import modules_of, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
@@ -31,7 +31,7 @@ MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convoluti
 # All that autocast may compute in 16 bits; what a graph of CUDA has in it is not seen
 IN_16_BITS = r".*(mm|mv|conv|linear|matmul|rnn|lstm|gru|attention|attn|GraphLaunch)"
 CLOSE = 0.05  # how far the weights of a GPT may be from those of its config
-FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "skorch")
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
@@ -103,7 +103,7 @@ def model_of(models, optimizers, unit, seq_len):
         "ddp": any(isinstance(module, DistributedDataParallel) for module in modules),
         "vocabulary": vocabulary_of(modules) if unit == "tok" else None,
         "model_name": name_in_script(largest, inspect.currentframe()) if largest is not None else "",
-        "can_compile_in_place": largest is not None and not is_of_pytorch(unwrapped(largest)),
+        "can_compile_in_place": largest is not None and can_compile_in_place(unwrapped(largest)),
     }
 
 

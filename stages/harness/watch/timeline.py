@@ -52,11 +52,12 @@ class Timeline:
             entered = now
         self.kind = kind
         if self.is_running:
+            if self.profiler.is_open:
+                self.profiler.kind_begins(kind)
+                now = time.perf_counter()  # to end a profile may take seconds
             self.marks.append((kind, entered, now))
             if len(self.marks) > MOST:
                 self.read_lists()
-            if self.profiler.is_open:
-                self.profiler.kind_begins(kind)
 
     def note(self, name, value=None):
         """Note what was seen."""

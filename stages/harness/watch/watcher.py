@@ -135,7 +135,8 @@ class Watcher:
         if is_elsewhere() or not has_parameters(optimizer):
             return
         entered = time.perf_counter()
-        self.run.end_script_if_over()
+        if optimizer is self.main_ref():  # another one still belongs to the last step
+            self.run.end_script_if_over()
         if optimizer not in self.run.optimizers:
             self.run.optimizers[optimizer] = set()
             self.run.add_devices([p.device for p in parameters_of([], optimizer)])
