@@ -100,11 +100,11 @@ class Run:
         if self.steps_taken == 1:
             self.prepare()
         else:
+            unrecorded, self.unrecorded = self.unrecorded, []
             if self.steps_taken == 2:
                 self.begin_report()
-            for unrecorded_step, micro_batches in self.unrecorded:
-                self.record(unrecorded_step, micro_batches)
-            self.unrecorded = []
+            for step_and_micro_batches in unrecorded:
+                self.record(*step_and_micro_batches)
         self.begin_next_step()
 
     def read_lists(self):
@@ -291,10 +291,9 @@ class Run:
 
     def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
+        problem = "starts ranks by torch.multiprocessing.spawn, which can't be watched"
         remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
-        self.reject(
-            f"{self.script.title} starts ranks by torch.multiprocessing.spawn, which can't be watched: {remedy}"
-        )
+        self.reject(f"{self.script.title} {problem}: {remedy}")
 
 
 def in_a_line(error):
