@@ -54,3 +54,19 @@ def test_below_vmap_a_step_is_a_step():
 def test_a_speed_has_digits_that_say_something():
     speeds = [words_on_speed(speed, "sample") for speed in (0.2105, 9.99, 12_345.6)]
     assert speeds == ["0.21 samples/sec", "10 samples/sec", "12,346 samples/sec"]
+
+
+class Table(nn.Module):
+    """Two columns of categories, each with an embedding, beside columns of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(9, 4) for _ in range(2)])
+
+    def forward(self, categories, numbers):
+        """Only its signature is read."""
+
+
+def test_categories_of_a_table_are_no_text():
+    batch = batch_of(Table(), categories=torch.zeros(32, 2, dtype=torch.int64), numbers=torch.rand(32, 5))
+    assert batch == Batch("sample", 32, None, 32)

@@ -86,7 +86,12 @@ PLAIN = "learn(model(x).square().mean())"
 @pytest.mark.parametrize(
     "setting, step, counted",
     [
-        ("class Net(nn.Linear):\n    def parameters(self):\n        return [self.weight]\nmodel = Net(3, 1)", PLAIN, 4),
+        (
+            "class Net(nn.Linear):\n    named_parameters = None\n    def parameters(self):\n"
+            "        return [self.weight]\nmodel = Net(3, 1)",
+            PLAIN,
+            4,
+        ),
         ("model = nn.Sequential(nn.Linear(3, 1))\nmodel.modules = ['a', 'b']", PLAIN, 4),
         ("model = nn.Linear(3, 1)\nfrozen = torch.optim.SGD([{'params': []}])", f"{PLAIN}\nfrozen.step()", 4),
         (

@@ -54,6 +54,8 @@ class Added:
 def can_be_fused(parameter, optimizer):
     """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
     step = optimizer.state.get(parameter, {}).get("step")  # of a checkpoint
+    if not parameter.requires_grad:
+        return True  # it is not updated
     return has_kernel(parameter) and (step is None or step.device == parameter.device)
 
 

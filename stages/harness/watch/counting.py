@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 class Signature:
     """What a module takes, by which the ids of a text are told from its other arguments.
 
-    weight: its first parameter. names: of its arguments by position. has_embedding: whether a part of it is one.
+    weight: its first parameter. names: of its arguments by position. embeddings: how many it has.
     has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
     dimension are users or products. labels: the names of texts that are another one's labels, or None before a call had
     two texts.
@@ -51,7 +51,7 @@ class Signature:
         parts = modules_of(module)
         self.weight = weight
         self.names = names_of_arguments(parts)
-        self.has_embedding = any(isinstance(part, nn.Embedding) for part in parts)
+        self.embeddings = sum(isinstance(part, nn.Embedding) for part in parts)
         self.has_vocabulary = vocabulary_of(parts) is not None
         self.labels = self.shapes = self.batch = None
         self.place = 0
@@ -80,7 +80,9 @@ class Signature:
 
     def is_text(self, name, tensor):
         """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
-        is_read = self.has_embedding if tensor.dim() == 2 else self.has_vocabulary and tensor.dim() == 1
+        is_read = self.has_vocabulary and tensor.dim() == 1
+        if tensor.dim() == 2:  # a table has an embedding for each of its columns
+            is_read = self.has_vocabulary or self.embeddings not in (0, tensor.shape[1])
         if not is_read or not is_whole(tensor):
             return False
         return not HAS_NO_IDS.search(name) and not CONNECTS_NODES.search(name)
@@ -117,11 +119,16 @@ def signature_of(module):
     """Return the Signature of a module. None without parameters, and with those on meta, where nothing is computed."""
     signature = SIGNATURES.get(module)
     if signature is None:
-        weight = next(nn.Module.parameters(module), None)
+        weight = next(iter(parameters_in(module)), None)
         if weight is None or weight.is_meta:  # to_empty() replaces the latter
             return None
         signature = SIGNATURES[module] = Signature(module, weight)
     return signature
+
+
+def parameters_in(module, recurse=True):
+    """Return the parameters of a module, a list. Keras makes new ones if its own named_parameters() is called."""
+    return [parameter for _, parameter in nn.Module.named_parameters(module, recurse=recurse)]
 
 
 def modules_of(module):

@@ -20,7 +20,7 @@ from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
 from .added import can_compile_in_place, has_kernel
-from .counting import modules_of, unwrapped, vocabulary_of
+from .counting import modules_of, parameters_in, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
 
@@ -135,7 +135,7 @@ def what_has_no_kernel(optimizer):
     if "fused" not in optimizer.param_groups[0]:
         return type(optimizer).__name__
     for parameter in parameters_of([], optimizer):
-        if not has_kernel(parameter):
+        if parameter.requires_grad and not has_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
 
@@ -147,7 +147,7 @@ def parameters_of(models, *optimizers):
     """
     parameters = []
     for model in models:
-        parameters += nn.Module.parameters(model)
+        parameters += parameters_in(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters += group["params"]
@@ -354,5 +354,5 @@ def gpt_shape(models, seq_len):
 def matrix_weights(model):
     """Return how many weights the matrices of a model have. An embedding counts where it is also the last matrix."""
     others = [module for module in modules_of(model) if not isinstance(module, nn.Embedding)]
-    matrices = {p for module in others for p in nn.Module.parameters(module, recurse=False) if p.dim() == 2}
+    matrices = {p for module in others for p in parameters_in(module, recurse=False) if p.dim() == 2}
     return sum(p.numel() for p in matrices)
