@@ -252,7 +252,7 @@ class Vocab(Stage):
     in_frameworks = {"transformers": "`model.resize_token_embeddings(pad_to_multiple_of=128)`"}
     unpredictable = True
     smallest = 1024  # with fewer columns the last matmul is too small for its tiles to matter
-    tile = 64  # columns, as of most kernels; s06 takes twice as many
+    tile = 64  # columns of a kernel; some have 128, which s06 takes
 
     def is_large(self, seen):
         """Return whether the vocabulary is known, and large enough to matter."""

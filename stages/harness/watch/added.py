@@ -54,13 +54,13 @@ class Added:
 def can_be_fused(parameter, optimizer):
     """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
     step = optimizer.state.get(parameter, {}).get("step")  # of a checkpoint
-    if not parameter.requires_grad:
-        return True  # it is not updated
     return has_kernel(parameter) and (step is None or step.device == parameter.device)
 
 
 def has_kernel(parameter):
-    """Return whether there is a fused kernel for a parameter, by its dtype and its gradient."""
+    """Return whether a parameter needs no update, or its dtype and gradient have a fused kernel."""
+    if not parameter.requires_grad:
+        return True
     return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
 
 

@@ -119,7 +119,7 @@ def signature_of(module):
     """Return the Signature of a module. None without parameters, and with those on meta, where nothing is computed."""
     signature = SIGNATURES.get(module)
     if signature is None:
-        weight = next(iter(parameters_in(module)), None)
+        weight = next(parameters_in(module), None)
         if weight is None or weight.is_meta:  # to_empty() replaces the latter
             return None
         signature = SIGNATURES[module] = Signature(module, weight)
@@ -127,8 +127,9 @@ def signature_of(module):
 
 
 def parameters_in(module, recurse=True):
-    """Return the parameters of a module, a list. Keras makes new ones if its own named_parameters() is called."""
-    return [parameter for _, parameter in nn.Module.named_parameters(module, recurse=recurse)]
+    """Yield the parameters of a module. Keras makes new ones if its own named_parameters() is called."""
+    for _, parameter in nn.Module.named_parameters(module, recurse=recurse):
+        yield parameter
 
 
 def modules_of(module):

@@ -20,7 +20,7 @@ SELDOM_SEEN = 0.05  # seconds in own code, below which too few looks met it to s
 FIX_FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 SLOW_UPDATE = 0.4  # of the time
 MANY_GROUPS = 10  # of an optimizer, with the same settings
-MANY_STEPS = 700  # which see a second rollout of most scripts
+MANY_STEPS = 700  # two rollouts of PPO in Stable-Baselines3, which makes 320 updates of each by default
 MANY = 3  # copies from a card in a step, or graphs compiled after the warm-up
 
 

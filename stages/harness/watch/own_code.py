@@ -43,7 +43,7 @@ class OwnCode:
             takes_long = self.takes_long.wait(LONG_STRETCH)
             if takes_long:
                 time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
-            with pytorch.lock_of_compiler():  # a look inside of torch.compile would only disturb it
+            with pytorch.lock_of_compiler():  # no thread may walk the frames of torch.compile while it works
                 now = time.perf_counter()
                 if self.is_look_wanted(now, takes_long):
                     self.looks.append((now, place_in_script()))

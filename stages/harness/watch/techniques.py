@@ -135,7 +135,7 @@ def what_has_no_kernel(optimizer):
     if "fused" not in optimizer.param_groups[0]:
         return type(optimizer).__name__
     for parameter in parameters_of([], optimizer):
-        if parameter.requires_grad and not has_kernel(parameter):
+        if not has_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
 

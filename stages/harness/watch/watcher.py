@@ -89,15 +89,15 @@ class Watcher:
         self.timeline.note("clipping", "value")
 
     def saw_loader(self, loader):
-        """Return the kind of a DataLoader that begins: an evaluation loads batches of its own."""
-        return "data" if torch.is_grad_enabled() else "evaluation"
+        """Return the kind of a DataLoader that begins."""
+        return kind_of_loading()
 
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
-        if not torch.is_grad_enabled():
-            return "evaluation"
-        self.timeline.note("batch", pytorch.workers_of(iterator))
-        return "data"
+        kind = kind_of_loading()
+        if kind == "data":
+            self.timeline.note("batch", pytorch.workers_of(iterator))
+        return kind
 
     def saw_backward(self, tensors, *args, **kwargs):
         """Note what backward() is called on. One inside of another, as of checkpointing, is a part of that."""
@@ -172,6 +172,11 @@ class Watcher:
         self.others.clear()
         self.added.autocast.close()  # if the script calls no backward()
         self.run.end_step()
+
+
+def kind_of_loading():
+    """Return what the time of a DataLoader counts as: an evaluation loads batches of its own."""
+    return "data" if torch.is_grad_enabled() else "evaluation"
 
 
 def has_parameters(optimizer):
