@@ -6,6 +6,10 @@ as fast on an RTX 4090. Weights and all other operations stay in float32. A card
 A100, a Mac or a CPU without AMX-FP16 has no units for TF32: it computes in float32 as before, and gains nothing.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

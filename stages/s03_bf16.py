@@ -8,6 +8,10 @@ and divides the gradients by it before the update. In bfloat16 it only passes ca
 autocast stays off, and this stage equals the one before.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -6,6 +6,10 @@ compiles, and prints nothing for half a minute or more. On a CPU this needs a C+
 compiler. Without them nothing is compiled. A model that spends its time in matmuls gains little.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -7,6 +7,10 @@ blocks that lie in the future. PyTorch chooses the kernel: flash, cuDNN, memory-
 these works. At a short T there is little to save.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import time

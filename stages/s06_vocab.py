@@ -6,6 +6,10 @@ cards less time. A step was measured 1.00 to 1.14 times as fast. The 47 new ids 
 softmax: that adds 0.0009 to the first loss, log(1 + 47/50257), and fades as the model learns that they never come.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import time

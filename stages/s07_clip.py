@@ -6,6 +6,10 @@ AdamW's estimate of the gradients' size follows them sooner (Brown et al., arXiv
 the true gradients, so float16's loss scale is taken out first.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import time

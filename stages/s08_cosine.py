@@ -5,6 +5,10 @@ steps are made small again, so that the weights settle (Loshchilov & Hutter, arX
 too). The warmup counts from 1, because a first step at a learning rate of 0 would be wasted.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -5,6 +5,10 @@ inputs. A bias or a LayerNorm's gain has nothing to spread, and decay only holds
 with 124,354,560 parameters are decayed, embeddings among them, and 98 tensors with 121,344 are not.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

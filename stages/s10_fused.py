@@ -6,6 +6,10 @@ the optimizer's share of a step, and so the gain. The default on CUDA is "foreac
 many tensors at once. On a CPU it is a plain loop.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -6,6 +6,10 @@ gradients up, and the optimizer steps once. A small card can train with a large 
 wait for. A step now has --accum micro-batches: compare tok/sec, and not the seconds of a step.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -9,6 +9,10 @@ average, and a flag turns it off for the others, as model.no_sync() does. Under 
 the steps of the stage before, and still copies its gradients into buckets. On an H100 it was 0.92 times as fast.
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import parse_args  # first: it makes data and model importable from here
 
 import math

@@ -5,6 +5,10 @@ python stages/sample.py --weights gpt2 --prompt "To be"       OpenAI's weights (
 python stages/sample.py --weights mine.pt --eval              the loss on held-out text, its last tenth
 """
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
 from harness import machine  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, set_up_output, tell
@@ -12,7 +16,6 @@ from harness.flags import Parser, end_in_a_line, non_negative, positive, seed
 from harness.weights import PUBLISHED, held_out_ids, held_out_loss, load
 
 import codecs
-import sys
 
 import torch
 from torch.nn import functional as F

@@ -15,6 +15,11 @@ shows the speed, and its losses are not those of a training and may be NaN. The 
 bench that is empty.
 """
 
+import os
+import sys
+
+if sys.flags.safe_path:  # PYTHONSAFEPATH: Python leaves out this folder
+    sys.path.insert(0, os.path.dirname(__file__))
 from harness import ROOT, ladder, ranks  # first: it makes data and model importable from here
 from harness.common import refuse, set_up_output
 from harness.flags import Parser, positive, seed
@@ -27,10 +32,8 @@ from harness.watch.watcher import Watcher
 
 import argparse
 import builtins
-import os
 import random
 import shlex
-import sys
 import traceback
 import types
 from dataclasses import dataclass

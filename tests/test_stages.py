@@ -74,6 +74,11 @@ def assert_same_training(run, other, tolerance=1e-4):
 # What a run leaves, and what its flags do
 
 
+@pytest.mark.parametrize("name", ["s01_baseline", "sample"])  # the diff budgets hold that all stages begin alike
+def test_it_finds_its_modules_if_python_leaves_out_its_folder(name):
+    assert "usage:" in python("-P", f"stages/{name}.py", "--help").out
+
+
 @pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_trains_and_its_record_is_whole(stages, stage):
     run = stages(stage, *ONE_MICRO_BATCH)

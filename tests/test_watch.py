@@ -99,11 +99,13 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_is_at_home(tmp_path):
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_a_script_is_at_home(tmp_path, safe_path):
     for number, name in enumerate(("data", "model", "harness"), 1):
         (tmp_path / f"{name}.py").write_text(f"OWN = {number}\n")
     (tmp_path / "train.py").write_text(AT_HOME)
-    ended = python(WATCH, "--seed", "7", "train.py", "--steps", "9", "-m", "x", folder=tmp_path)
+    words = (WATCH, "--seed", "7", "train.py", "--steps", "9", "-m", "x")
+    ended = python(*words, folder=tmp_path, PYTHONSAFEPATH=safe_path)
     assert "at home\n" in ended.out, ended.err
     assert ended.status == 2
     [line] = ended.err.splitlines()
@@ -115,6 +117,12 @@ def test_an_optimizer_of_another_kind_is_told(tmp_path):
     assert watch_in_a_fork(tmp_path, text, status=2).err.endswith(
         ". One of another kind, as Keras and fastai have, can't be watched\n"
     )
+
+
+def test_a_long_run_with_an_optimizer_of_another_kind_is_told_before_its_end(tmp_path):
+    text = "import torch\nw = torch.ones(2, requires_grad=True)\nfor step in range({}):\n    w.sum().backward()"
+    assert "100 backwards, and no" in watch_in_a_fork(tmp_path, text.format(100), status=2).err
+    assert "100 backwards, and no" not in watch_in_a_fork(tmp_path, text.format(99), status=2).err
 
 
 def test_it_needs_no_tokenizer(tmp_path):

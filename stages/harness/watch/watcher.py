@@ -22,6 +22,7 @@ from .techniques import parameters_of
 from .threads import is_elsewhere
 from .timeline import is_captured
 
+MANY_BACKWARDS = 100  # before any step of an optimizer
 MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
 
 
@@ -32,6 +33,7 @@ class Watcher:
         self.run = run
         self.timeline = run.timeline
         self.added = Added(run.args.added)
+        self.backwards_before = 0  # the first step
         self.main_ref = lambda: None  # a weak reference to the optimizer that ends a step: a script may delete it
         self.others = Counter()  # {a weak reference to another one: how often it stepped since the last step ended}
 
@@ -106,6 +108,11 @@ class Watcher:
         self.run.end_script_if_over()
         self.added.autocast.close()
         self.timeline.note("loss", losses_of(tensors))
+        if self.run.steps_taken == 0:
+            self.backwards_before += 1
+            if self.backwards_before == MANY_BACKWARDS:
+                words = "one of another kind can't be watched, and such a script is not stopped"
+                self.run.log.notice(f"{MANY_BACKWARDS} backwards, and no optimizer of torch.optim has stepped: {words}")
         return "backward"
 
     def saw_grad(self, *args, **kwargs):
