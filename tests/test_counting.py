@@ -1,7 +1,7 @@
 """What a call of a module reads: tokens or samples, and how many."""
 
 from harness.figures import words_on_speed
-from harness.watch.counting import Signature
+from harness.watch.counting import Signature, unwrapped
 from harness.watch.events import Batch
 
 import pytest
@@ -43,6 +43,20 @@ def test_a_call_tells_whether_its_input_was_computed():
     signature = Signature(LINEAR, LINEAR.weight)
     read = [signature.read((x,), {})[2] for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
     assert read == [False, False, True]
+
+
+class FabricModule(nn.Module):
+    __module__ = "lightning.fabric.wrappers"
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_what_is_compiled_and_named_is_inside_of_the_wrapper_of_fabric():
+    """A compiled wrapper ends in a RecursionError."""
+    net = nn.Linear(2, 2)
+    assert unwrapped(FabricModule(net)) is net
 
 
 def test_below_vmap_a_step_is_a_step():

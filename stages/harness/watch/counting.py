@@ -21,6 +21,7 @@ HAS_NO_IDS = re.compile(
     "mask|position|type|(^|_)pos(_|$)|(label|target)(?!.*_in)|gold|(^|_)(y|tags?|outs?|outputs?)$", re.IGNORECASE
 )
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
+FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loops of one's own
 
 
 class Reading(NamedTuple):
@@ -154,9 +155,10 @@ def names_of_arguments(parts):
 
 
 def unwrapped(model):
-    """Return the module inside of torch.compile and DistributedDataParallel, in whatever order they are around it."""
+    """Return the module inside of torch.compile, DistributedDataParallel and Fabric, in whatever order these are."""
     for part in modules_of(model):  # the outermost first
-        if not isinstance(part, DistributedDataParallel) and not pytorch.is_around_module(part):
+        is_of_fabric = type(part).__module__.startswith(FABRIC)
+        if not (is_of_fabric or isinstance(part, DistributedDataParallel) or pytorch.is_around_module(part)):
             return part
 
 

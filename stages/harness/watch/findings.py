@@ -214,7 +214,8 @@ def words_on_habits(run):
     if reads >= MANY:
         words.append(f"a step copies from the card {reads} times, as .item() does, and waits for it each time")
     if graphs >= MANY:
-        words.append(f"{graphs} graphs were compiled after the warm-up: pad to few shapes, or mark_dynamic()")
+        remedy = "TORCH_LOGS=recompiles says why; for texts of many lengths pad to few, or mark_dynamic()"
+        words.append(f"{graphs} graphs were compiled after the warm-up: {remedy}")
     if run.habits.repeats_forward:
         words.append("forwards run again in the backward: activation checkpointing trades time for memory")
     if run.log.device.type == "cpu" and (torch.accelerator.is_available() or machine.why_no_card()):

@@ -20,7 +20,7 @@ from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
 from .added import can_compile_in_place, has_kernel
-from .counting import modules_of, parameters_in, unwrapped, vocabulary_of
+from .counting import FABRIC, modules_of, parameters_in, unwrapped, vocabulary_of
 from .profiler import busy_ms
 from .threads import count_threads_of_script, is_of_a_library, is_of_library_module
 
@@ -156,15 +156,15 @@ def parameters_of(models, *optimizers):
 
 
 def framework_of(frame):
-    """Return the outermost package of FRAMEWORKS that called the optimizer in whose step a frame is, or None.
+    """Return the outermost package of FRAMEWORKS, or "fabric", that called the optimizer in whose step a frame is.
 
-    Fabric is a part of Lightning for loops of one's own, and is called "fabric".
+    None without one.
     """
     framework = None
     for caller, _ in traceback.walk_stack(frame):
         module = caller.f_globals.get("__name__", "")
         package = module.split(".")[0]
-        if module.startswith(("lightning.fabric", "lightning_fabric")):
+        if module.startswith(FABRIC):
             framework = "fabric"
         elif package in FRAMEWORKS:
             framework = package.removeprefix("pytorch_")
