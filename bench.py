@@ -155,9 +155,7 @@ def run(task, argv):
         refuse("start bench.py once: torchrun belongs before a row, in its quotes")
     name = task.options.out or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     path = ROOT / "results" / f"{name}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    if path.exists() or path.with_suffix(".md").exists():
-        refuse(f"results/{name} already exists: pass another --out")
+    check_out(path)
     bench = new_bench(task, probe(task), argv)
     with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
@@ -172,6 +170,20 @@ def run(task, argv):
             rounds.show(results, path)
             raise
     return results
+
+
+def check_out(path):
+    """Exit with one line if the record of a bench can't be written, or is there already, or its page is."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if path.with_suffix(".md").exists():
+            refuse(f"results/{path.stem} already exists: pass another --out")
+        path.touch(exist_ok=False)
+        path.unlink()  # until there is something to write
+    except FileExistsError:
+        refuse(f"results/{path.stem} already exists: pass another --out")
+    except OSError as error:
+        refuse(f"results/{path.stem}: {error.strerror}: pass another --out, or make results/ writable")
 
 
 def probe(task):

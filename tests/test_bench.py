@@ -100,6 +100,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["--render", "old.md"], "results/old.jsonl is not a record of this version of the bench"),
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
         (["--out", "a/b"], "'a/b': pass a name"),
+        (["s01", "--out", 300 * "a"], "File name too long"),
         (["--out", ".."], "'..': pass a name"),
         (["s01 'a"], "No closing quotation"),
         (["s01", "--render", "old"], "--render draws the page of a bench that ran, and takes nothing else"),

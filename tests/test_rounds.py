@@ -47,6 +47,13 @@ def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
     return table_of(results).outcomes["a"]
 
 
+def test_a_launcher_may_be_a_shell_script_without_its_first_line(tmp_path):
+    launcher = tmp_path / "launch"
+    launcher.write_text('exec "$@"')
+    launcher.chmod(0o755)
+    assert outcome_of([str(launcher)]).error is None
+
+
 @pytest.mark.parametrize("dt, counted", [(0.125, 48), (1, 7), (0.01, 60)])
 def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
     outcome = outcome_of(steps=WARMUP + 60, dt=dt)
@@ -54,8 +61,9 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
 
 
 def test_a_script_that_ends_early_has_the_turns_that_it_took():
-    """Four of its steps are a turn."""
-    results = results_of(rows=[planned("a", (), {"dt": 0.005, "do": "end", "at": WARMUP + 6}, "a.py")], turns=3)
+    """Four of its steps are a turn, and that the first two were slower makes it no shorter."""
+    plan = {"dt": 0.005, "first_dt": 3.0, "do": "end", "at": WARMUP + 6}
+    results = results_of(rows=[planned("a", (), plan, "a.py")], turns=3)
     rounds.take_turns(0, results)
     assert [len(steps) for steps in results.runs["a", 0].turns.values()] == [4, 2]
     assert remarks(table_of(results).outcomes["a"])[0] == "ended by itself after 10 steps"

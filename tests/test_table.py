@@ -182,6 +182,18 @@ def test_a_run_that_ended_in_its_warm_up_has_no_ratio():
     assert table.outcomes["t.py"].speeds.keys() == {0, 1}
 
 
+def test_if_one_script_is_uneven_both_have_their_speed_by_the_mean():
+    """A mean of 1.3 s beside one of 0.95 s, of which a median is 0.8 s."""
+    runs = run("t.py", [1.0] * 9 + [4.0]), run("u.py", [0.8] * 9 + [2.3])
+    ratio = table_from(*runs, rows=[row("t.py"), row("u.py", base="t.py")]).outcomes["u.py"].comparison.ratio
+    assert ratio.value == pytest.approx(1.3 / 0.95)
+
+
+def test_the_fastest_row_is_in_parentheses_if_the_control_was_as_far_apart():
+    runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 0.7, "b": 0.9, "c": 0.8}.items()]
+    assert dict(answer(table_from(*runs)))["fastest row"] == "c: (1.25 ± 0.00) times as fast as a"
+
+
 def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     """+compile adds nothing to a script that compiles, +fused nothing to SGD, and +bf16 adds something."""
     rows = [row("t.py")]
@@ -228,7 +240,7 @@ def test_the_answer_says_that_the_machine_was_busy():
     """By its load, or since the rounds of s03 lie far apart."""
     loaded = table_from(run("s01", [1.0]), run("s03", [0.5]), environment=CPU | {"load": 1.5})
     assert dict(answer(loaded))["busy machine"].startswith(
-        "the load was 1.5 times the cores when the bench began: close"
+        "the load was 1.50 times the cores when the bench began: close"
     )
     rounds = [(run("s01", [1.0], number), run("s03", [dt], number)) for number, dt in enumerate((0.3, 0.6, 0.4))]
     assert dict(answer(table_from(*sum(rounds, ()))))["busy machine"].startswith(

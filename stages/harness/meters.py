@@ -112,7 +112,9 @@ def nvml_of(device):
 def environment(device):
     """Return the hardware, the versions, and what in the environment changes the speed, a dict for JSON."""
     cuda = device.type == "cuda"
-    driver = machine.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    driver = ""
+    if cuda:
+        driver = machine.command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "device": device.type,
         "device_name": machine.device_name(device),
@@ -123,7 +125,7 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "driver": driver.split("\n")[0] if cuda and driver else None,
+        "driver": driver.split("\n")[0] or None,
         "slow": machine.variables_set(machine.CHANGE_SPEED),
     }
 

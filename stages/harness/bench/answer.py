@@ -32,7 +32,7 @@ def why_busy(table):
     ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
     load = table.bench["environment"].get("load", 0)
     if ratios and load > 1:
-        return f"the load was {load:.1f} times the cores when the bench began"
+        return f"the load was {load:.2f} times the cores when the bench began"
     if any(ratio.spread and ratio.spread >= WIDE * ratio.value for ratio in ratios):
         return "a ± is a quarter of its ratio, or more"
     return None
@@ -89,4 +89,4 @@ def fastest_row(table):
     title = quoted(fastest.row.title)
     if fastest.row.added:  # it has what the rows above it add, too
         title = f"up to {title}"
-    return f"{title}: {ratio_cell(ratio, judge(ratio))} times as fast as {quoted(first.row.title)}"
+    return f"{title}: {ratio_cell(ratio, judge(ratio, table.disturbance))} times as fast as {quoted(first.row.title)}"

@@ -13,7 +13,8 @@ FEWEST_ROUNDS = 3  # with fewer, nothing is said of how far a ratio may be off
 class Ratio(NamedTuple):
     """How many times as fast one row is as another.
 
-    spread: how far the true ratio may be from value, with a probability of 95 %; None below three rounds.
+    spread: how far the true ratio may be from value, with a probability of 95 % if all rows scatter alike, and a lower
+    one in a row that scatters more than the others; None below three rounds.
     """
 
     value: float

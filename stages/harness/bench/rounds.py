@@ -194,7 +194,8 @@ class RowProcess:
         self.run = results.runs[row.name, round_number]  # the Run of its lines
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
-                row.command(results.bench, results.processes, Path(self.folder.name)),
+                # env runs also a launcher without #!, as a shell does, and has an exit status for one that can't run
+                ["env", *row.command(results.bench, results.processes, Path(self.folder.name))],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -228,7 +229,7 @@ class RowProcess:
 
     def steps_in(self, seconds):
         """Return how many steps fill these seconds, at least 1."""
-        dts = [step.dt for step in self.run.steps[-5:]]
+        dts = [step.dt for step in self.run.steps[STEPS_OF_A_START:][-5:]]
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
     def take_enough(self):

@@ -188,10 +188,12 @@ def rows_of_climb(script, probed):
         name = stage.added_as
         if name == "bf16" and machine.amp_dtype == "float16":
             name = "fp16"
+        if stage in [ladder.ADDED[each] for each in script.added]:
+            continue
         useless = stage.why_useless(machine)
         if useless:
             tell(f"+{name} is left out: {useless}")
-        elif stage not in [ladder.ADDED[each] for each in script.added]:
+        else:
             added = [*rows[-1].added, name]
             rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
     return rows

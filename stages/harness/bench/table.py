@@ -92,7 +92,8 @@ class Table:
 def table_of(results):
     """Return the Table of the Results of a bench."""
     bench = results.bench
-    outcomes = {row.name: outcome_of(row, results) for row in results.rows.values()}
+    uneven = any(is_uneven_script(row, results) for row in results.rows.values())
+    outcomes = {row.name: outcome_of(row, results, uneven) for row in results.rows.values()}
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
     disturbance = compare(outcomes, shown[0], bench["rates"])
     return Table(bench, outcomes, shown, disturbance)
@@ -101,8 +102,18 @@ def table_of(results):
 # A row by itself
 
 
-def outcome_of(row, results):
-    """Return the Outcome of a row, without its Comparison."""
+def is_uneven_script(row, results):
+    """Return whether a row is a script whose steps are uneven. Those of a stage are alike: a long one was disturbed."""
+    counted = [step for run in results.runs_of(row.name) for step in run.counted]
+    return row.stage is None and bool(counted) and are_uneven(counted)
+
+
+def outcome_of(row, results, scripts_are_uneven):
+    """Return the Outcome of a row, without its Comparison.
+
+    scripts_are_uneven: whether the steps of any script are, so that all have their speed by the mean: a mean beside a
+    median is no ratio.
+    """
     runs, bench = results.runs_of(row.name), results.bench
     seen_of_runs = [run.seen for run in runs if run.seen]
     seen = seen_of_runs[0] if seen_of_runs else None
@@ -114,7 +125,7 @@ def outcome_of(row, results):
         outcome.words = row.stage.note(seen) if row.stage else ""
     counted = outcome.counted
     if counted:
-        uneven = row.stage is None and are_uneven(counted)  # the steps of a stage are alike: a long one was disturbed
+        uneven = row.stage is None and scripts_are_uneven
         outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
         if not (outcome.error or outcome.diverged):
             outcome.speeds = speeds_of_rounds(runs, uneven)
