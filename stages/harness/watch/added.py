@@ -1,6 +1,7 @@
 """Adds techniques of the ladder to a script from outside, each where the script does not use it by itself."""
 
 import contextlib
+import weakref
 
 import torch
 
@@ -22,6 +23,7 @@ class Added:
         elif "fp16" in names:
             self.dtype = torch.float16
         self.autocast = contextlib.ExitStack()  # of ours, from a forward on until backward() closes it
+        self.looked_at = weakref.WeakSet()  # modules: to look for compiled parts in all of one takes a millisecond
         if "tf32" in names:
             torch.set_float32_matmul_precision("high")
 
@@ -30,9 +32,11 @@ class Added:
 
         Around the module alone, autocast would leave a loss outside of the model with logits in 16 bits.
         """
-        if "compile" in self.names and not any(pytorch.is_compiled(part) for part in modules_of(module)):
-            pytorch.let_compiler_fail()
-            compile_in_place(module)
+        if "compile" in self.names and module not in self.looked_at:
+            self.looked_at.add(module)
+            if not any(pytorch.is_compiled(part) for part in modules_of(module)):
+                pytorch.let_compiler_fail()
+                compile_in_place(module)
         if self.dtype and not torch.is_autocast_enabled(device_type):
             self.autocast.enter_context(torch.autocast(device_type, self.dtype))
 

@@ -31,8 +31,12 @@ def words_on_script(run, shares):
     """
     seen = run.log.seen
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
-    lines = [f"time    {', '.join(parts)}"]
-    if run.log.waiting_steps():
+    waits = bool(run.log.waiting_steps())
+    knows_shares = waits or run.log.device.type == "cpu"  # with --warmup 2 no step waits for a card
+    lines = []
+    if knows_shares:
+        lines.append(f"time    {', '.join(parts)}")
+    if waits:
         lines.append("        measured in steps of the warm-up, which wait for the card after each part")
     lines += [f"        {words}" for words in words_on_start(run)]
     slow = causes(run)
@@ -40,7 +44,7 @@ def words_on_script(run, shares):
     has, lacks = has_and_lacks(seen)
     words_on_has, words_on_lacks = words_on_techniques(has, lacks)
     lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
-    if lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
+    if knows_shares and lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
         lines.append(f"        together at most {percent(computation)} of the time, so fix what is slow first")
     for stage in lacks:
@@ -127,11 +131,12 @@ def causes(run):
     # A card's queue of kernels hides what the script does meanwhile: that costs only the time in which the card is
     # idle. Without a profile nothing is known of it.
     idle = run.log.seen.idle_share(1e3 * statistics.median(step.dt for step in steps)) or 0.0
-    shares |= {kind: min(shares[kind], idle) for kind in ("data", "evaluation", "rest")}
+    for kind in ("data", "evaluation", "rest"):
+        shares[kind] = min(shares[kind], idle)
+        idle -= shares[kind]
     words = words_on_waits(run, steps, shares)
-    waits_for_python = idle - shares["data"] - shares["evaluation"] - shares["rest"]
-    if waits_for_python > LONG:
-        words.append(f"{percent(waits_for_python)} is the card waiting for Python: compile, or take a larger batch")
+    if idle > LONG:
+        words.append(f"{percent(idle)} is the card waiting for Python: compile, or take a larger batch")
     return words + words_on_habits(run)
 
 

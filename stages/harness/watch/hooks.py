@@ -25,7 +25,8 @@ from .threads import is_elsewhere
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
     run, profiler = watcher.run, watcher.run.profiler
-    _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it, and a script may join all
+    if not run.args.gate:  # a bench prints no lines of a script, and looks slow short steps
+        _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it: a script may join all
     os.register_at_fork(before=profiler.give_up)
     watch_modules(watcher)
     for owner, name, hook, what in (
@@ -37,12 +38,13 @@ def watch_pytorch(watcher):
         (torch.amp.GradScaler, "step", watcher.saw_scaler_step, "its GradScaler"),
         (torch.amp.GradScaler, "update", watcher.saw_scaler_update, "its GradScaler"),
         (torch.autocast, "__enter__", watcher.saw_autocast, "its autocast"),
-        (*pytorch.AUTOCAST_WHILE_TRACING, watcher.note_autocast, "its autocast"),
         (*pytorch.CLIPPING, watcher.saw_clipping, "its clipping"),
+        (torch.nn.utils, "clip_grads_with_norm_", watcher.saw_clipping, "its clipping"),
         (torch.nn.utils, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.nn.utils.clip_grad, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
         (torch.multiprocessing, "spawn", run.refuse_spawn, "its ranks"),
+        (torch.multiprocessing, "start_processes", run.refuse_spawn, "its ranks"),
         (os, "_exit", run.saw_exit, "its end"),
         (os, "execv", run.saw_exec, "its end"),
         (os, "execve", run.saw_exec, "its end"),

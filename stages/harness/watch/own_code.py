@@ -1,7 +1,6 @@
 """Which of the script's own lines take the time that no call of PyTorch takes, by a thread that looks now and then."""
 
 import random
-import threading
 import time
 from collections import Counter
 
@@ -11,8 +10,6 @@ from .threads import MAIN_THREAD, is_of_a_library
 from .timeline import MOST
 
 LOOK_EVERY = 0.01  # seconds between two looks, on average
-LONG_STRETCH = 0.25  # seconds: own code that runs for longer is looked at in any step
-WORTH_A_LOOK = 0.1  # of a step: own code and losses that take more of it are looked at in the next one
 
 
 class OwnCode:
@@ -23,8 +20,6 @@ class OwnCode:
 
     def __init__(self, timeline):
         self.timeline = timeline
-        self.takes_long = threading.Event()  # each look disturbs a little, and in a bench it slows short steps
-        self.takes_long.set()  # before the first step
         self.looks = []  # [(time, line)] of this step
         self.forget()
 
@@ -40,19 +35,10 @@ class OwnCode:
         """
         own_random = random.Random()  # the script's own is seeded
         while True:
-            takes_long = self.takes_long.wait(LONG_STRETCH)
-            if takes_long:
-                time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
+            time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
             with pytorch.lock_of_compiler():  # no thread may walk the frames of torch.compile while it works
-                now = time.perf_counter()
-                if self.is_look_wanted(now, takes_long):
-                    self.looks.append((now, place_in_script()))
-
-    def is_look_wanted(self, now, takes_long):
-        """Return whether own code runs that took long in the last step, or has been running for long."""
-        marks = self.timeline.marks  # empty for a moment, when a step begins
-        runs_long = takes_long or (marks and now - marks[-1][2] > LONG_STRETCH)
-        return runs_long and self.timeline.kind == "rest" and self.timeline.is_running and len(self.looks) < MOST
+                if self.timeline.is_running and self.timeline.kind == "rest" and len(self.looks) < MOST:
+                    self.looks.append((time.perf_counter(), place_in_script()))
 
     def read_looks(self, spans):
         """Add the looks so far to the lines. spans: of the time since this was called last."""
@@ -63,14 +49,6 @@ class OwnCode:
                 self.lines[kind].update(lines[kind])
         else:
             self.unseen += sum(ended - began for kind, began, ended in spans if kind in OWN_KINDS)
-
-    def decide_on_looks(self, spent):
-        """Decide whether to look in the next step. spent: {kind: seconds} of this one."""
-        own_seconds = sum(spent[kind] for kind in OWN_KINDS)
-        if own_seconds <= WORTH_A_LOOK * sum(spent.values()):
-            self.takes_long.clear()
-        elif not self.takes_long.is_set():
-            self.takes_long.set()
 
 
 def place_in_script():

@@ -13,10 +13,9 @@ import threading
 import torch
 from torch.utils.data import dataloader
 
-# What is called where nothing public is: a DataLoader's next batch, autocast while torch.compile traces, and the half
-# of clip_grad_norm_() that clips. Scripts import that function itself by its name, and so hold the original.
+# What is called where nothing public is: a DataLoader's next batch, and the half of clip_grad_norm_() that clips.
+# Scripts import that function itself by its name, and so hold the original.
 DataLoaderIterator = dataloader._BaseDataLoaderIter
-AUTOCAST_WHILE_TRACING = (torch.amp.autocast_mode, "_enter_autocast")
 CLIPPING = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
 
 # torch.compiler.disable() would import all of torch.compile, and take a second, before the script's first line.

@@ -85,7 +85,6 @@ class Run:
         """
         self.timeline.end_step()
         self.read_lists()
-        self.own_code.decide_on_looks(self.spent)
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
         graphs = pytorch.compiled_graphs()
@@ -114,23 +113,18 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        is_start = self.steps_taken == 0 and not self.spent["forward"]
-        if is_start and any(kind == "forward" for kind, *_ in spans):
-            spans = self.leave_out_start(spans)
         self.spent.update(events.seconds_of_kinds(spans))
         self.own_code.read_looks(spans)
         self.micro_batches += events.micro_batches_of(notes)
         self.habits.add(notes)
 
-    def leave_out_start(self, spans):
-        """Return the spans from the first forward on, with which the first step begins. What is before is no step."""
-        first = [kind for kind, *_ in spans].index("forward")
-        self.spent.update(events.seconds_of_kinds(spans[:first]))
-        self.own_code.read_looks(spans[:first])
+    def begin_first_step(self):
+        """Begin the first step anew, with its first forward: what came before is no step."""
+        self.timeline.mark("rest")
+        self.read_lists()
         self.spent_before, self.lines_before = self.spent, self.own_code.lines["rest"]
-        self.spent = Counter()
         self.own_code.forget()
-        return spans[first:]
+        self.begin_step()
 
     def begin_next_step(self):
         """Begin the next step if one is wanted: one that is recorded, or the last one, which is profiled.
@@ -140,14 +134,13 @@ class Run:
         if self.is_another_wanted():
             if self.steps_taken == 1 and self.log.device.type == "cpu":
                 self.profiler.start(self.log.device, self.timeline.kind)
-            self.begin_step()
-            return
-        if self.profiles_last and self.log.steps:
+        elif self.profiles_last and self.log.steps:
             self.profiles_this_step = self.profiler.start(self.log.device, self.timeline.kind)
-        if self.profiles_this_step:
-            self.begin_step()
+            self.is_over = not self.profiles_this_step
         else:
             self.is_over = True
+        if not self.is_over:
+            self.begin_step()
 
     def prepare(self):
         """Decide after the first step how many follow, and refuse ranks that nobody watches."""

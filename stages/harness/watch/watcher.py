@@ -33,6 +33,7 @@ class Watcher:
         self.run = run
         self.timeline = run.timeline
         self.added = Added(run.args.added)
+        self.has_called = False  # whether the script has called a module with gradients
         self.backwards_before = 0  # the first step
         self.main_ref = lambda: None  # a weak reference to the optimizer that ends a step: a script may delete it
         self.others = Counter()  # {a weak reference to another one: how often it stepped since the last step ended}
@@ -54,6 +55,9 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
+        if not self.has_called:
+            self.has_called = True
+            self.run.begin_first_step()
         device_type = signature.weight.device.type
         self.added.before_forward(module, device_type)
         reading = signature.read(args, kwargs)
@@ -66,20 +70,14 @@ class Watcher:
         call = Call(module, module.training, version, tensor_ref, reading.batch, reading.is_computed)
         self.timeline.note("call", call)
         if torch.is_autocast_enabled(device_type):
-            self.note_autocast(device_type, torch.get_autocast_dtype(device_type), True)
+            self.timeline.note("autocast", machine.dtype_name(torch.get_autocast_dtype(device_type)))
         return "forward"
 
     def saw_autocast(self, autocast):
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
-        if not torch.is_grad_enabled():
-            return
-        if self.timeline.kind == "forward" or not has_note(self.timeline.notes, "call"):
-            self.note_autocast(autocast.device, autocast.fast_dtype, pytorch.autocast_is_enabled(autocast))
-
-    def note_autocast(self, device_type, dtype, is_enabled, *others):
-        """Note an autocast that is in force in a forward."""
-        if is_enabled and dtype:
-            self.timeline.note("autocast", machine.dtype_name(dtype))
+        is_after_forward = self.timeline.kind != "forward" and has_note(self.timeline.notes, "call")
+        if torch.is_grad_enabled() and pytorch.autocast_is_enabled(autocast) and not is_after_forward:
+            self.timeline.note("autocast", machine.dtype_name(autocast.fast_dtype))
 
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured, as by a norm of infinity."""
