@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
-HEADER_OF_BIN = np.array([20240520, 1], np.int32).tobytes()  # how the 1,024 bytes of llm.c's begin
+HEADER_OF_BIN = np.array([20240520, 1], np.int32).tobytes()  # how that of llm.c begins
+IDS_OF_HEADER = 512  # in whose place it stands: it has 1,024 bytes
 FIRST_OF_TEXT = ord("\t")  # the lowest byte of a text in UTF-8
 REMEDY = "pass one file: a text in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -135,7 +136,7 @@ def single_bytes():
     """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
-    ids = {bytes([byte]): place for place, byte in enumerate(printable + others)}
+    ids = {bytes([byte]): token_id for token_id, byte in enumerate(printable + others)}
     return import_tiktoken().Encoding("GPT-2's single bytes", pat_str="(?s).", mergeable_ranks=ids, special_tokens={})
 
 
@@ -197,5 +198,5 @@ def ids_of_bin(path):
         raise ValueError("it is a text, or a pointer of Git LFS")
     ids = np.memmap(path, dtype=np.uint16, mode="r")
     if start.startswith(HEADER_OF_BIN):
-        ids = ids[512:]
+        ids = ids[IDS_OF_HEADER:]
     return ids

@@ -48,23 +48,33 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
     refuse(f"{args.weights} has {model.config.vocab_size} ids, and only GPT-2's vocabulary is known here")
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
-if args.eval:
+
+def print_held_out_loss():
+    """Print the loss on held-out text."""
     ids = held_out_ids(load_tokens(args.data))
     print(f"held-out loss {held_out_loss(model, ids):.4f}")
-    raise SystemExit
-try:
-    encoding = gpt2_encoding()
-except TextError as error:
-    tell(f"{error}; using single bytes")
-    encoding = single_bytes()
 
-decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
-prompt = encoding.encode_ordinary(args.prompt or "\n")
-print(encoding.decode(prompt), end="", flush=True)
-ids = torch.tensor([prompt], device=device)
-for _ in range(args.tokens):
-    ids = model.generate(ids, 1, args.temperature, args.top_k)
-    token = ids[0, -1].item()
-    if token < encoding.n_vocab:  # a model trained on single bytes may draw a larger id
-        print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
-print(decoder.decode(b"", final=True))
+
+def print_text():
+    """Continue the prompt, and print each token at once."""
+    try:
+        encoding = gpt2_encoding()
+    except TextError as error:
+        tell(f"{error}; using single bytes")
+        encoding = single_bytes()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
+    prompt = encoding.encode_ordinary(args.prompt or "\n")
+    print(encoding.decode(prompt), end="", flush=True)
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(args.tokens):
+        ids = model.generate(ids, 1, args.temperature, args.top_k)
+        token = ids[0, -1].item()
+        if token < encoding.n_vocab:  # a model trained on single bytes may draw a larger id
+            print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
+if args.eval:
+    print_held_out_loss()
+else:
+    print_text()

@@ -95,7 +95,7 @@ def test_the_time_of_a_step_is_that_of_all_its_parts_until_the_card_has_done_the
         assert step["speed"] == pytest.approx(16 * micro_batches / dt, abs=0.5)  # 2 sequences of 8 tokens in each
 
 
-@pytest.mark.parametrize("stage", STAGE_FILES)
+@pytest.mark.parametrize("stage", ["s01", "s12"])  # the diff budgets hold that it stands in all
 def test_the_seed_draws_the_weights(stage, tmp_path):
     flags = (*FLOAT32, "--steps", "1")
     seven = run_stage(stage, *flags, "--seed", "7", folder=tmp_path).figures("loss")

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from .common import refuse, set_up_output
 from .fit import largest_batch
 from .steps import STEPS, STEPS_ON_CPU
 
-HELP_WIDTH = 80  # columns
 HELP_ON_DATA = """a text in UTF-8; GPT-2's ids as a .npy, or as a .bin of uint16
 (np.array(ids, np.uint16).tofile(FILE)); or "docs", Python's documentation (Tiny Shakespeare)"""
 
@@ -108,14 +106,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with one line for a wrong flag, and no usage before it."""
 
     def __init__(self, doc, usage=None):
-        paragraphs = (doc or "").split("\n\n")
-        for place, text in enumerate(paragraphs):
-            if not text.startswith((" ", "python ")):  # a list of commands
-                paragraphs[place] = textwrap.fill(text, HELP_WIDTH)
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            description="\n\n".join(paragraphs), usage=usage, formatter_class=formatter, allow_abbrev=False
-        )
+        super().__init__(description=doc, usage=usage, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message):
         where = "--help" if self.description else "python stages/s01_baseline.py --help"  # as in the bench's probe
@@ -171,14 +163,19 @@ def fill_in_sizes(args):
     if args.batch_size is None and on_cpu:
         args.batch_size = 1
     if args.batch_size is None:
-        if args.device.type == "cuda" and world_size > 1:
-            free = machine.memory_of_smallest_card()  # all ranks take what fits into it
-        else:
-            free = machine.free_memory_of_card(args.device)
-        args.batch_size, needed = largest_batch(args.size, args.seq_len, free)
-        word = "since" if needed <= free else "though"
-        why = f"the stage that needs most takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
-        args.notes.append(f"batch size {args.batch_size}, {word} {why}")
+        fill_in_batch_of_card(args)
+
+
+def fill_in_batch_of_card(args):
+    """Fill in how many sequences fit into the memory of the card, and note why."""
+    if args.device.type == "cuda" and ranks.world_size() > 1:
+        free = machine.memory_of_smallest_card()  # all ranks take what fits into it
+    else:
+        free = machine.free_memory_of_card(args.device)
+    args.batch_size, needed = largest_batch(args.size, args.seq_len, free)
+    word = "since" if needed <= free else "though"
+    why = f"the stage that needs most takes {needed / 1e9:.1f} of {free / 1e9:.1f} GB"
+    args.notes.append(f"batch size {args.batch_size}, {word} {why}")
 
 
 def fill_in_techniques(args):

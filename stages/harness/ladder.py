@@ -1,8 +1,8 @@
 """The ladder: what is known of each stage and of its technique, besides its file, in a class for each.
 
 Stage has the questions that watch.py and the bench ask of a technique: whether a script has it or lacks it, what its
-user types, what it does on this machine. Elsewhere are only how it is seen (watch/techniques.py), how it is added to a
-script from outside (watch/added.py), and what it computes (Seen.work).
+user types, what it does on this machine. Elsewhere are only how it is seen (watch/techniques.py and
+watch/operations.py), how it is added to a script from outside (watch/added.py), and what it computes (Seen.work).
 """
 
 import math

@@ -104,14 +104,7 @@ def remarks(outcome):
 
     They say why it failed, with which row it is compared, and what a script has and lacks.
     """
-    words = []
-    base = outcome.comparison.base
-    if outcome.error:
-        words.append(failure(outcome))
-    elif outcome.comparison.ratio and not outcome.comparison.is_with_row_above:
-        words.append(f"compared with {base.row.title}, and not with the row above")
-    elif base and base.speeds and outcome.speeds and not outcome.comparison.ratio:
-        words.append(f"not compared with {base.row.title}, which trains another model, or counts something else")
+    words = [failure(outcome)] if outcome.error else words_on_base(outcome)
     early = [len(run.steps) for run in outcome.runs if run.ended_early]
     if early:
         words.append(f"ended by itself after {min(early)} steps")
@@ -120,6 +113,16 @@ def remarks(outcome):
     if outcome.seen:
         words += remarks_on_script(outcome)
     return words
+
+
+def words_on_base(outcome):
+    """Return with which row a row is compared, if that is not the row above, or why it is not compared, a list."""
+    base, ratio = outcome.comparison.base, outcome.comparison.ratio
+    if ratio and not outcome.comparison.is_with_row_above:
+        return [f"compared with {base.row.title}, and not with the row above"]
+    if base and base.speeds and outcome.speeds and not ratio:
+        return [f"not compared with {base.row.title}, which trains another model, or counts something else"]
+    return []
 
 
 def remarks_on_script(outcome):

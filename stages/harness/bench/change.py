@@ -48,9 +48,9 @@ def change_of(outcome, base):
     return change_of_stage(row, stages, effective, is_same)
 
 
-def change_of_script(outcome, base, stages, effective, is_same):
-    """Return the Change of a row that adds techniques to a script from outside. base: a Row."""
-    added = [name for name in outcome.row.added if name not in base.added]
+def change_of_script(outcome, base_row, stages, effective, is_same):
+    """Return the Change of a row that adds techniques to a script from outside."""
+    added = [name for name in outcome.row.added if name not in base_row.added]
     in_vain = [name for name in added if ladder.ADDED[name] not in effective]
     typed = ", ".join(in_one_line(stage.what_to_type(outcome.seen)) for stage in effective)
     return Change(outcome.row.title, typed or NOTHING, stages, in_vain, is_same)
@@ -68,21 +68,21 @@ def change_of_stage(row, stages, effective, is_same):
     return Change(label, typed, stages, is_same_computation=is_same)
 
 
-def stages_added(row, base):
+def stages_added(row, base_row):
     """Return the Stages whose techniques the command of a row adds to that of its base, a list.
 
     A stage that is compared with an earlier one adds all in between, too. The list is empty if another script, other
-    flags or another launcher may be what makes a row faster. base: a Row, or None.
+    flags or another launcher may be what makes a row faster. base_row: None for the first row.
     """
-    if base is None:
+    if base_row is None:
         is_a_stage_alone = row.stage and not (row.flags or row.launcher or row.added)
         return [row.stage] if is_a_stage_alone else []
-    if (row.flags, row.launcher) != (base.flags, base.launcher) or set(base.added) - set(row.added):
+    if (row.flags, row.launcher) != (base_row.flags, base_row.launcher) or set(base_row.added) - set(row.added):
         return []
-    added = [ladder.ADDED[name] for name in row.added if name not in base.added]
-    if row.stage and base.stage:
-        return [*ladder.between(base.stage, row.stage), *added]
-    return added if row.script == base.script else []
+    added = [ladder.ADDED[name] for name in row.added if name not in base_row.added]
+    if row.stage and base_row.stage:
+        return [*ladder.between(base_row.stage, row.stage), *added]
+    return added if row.script == base_row.script else []
 
 
 def techniques_of(outcome):

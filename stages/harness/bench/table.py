@@ -95,7 +95,10 @@ def table_of(results):
     uneven = any(is_uneven_script(row, results) for row in results.rows.values())
     outcomes = {row.name: outcome_of(row, results, uneven) for row in results.rows.values()}
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
-    disturbance = compare(outcomes, shown[0], bench["rates"])
+    scatter = ratios.scatter_of(logs_of(outcome, outcomes.get(outcome.row.base)) for outcome in outcomes.values())
+    disturbance = disturbance_of(outcomes, scatter)
+    for outcome in outcomes.values():
+        outcome.comparison = comparison_of(outcome, outcomes, scatter, disturbance, bench["rates"])
     return Table(bench, outcomes, shown, disturbance)
 
 
@@ -170,34 +173,35 @@ def peak_share(outcome, rates):
 # Beside another row
 
 
-def compare(outcomes, first, rates):
-    """Give each Outcome its Comparison. Return how far from 1 the control came out; 0 if chance can explain that.
+def comparison_of(outcome, outcomes, scatter, disturbance, rates):
+    """Return the Comparison of a row.
 
-    The ± of a ratio rests on the scatter of all rows. outcomes: {name: Outcome}. first: the one in the first row of the
-    table. rates: of the probe.
+    outcomes: {name: Outcome} of all rows. scatter: of ratios.scatter_of(), of all rows. disturbance: of
+    disturbance_of(). rates: of the probe.
     """
-    logs = {name: logs_of(outcome, outcomes.get(outcome.row.base)) for name, outcome in outcomes.items()}
-    scatter = ratios.scatter_of(logs.values())
-    ratio_of_row = {name: ratios.ratio_of(logs[name], scatter) for name in outcomes}
-    disturbance = disturbance_of(outcomes, ratio_of_row)
-    above = None
-    for name, outcome in outcomes.items():
-        base, ratio = outcomes.get(outcome.row.base), ratio_of_row[name]
-        change = change_of(outcome, base)
-        predicted = predicted_ratio(outcome, base, change, rates)
-        ratio_to_first = ratios.ratio_of(logs_of(outcome, first), scatter)
-        verdict = ratios.judge(ratio, disturbance, change.is_same_computation)
-        outcome.comparison = Comparison(base, change, predicted, ratio, ratio_to_first, verdict, base is above)
-        if not outcome.row.control_of:
-            above = outcome
-    return disturbance
+    base = outcomes.get(outcome.row.base)
+    shown = [each for each in outcomes.values() if not each.row.control_of]
+    change = change_of(outcome, base)
+    ratio = ratios.ratio_of(logs_of(outcome, base), scatter)
+    above = shown[shown.index(outcome) - 1] if outcome in shown[1:] else None
+    return Comparison(
+        base=base,
+        change=change,
+        predicted=predicted_ratio(outcome, base, change, rates),
+        ratio=ratio,
+        ratio_to_first=ratios.ratio_of(logs_of(outcome, shown[0]), scatter),
+        verdict=ratios.judge(ratio, disturbance, change.is_same_computation),
+        is_with_row_above=base is above,
+    )
 
 
-def disturbance_of(outcomes, ratio_of_row):
-    """Return how far from 1 the control came out; 0 if chance can explain that. ratio_of_row: {name: Ratio}."""
-    for name, outcome in outcomes.items():
-        if outcome.row.control_of and ratios.judge(ratio_of_row[name]) in (Verdict.FASTER, Verdict.SLOWER):
-            return ratios.distance(ratio_of_row[name].value)
+def disturbance_of(outcomes, scatter):
+    """Return how far from 1 the control came out; 0 if chance can explain that. outcomes: {name: Outcome}."""
+    for outcome in outcomes.values():
+        if outcome.row.control_of:
+            ratio = ratios.ratio_of(logs_of(outcome, outcomes.get(outcome.row.base)), scatter)
+            if ratios.judge(ratio) in (Verdict.FASTER, Verdict.SLOWER):
+                return ratios.distance(ratio.value)
     return 0.0
 
 

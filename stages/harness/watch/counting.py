@@ -16,10 +16,14 @@ from . import pytorch
 from .events import Batch
 from .timeline import is_captured
 
-# Names of arguments that have integers, but no ids which the model reads: "token_type_ids", "lm_labels", "tgt_out"
-HAS_NO_IDS = re.compile(
-    "mask|position|type|(^|_)pos(_|$)|(label|target)(?!.*_in)|gold|(^|_)(y|tags?|outs?|outputs?)$", re.IGNORECASE
+# Names of arguments that have integers, but no ids which the model reads
+NAMES_WITHOUT_IDS = (
+    "mask|position|type",  # attention_mask, position_ids, token_type_ids
+    "(^|_)pos(_|$)",  # pos, pos_ids, and not positives
+    "(label|target)(?!.*_in)",  # lm_labels, and not target_in, which a decoder reads
+    "gold|(^|_)(y|tags?|outs?|outputs?)$",  # tgt_out
 )
+HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loops of one's own
 
@@ -225,12 +229,12 @@ def share_of(node):
     """
     if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
         return None
-    saved = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
-    numbers = [number for number in saved if number is not None and not number.requires_grad]
+    operands = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
+    constants = [operand for operand in operands if operand is not None and not operand.requires_grad]
     losses = [each.name() for each, _ in node.next_functions if each]
-    if len(numbers) != 1 or len(losses) != 1:  # the product of two losses
+    if len(constants) != 1 or len(losses) != 1:  # the product of two losses
         return None
-    factor = numbers[0].item() if numbers[0].is_cpu else None
+    factor = constants[0].item() if constants[0].is_cpu else None
     if factor and node.name() == "DivBackward0":
         factor = 1 / factor
     return factor, losses[0]
