@@ -28,8 +28,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
 
 from harness import meters
-from harness.bench import rounds
+from harness.bench import row_process
 from harness.bench.results import Results
+from harness.bench.row_process import STEPS_OF_A_START, RowProcess
 from harness.steps import WARMUP
 
 import tiktoken
@@ -165,9 +166,9 @@ def run_by_the_bench(row, flags, steps):
     bench |= {"turns": 0, "rounds": 1, "flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
     results = Results(bench, record)
-    with contextlib.closing(rounds.RowProcess(row, results, 0)) as process:
+    with contextlib.closing(RowProcess(row, results, 0)) as process:
         process.wait()
-        process.take(steps - rounds.STEPS_OF_A_START)
+        process.take(steps - STEPS_OF_A_START)
         process.let_end()
         process.wait()
     lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
@@ -206,8 +207,8 @@ def fakes(tmp_path, monkeypatch):
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setenv("FAKE_LOCK", str(lock))
-    monkeypatch.setattr(rounds, "PATIENCE", 60)
-    monkeypatch.setattr(rounds, "PATIENCE_AT_THE_END", 0.5)
+    monkeypatch.setattr(row_process, "PATIENCE", 60)
+    monkeypatch.setattr(row_process, "PATIENCE_AT_THE_END", 0.5)
     yield
     assert all_have_ended(lock)
 

@@ -2,7 +2,7 @@
 
 from harness import ladder, machine
 from harness.seen import Seen
-from harness.watch.findings import words_on_loader
+from harness.watch.causes import words_on_loader
 from harness.watch.naming import framework_of, name_in_script
 
 import re

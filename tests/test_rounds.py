@@ -1,7 +1,7 @@
 """Rows run to their end, take no turns where memory is short, and one that fails says why."""
 
 from harness import ladder
-from harness.bench import rounds, rows
+from harness.bench import rounds, row_process, rows
 from harness.bench.cells import remarks
 from harness.bench.rows import THIS_PYTHON
 from harness.bench.table import table_of
@@ -107,7 +107,7 @@ def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of
 
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
     """It and its child are deaf to SIGTERM."""
-    monkeypatch.setattr(rounds, "PATIENCE", 2)
+    monkeypatch.setattr(row_process, "PATIENCE", 2)
     assert outcome_of(do="hang", at=1).error["message"] == "no step within 2 s, so it was stopped"
     assert all_have_ended(tmp_path / "lock")
 

@@ -9,8 +9,8 @@ from harness.figures import Step
 from harness.seen import Seen
 from harness.steps import WARMUP
 from harness.watch import gate, profiler
+from harness.watch.causes import causes
 from harness.watch.events import KINDS, Habits
-from harness.watch.findings import causes
 from harness.watch.log import Log
 from harness.watch.profiler import StepProfiler, busy_ms
 from harness.watch.run import Run

@@ -6,38 +6,21 @@ after the other, each until it has enough.
 
 import contextlib
 import itertools
-import json
 import math
 import os
-import signal
-import statistics
-import subprocess
-import tempfile
 import time
 import traceback
-from pathlib import Path
 
 from .. import meters
 from ..common import say, tell
-from ..figures import tokens_per_second, words_on_speed
-from ..steps import TURNS
 from . import page, picture
-from .failure import error_line, error_of, last_lines
 from .ratios import FEWEST_ROUNDS
+from .row_process import STEPS_OF_A_START, RowProcess
 from .table import table_of
 
 ROUNDS = FEWEST_ROUNDS
-ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
 SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
-# Seconds without a step after which a row is stopped. The first step includes the start and
-# the compilation, and NCCL waits 600 s for a rank before it says which one is missing.
-PATIENCE = 660
-PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
-PAUSE = 0.01  # seconds between two polls of a row
-POLLS_BETWEEN_LOOKS = 300  # at the disk, while a row is silent
-STEPS_OF_A_START = 2  # for which a row starts and compiles: with the second one it says what it is
 SPARE_MEMORY = 1.5  # of the largest row: so much must be free for the next one
-MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
 
 
 def measure(results, path):
@@ -164,191 +147,6 @@ def in_order(round_number, results):
     for row in rows:
         if not results.error(row):
             yield row
-
-
-# A process
-
-
-class RowProcess:
-    """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
-
-    allowed: how many steps it may take: at first those of a start. may_end: whether no more are wanted. steps_per_turn:
-    how many it takes in a turn. turn: the number of its turn; None before the first one, and if it takes none.
-    has_ended: whether it has ended, or was stopped.
-    """
-
-    def __init__(self, row, results, round_number):
-        self.row, self.results, self.round_number = row, results, round_number
-        self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
-        self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
-        self.allowed = STEPS_OF_A_START
-        with contextlib.suppress(OSError):  # if the disk is full, wait() finds that out
-            self.gate.write_bytes(b"." * self.allowed)
-        self.records = {}  # {rank: the open file of its record}
-        self.errors = {}  # {rank: the line "error" of its record}
-        self.may_end = False
-        self.steps_per_turn = 1
-        self.turn = None
-        self.has_ended = False
-        self.keep({"kind": "start"})
-        self.run = results.runs[row.name, round_number]  # the Run of its lines
-        with self.output.open("wb") as out:
-            self.process = subprocess.Popen(
-                # env runs also a launcher without #!, as a shell does, and has an exit status for one that can't run
-                ["env", *row.command(results.bench, results.processes, Path(self.folder.name))],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=row.variables(results.bench),
-                start_new_session=True,  # Ctrl-C reaches the bench alone
-            )
-
-    @property
-    def memory(self):
-        """The bytes that its ranks have in memory; 0 without a meter, and before its first step."""
-        if not self.run.steps:
-            return 0
-        return len(self.records) * (self.run.steps[-1].memory or 0)
-
-    @property
-    def steps_taken(self):
-        """How many steps its ranks have taken, by their mean, rounded down; 0 before rank 0 has reported what it saw.
-
-        No rank takes more than the gate allows. So this reaches what the gate allows only when all ranks have.
-        """
-        if self.run.seen is None:
-            return 0
-        return (len(self.run.steps) + len(self.run.steps_of_other_ranks)) // self.run.seen.world_size
-
-    @property
-    def speed(self):
-        """Its speed in words, by its last steps."""
-        if not self.run.steps:
-            return "no step was timed"
-        return words_on_speed(tokens_per_second(self.run.steps[-2:], uneven=True), self.run.seen.unit)
-
-    def steps_in(self, seconds):
-        """Return how many steps fill these seconds, at least 1."""
-        dts = [step.dt for step in self.run.steps[STEPS_OF_A_START:][-5:]]
-        return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
-
-    def take_enough(self):
-        """Let it take TURNS counted steps, and more if they fill less than ENOUGH_SECONDS, but not more than it may."""
-        most = self.results.bench["steps"] - self.run.warmup
-        if self.results.bench["environment"]["device"] != "cpu":
-            most -= 1  # the last one is left for the profile that watch.py makes on a card
-        first = min(TURNS, most)
-        self.take(first)
-        self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
-
-    def take(self, steps):
-        """Let it take some more steps, and wait until it has."""
-        if self.has_ended:
-            return
-        self.allowed += steps
-        with contextlib.suppress(OSError), self.gate.open("ab") as gate:
-            gate.write(b"." * steps)
-        self.wait()
-
-    def let_end(self):
-        """Let it stop. On a card it takes one more step first, which is profiled."""
-        self.may_end = True
-        self.gate.unlink(missing_ok=True)  # there is none after a failure
-
-    def wait(self):
-        """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped.
-
-        Polls are counted, and no clock is read, since that goes on while the whole machine is paused.
-        """
-        polls = 0  # since the last line of its record
-        while not self.has_ended and (self.may_end or self.steps_taken < self.allowed):
-            time.sleep(PAUSE)
-            status = self.process.poll()  # before its last lines are read
-            polls = 0 if self.read() else polls + 1
-            error = self.error_at_its_end(status) if status is not None else self.error_of_silence(polls)
-            self.has_ended = status is not None or error is not None
-            if error:
-                self.fail(error)
-            elif self.has_ended and not self.may_end:
-                self.keep({"kind": "early end"})
-
-    def error_at_its_end(self, status):
-        """Return the line of the record that says why it failed, or None. status: of its exit."""
-        taken, warmup = len(self.run.steps), self.run.warmup
-        if status == 0 and taken <= warmup:
-            return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
-        return error_of(status, self.printed(), self.errors)
-
-    def error_of_silence(self, polls):
-        """Return the line of the record that says why nothing more is to be expected of it, or None."""
-        if polls * PAUSE > PATIENCE:
-            return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
-        if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
-            try:
-                Path(self.folder.name, "test").write_bytes(bytes(8192))
-            except OSError as error:
-                folder = tempfile.gettempdir()
-                return error_line(f"its record ends, since nothing can be written to {folder}: {error.strerror}")
-        return None
-
-    def printed(self):
-        """Return the end of what it printed."""
-        return self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
-
-    def read(self):
-        """Keep the new lines of its records, one of each rank. Return whether there were some."""
-        has_news = False
-        for path in Path(self.folder.name).glob("record*"):
-            rank = int(path.suffix[1:] or "0")
-            if rank not in self.records:
-                self.records[rank] = path.open("rb")
-            for line in new_lines(self.records[rank]):
-                has_news = True
-                if line["kind"] == "error":
-                    self.errors[rank] = line
-                elif rank == 0:
-                    self.keep(line)
-                elif line["kind"] == "step":
-                    self.keep(line | {"kind": "step of another rank"})
-        return has_news
-
-    def fail(self, error):
-        """Keep why it failed, a line of the record, and end what is left of it, which would disturb the others."""
-        self.keep(error)
-        tell(f"{self.row.title} failed: {error['message']}")
-        if error["traceback"] and not error["out_of_memory"]:
-            tell(error["traceback"])
-        self.close()
-
-    def keep(self, line):
-        """Give the Results a line."""
-        self.results.add(line | {"name": self.row.name, "round": self.round_number, "turn": self.turn})
-
-    def close(self):
-        """End it and what it has started."""
-        end(self.process)
-        for file in self.records.values():
-            file.close()
-        self.folder.cleanup()
-
-
-def new_lines(file):
-    """Yield the new lines of a file of JSON. One without its end is left for later."""
-    while True:
-        place = file.tell()
-        line = file.readline()
-        if not line.endswith(b"\n"):
-            file.seek(place)
-            return
-        yield json.loads(line)
-
-
-def end(process):
-    """End a process and what it has started, which may have outlived it. torchrun ends its ranks when it is asked."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(PATIENCE_AT_THE_END)
 
 
 # What is shown

@@ -12,11 +12,12 @@ from .. import machine
 from ..common import say
 from ..figures import Step
 from . import events, gate, pytorch
-from .findings import shares_of, words_on_script
+from .findings import words_on_script
 from .leave import flush_stdout, leave
 from .operations import fields_of_profile
 from .own_code import OwnCode
 from .profiler import StepProfiler
+from .shares import shares_of
 from .techniques import find_techniques, seen_at_the_end
 from .threads import count_threads_of_script
 from .timeline import Timeline
