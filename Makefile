@@ -72,15 +72,15 @@ test: $(dev)
 	@"$(PY)" -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 # The docstring of the stage, and the lines that change below the docstrings of both.
+stages := $(sort $(wildcard stages/s[0-9][0-9]_*.py))
+diff: new = $(word $(N),$(stages))
+diff: old = $(word $(N),none $(stages))
 diff:
-	@n=$$(echo '$(N)' | sed 's/^0*//'); \
-	case "$$n" in 1 | '' | *[!0-9]*) n=none ;; *) before=$$(printf %02d $$((n - 1))); n=$$(printf %02d $$n) ;; esac; \
-	test -e stages/s$${n}_*.py || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }; \
-	folder=$$(mktemp -d) || exit; trap 'rm -rf "$$folder"' EXIT; mkdir -p "$$folder/a/stages" "$$folder/b/stages"; \
-	for stage in stages/s$${before}_*.py; do sed '1,/^"""$$/d' $$stage > "$$folder/a/$$stage"; old=a/$$stage; done; \
-	for stage in stages/s$${n}_*.py; do sed '1,/^"""$$/d' $$stage > "$$folder/b/$$stage"; new=b/$$stage; done; \
-	sed -n '1,/^"""$$/p' stages/s$${n}_*.py; \
-	cd "$$folder" && git --no-pager diff --no-ext-diff --no-index --no-prefix -w $$old $$new; test $$? = 1
+	@test -e '$(old)' -a -e '$(new)' || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }
+	@sed -n '1,/^"""$$/p' $(new)
+	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
+	for stage in $(old) $(new); do sed '1,/^"""$$/d' $$stage > "$$folder/$$(basename $$stage)"; done && \
+	cd "$$folder" && git --no-pager diff --no-ext-diff --no-index --no-prefix -w $(notdir $(old) $(new)); test $$? = 1
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache
