@@ -144,7 +144,7 @@ def changed_lines(diff):
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES[1:], ids=lambda stage: stage.short)
-def test_a_lesson_has_the_diff_that_make_shows_and_a_stage_its_places_in_adding_md(stage):
+def test_a_lesson_has_the_diff_that_make_shows_and_a_stage_its_places(stage):
     """The places that test_ladder.py does not hold."""
     shown = make("diff", f"N={int(stage.short[1:])}").stdout
     assert shown.startswith(STAGE_FILES[stage.short].read_text("utf-8").splitlines()[0])
@@ -153,7 +153,7 @@ def test_a_lesson_has_the_diff_that_make_shows_and_a_stage_its_places_in_adding_
         assert changed_lines(re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1]) == changed_lines(shown)
     assert "is_in" in vars(type(stage)), f"stages/harness/ladder.py does not say by what {stage.name} is seen"
     assert f"](#{stage.name.replace('_', '--')})" in LESSONS
-    assert f"\n| {stage.short} | " in (ROOT / "stages" / "adding.md").read_text("utf-8")
+    assert f"\n| {stage.short} | " in (ROOT / "stages" / "frameworks.md").read_text("utf-8")
 
 
 # Links and commands
