@@ -71,7 +71,7 @@ scale: $(runtime)
 test: $(dev)
 	@"$(PY)" -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-# The docstring of the stage, and the lines that change below the docstrings of both.
+# The docstring of the stage, and the lines that change below the docstrings of both. git diff ends with 1 if any do.
 stages := $(sort $(wildcard stages/s[0-9][0-9]_*.py))
 diff: new = $(word $(N),$(stages))
 diff: old = $(word $(N),none $(stages))
@@ -80,7 +80,7 @@ diff:
 	@sed -n '1,/^"""$$/p' $(new)
 	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
 	for stage in $(old) $(new); do sed '1,/^"""$$/d' $$stage > "$$folder/$$(basename $$stage)"; done && \
-	cd "$$folder" && git --no-pager diff --no-ext-diff --no-index --no-prefix -w $(notdir $(old) $(new)); test $$? = 1
+	cd "$$folder" && { git --no-pager diff --no-ext-diff --no-index --no-prefix -w $(notdir $(old) $(new)); test $$? = 1; }
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

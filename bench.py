@@ -272,7 +272,7 @@ def render(name):
     except FileNotFoundError as error:
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"results/{name}: {error.strerror}")
     except Exception as error:  # what an older record lacks may be missed anywhere
         refuse(f"results/{path.name} is not a record of this version of the bench ({type(error).__name__}: {error})")
 

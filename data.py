@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 import urllib.request
+import zipfile
 from collections import namedtuple
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 
 VOCAB = 50257  # ids of GPT-2's tokenizer: 256 bytes, 50,000 merges and <|endoftext|>
-HEADER_OF_BIN = np.array([20240520, 1], np.int32).tobytes()  # how that of llm.c begins
-IDS_OF_HEADER = 512  # in whose place it stands: it has 1,024 bytes
+HEADER_OF_BIN = np.array([20240520, 1], np.int32).tobytes()  # the first 8 bytes of a .bin of llm.c
+IDS_OF_HEADER = 512  # its header has 1,024 bytes, as many as 512 ids of uint16
 FIRST_OF_TEXT = ord("\t")  # the lowest byte of a text in UTF-8
 REMEDY = "pass one file: a text in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -183,9 +184,9 @@ def ids_of_file(path):
             ids = ids_of_bin(path)
         else:
             ids = ids_of_text(path.read_bytes())
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError("it is not a row of ids")
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or error  # an OSError would name the path once more
         raise TextError(f"--data {path}: {reason}; {REMEDY}") from None
     return ids

@@ -193,6 +193,8 @@ def run_script(script, run):
     try:
         execute(script, run)
     except SystemExit as end:
+        if isinstance(end.code, str) and (is_elsewhere() or not run.log.is_rank_0):  # else the notice has it
+            print(end.code, file=sys.stderr)
         if end.code:
             status = end.code if isinstance(end.code, int) else 1  # as Python has it
             return status, f"ended by sys.exit({end.code!r})"

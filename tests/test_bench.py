@@ -22,6 +22,9 @@ EVERYONE = ["s01", "s02", "s02 again", "s03"]
 STEPS = WARMUP + 2
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Repository:
     """A folder with stages that are fakes, for which the bench runs in this process."""
 
@@ -82,10 +85,13 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         return command(row, bench, number, folder)
 
     os.environ["FAKE_SEEN"] = json.dumps(SEEN)
-    for room in (bench, ladder, rows):
-        monkeypatch.setattr(room, "ROOT", folder)
+    for module in (bench, ladder, rows):
+        monkeypatch.setattr(module, "ROOT", folder)
     monkeypatch.setattr(rows.Row, "command", command_of_named_row)
-    return Repository(folder, capsys)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield Repository(folder, capsys)
+    for number, handler in handlers.items():  # which bench.main() has replaced
+        signal.signal(number, handler)
 
 
 # The command line
@@ -233,12 +239,11 @@ def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():
     assert line["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("how", SIGNALS)
 def test_ctrl_c_in_the_second_round_shows_what_was_measured(repo, how):
     repo.plan(**{"s02 again": {"do": "interrupt the bench", "at": 5, "round": 1, "signal": how}})
-    before = signal.signal(how, signal.SIG_DFL)  # nohup ignores SIGHUP, and a shell's background job SIGINT
+    signal.signal(how, signal.SIG_DFL)  # nohup ignores SIGHUP, and a shell's background job SIGINT
     ended = repo.run(status=128 + how)
-    signal.signal(how, before)
     assert [steps[0] for steps in repo.steps_taken().values()] == [6] * 4
     assert ended.out.count("tok/sec") == 2
     assert "| 1 of 3 rounds" in repo.page.read_text()

@@ -80,6 +80,13 @@ def test_a_note_that_fails_is_told_once_and_the_script_goes_on(tmp_path, losses,
     assert told == [f"watch.py has lost sight of {what}, and the script goes on: ZeroDivisionError: ours"]
 
 
+def test_a_mark_that_fails_is_told_and_the_script_goes_on(tmp_path, losses):
+    change = FAIL.format(place="profiler.StepProfiler.kind_begins")
+    ended = watch_in_a_fork(tmp_path, TRAIN, "--steps", "99", status=3, change=change)
+    assert json.loads((tmp_path / "losses.json").read_text()) == losses
+    assert "watch.py has lost sight of its time, and the script goes on: ZeroDivisionError: ours" in ended.err
+
+
 PLAIN = "learn(model(x).square().mean())"
 
 
@@ -139,6 +146,21 @@ PLAIN = "learn(model(x).square().mean())"
             "x.requires_grad_()\nforce(model(x).sum(), x)\n" + PLAIN,
             4,
         ),
+    ],
+    ids=[
+        "parameters() that returns a list",
+        "an attribute called modules",
+        "an optimizer with an empty group",
+        "weights of inference mode",
+        "an argument that contains itself",
+        "a nested tensor",
+        "an argument called module",
+        "hooks on saved tensors",
+        "print() replaced, and all threads joined",
+        "a lazy layer that is never called",
+        "a parameter on meta",
+        "a complex loss",
+        "a gradient in TorchScript",
     ],
 )
 @pytest.mark.parametrize("words", [(), ("+bf16", "+compile")])

@@ -96,31 +96,35 @@ T4 = [rates_of(8.1, 0, 65, 320), rates_of(4.2, 0, 41.9, 320)]
 CARDS = {"an RTX 3060 of 12 GB": RTX_3060, "an RTX 3060 Laptop": LAPTOP, "a T4": T4}
 
 
+def works_of(row, batch_size, has_tf32):
+    """Return (Works, before, fused): of the columns of a row, and of the last one, without and with fused AdamW."""
+    shape = {"vocab_size": 50257, "seq_len": 1024, **SIZES["gpt2"]}
+    has_flash = "flash" in row
+    update = ADAMW + CLIPPING if has_flash else ADAMW  # such a script mostly clips, too
+    works = [Work(shape, batch_size, on_cuda=True, flash=has_flash, update=update)]
+    if has_tf32:
+        works += [replace(works[-1], matmul_dtype=dtype) for dtype in ("tf32", "bfloat16")]
+    else:
+        works.append(replace(works[-1], matmul_dtype="float16", update=update + UNSCALING))
+    works.append(replace(works[-1], compiled=True))
+    before = works[-1]
+    if not has_flash:
+        works.append(replace(works[-1], flash=True))
+        shape = {**shape, "vocab_size": PADDED_VOCAB}  # s06 and s07 have no column
+        before = replace(works[-1], shape=shape, update=works[-1].update + CLIPPING)
+    fused = replace(before, update=before.update - ADAMW + FUSED_ADAMW)
+    return works[2:] if "bf16" in row else works, before, fused
+
+
 @pytest.mark.parametrize("row", [row for row in MEASURED if row.startswith(tuple(CARDS))])
 def test_measured_md_predicts_by_arithmetic(row):
     """What a GPT-2 gains step by step, and in all. It begins in float32 or in bf16."""
     [all_rates] = [CARDS[card] for card in CARDS if row.startswith(card)]
     *cells, batch_size = MEASURED[row]
-    shape = {"vocab_size": 50257, "seq_len": 1024, **SIZES["gpt2"]}
-    has_flash = "flash" in row
-    update = ADAMW + CLIPPING if has_flash else ADAMW  # such a script mostly clips, too
-    steps = [Work(shape, int(batch_size), on_cuda=True, flash=has_flash, update=update)]
-    if all_rates is T4:
-        steps.append(replace(steps[-1], matmul_dtype="float16", update=update + UNSCALING))
-    else:
-        steps += [replace(steps[-1], matmul_dtype=dtype) for dtype in ("tf32", "bfloat16")]
-    steps.append(replace(steps[-1], compiled=True))
-    last_but_one = steps[-1]
-    if not has_flash:
-        steps.append(replace(steps[-1], flash=True))
-        shape = {**shape, "vocab_size": PADDED_VOCAB}  # s06 and s07 have no column
-        last_but_one = replace(steps[-1], shape=shape, update=steps[-1].update + CLIPPING)
-    fused = replace(last_but_one, update=last_but_one.update - ADAMW + FUSED_ADAMW)
-    if "bf16" in row:
-        steps = steps[2:]
+    works, before, fused = works_of(row, int(batch_size), all_rates is not T4)
     figures = []
-    for before, after in [*pairwise(steps), (last_but_one, fused), (steps[0], fused)]:
-        ratios = [f"{seconds_per_token(before, rates) / seconds_per_token(after, rates):.2f}" for rates in all_rates]
+    for slow, fast in [*pairwise(works), (before, fused), (works[0], fused)]:
+        ratios = [f"{seconds_per_token(slow, rates) / seconds_per_token(fast, rates):.2f}" for rates in all_rates]
         figures += sorted({min(ratios), max(ratios)})
     assert re.findall(r"\d\.\d\d", " ".join(cells)) == figures
 

@@ -30,8 +30,8 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "watch.py").symlink_to(FAKE_WATCH)
     monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
-    for room in (ladder, rows):
-        monkeypatch.setattr(room, "ROOT", tmp_path)
+    for module in (ladder, rows):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
 
 
 def planned(name, launcher, plan, script="s01_baseline", **fields):

@@ -402,7 +402,7 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
 def test_a_card_that_is_idle_is_so_for_one_reason():
     run = run_that_spent("cuda", data=0.05, rest=0.04, forward=0.01)
     run.habits.loaders, run.log.seen.busy_ms = {0: 9}, 60.0
-    assert [words[:25] for words in causes(run)] == ["40 % is waiting for a Data"[:25]]
+    assert [words[:25] for words in causes(run)] == ["40 % is waiting for a Dat"]
 
 
 @pytest.mark.parametrize(

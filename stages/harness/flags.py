@@ -1,6 +1,7 @@
 """The flags of the stages, and the defaults that suit a device."""
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -129,11 +130,11 @@ def seed(text):
 
 
 def non_negative(text):
-    """Return the number in a string. Raises argparse.ArgumentTypeError or ValueError if it is not 0 or more."""
-    number = float(text)
-    if 0 <= number < math.inf:
-        return number
-    raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
+    """Return the number in a string. Raises argparse.ArgumentTypeError if it is not a finite number of 0 or more."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
 
 
 # what was not typed

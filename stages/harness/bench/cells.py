@@ -60,7 +60,8 @@ def code(text):
 
 def quoted(title):
     """Return a title or a reason for a page, in backticks if it has special characters of markdown."""
-    return title if re.fullmatch(r"[\w+./=…,:;()' -]*", title) else code(title)
+    is_plain = re.fullmatch(r"[\w+./=…,:;()' -]*", title) and "__" not in title
+    return title if is_plain else code(title)
 
 
 def escaped(text):
@@ -121,7 +122,10 @@ def words_on_base(outcome):
     if ratio and not outcome.comparison.is_with_row_above:
         return [f"compared with {base.row.title}, and not with the row above"]
     if base and base.speeds and outcome.speeds and not ratio:
-        return [f"not compared with {base.row.title}, which trains another model, or counts something else"]
+        reason = "which trains another model, or counts something else"
+        if outcome.seen.unit == base.seen.unit == "step" and outcome.size == base.size:
+            reason = "since its steps may be of another size"
+        return [f"not compared with {base.row.title}, {reason}"]
     return []
 
 

@@ -16,13 +16,11 @@ OUT_OF_MEMORY = re.compile(
 
 
 def error_of(status, printed, errors):
-    """Return the line of a record that says why a process failed, or None for status 0.
+    """Return the line of a record that says why a process failed. status: of its exit, not 0.
 
     printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks the first to
     fail counts, by torchrun's report: the others may only have lost their peer.
     """
-    if status == 0:
-        return None
     rank, status_of_rank, prefix = 0, status, ""
     failed_ranks = FAILED_RANK.findall(printed)
     if failed_ranks:

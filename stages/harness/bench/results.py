@@ -3,7 +3,7 @@
 results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The first line is the bench's own:
 
     {"kind": "bench", "rows": [{"name": "s01", "script": "s01_baseline", ...}], "rounds": 3,
-     "warmup": 6, "warmup_of_plain": 20, "steps": 27, "turns": 7, "loss_step": 12, "seed": 5,
+     "warmup": 4, "warmup_of_plain": 20, "steps": 27, "turns": 7, "loss_step": 10, "seed": 5,
      "flags": ["--steps", "27"], "variables": {"MALLOC_MMAP_MAX_": "0"}, "started": "2026-11-21T02:13:12",
      "environment": {...}, "rates": {"peak": {"float32": 1.8e11}, "copy": 3.5e10},
      "text": "Tiny Shakespeare", "commit": "569c6896ba9f", "command": "python bench.py s01 --seed 5"}

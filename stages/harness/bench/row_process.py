@@ -123,7 +123,7 @@ class RowProcess:
             time.sleep(PAUSE)
             status = self.process.poll()  # before its last lines are read
             polls = 0 if self.read() else polls + 1
-            error = self.error_at_its_end(status) if status is not None else self.error_of_silence(polls)
+            error = self.error_of_silence(polls) if status is None else self.error_at_its_end(status)
             self.has_ended = status is not None or error is not None
             if error:
                 self.fail(error)
@@ -133,9 +133,11 @@ class RowProcess:
     def error_at_its_end(self, status):
         """Return the line of the record that says why it failed, or None. status: of its exit."""
         taken, warmup = len(self.run.steps), self.run.warmup
-        if status == 0 and taken <= warmup:
+        if status:
+            return error_of(status, self.printed(), self.errors)
+        if taken <= warmup:
             return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
-        return error_of(status, self.printed(), self.errors)
+        return None
 
     def error_of_silence(self, polls):
         """Return the line of the record that says why nothing more is to be expected of it, or None."""
@@ -151,7 +153,9 @@ class RowProcess:
 
     def printed(self):
         """Return the end of what it printed."""
-        return self.output.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
+        with self.output.open("rb") as file:
+            file.seek(max(0, self.output.stat().st_size - MOST_OUTPUT))
+            return file.read().decode("utf-8", "replace")
 
     def read(self):
         """Keep the new lines of its records, one of each rank. Return whether there were some."""

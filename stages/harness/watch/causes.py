@@ -24,16 +24,23 @@ def causes(run):
     shares = mean_shares(steps)
     if run.log.device.type == "cpu":
         return words_on_waits(run, steps, shares) + words_on_cpu(run, shares) + words_on_habits(run)
-    # A card's queue of kernels hides what the script does meanwhile: that costs only the time in which the card is
-    # idle. Without a profile nothing is known of it.
-    idle = run.log.seen.idle_share(1e3 * statistics.median(step.dt for step in steps)) or 0.0
+    return words_on_idle_card(run, steps, shares) + words_on_habits(run)
+
+
+def words_on_idle_card(run, steps, shares):
+    """Return words on what leaves a card idle, a list. Its queue of kernels hides all else that the script does.
+
+    shares: {kind: share of the time}.
+    """
+    shares = dict(shares)
+    unexplained = run.log.seen.idle_share(1e3 * statistics.median(step.dt for step in steps)) or 0.0  # 0: no profile
     for kind in ("data", "evaluation", "rest"):
-        shares[kind] = min(shares[kind], idle)
-        idle -= shares[kind]
+        shares[kind] = min(shares[kind], unexplained)
+        unexplained -= shares[kind]
     words = words_on_waits(run, steps, shares)
-    if idle > LONG:
-        words.append(f"{percent(idle)} is the card waiting for Python: compile, or take a larger batch")
-    return words + words_on_habits(run)
+    if unexplained > LONG:
+        words.append(f"{percent(unexplained)} is the card waiting for Python: compile, or take a larger batch")
+    return words
 
 
 def words_on_waits(run, steps, shares):
@@ -100,7 +107,7 @@ def words_on_update(optimizers):
     for optimizer in optimizers:
         settings = Counter()
         for group in optimizer.param_groups:
-            settings[repr({name: group[name] for name in group if name != "params"})] += 1
+            settings[repr({name: group[name] for name in group if name not in ("params", "param_names")})] += 1
         count = max(settings.values())
         if count > MANY_GROUPS:
             words.append(f"{count} parameter groups have the same settings: one group makes the update faster")

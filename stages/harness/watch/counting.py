@@ -85,19 +85,20 @@ class Signature:
 
     def is_text(self, name, tensor):
         """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
-        is_read = self.has_vocabulary and tensor.dim() == 1
-        if tensor.dim() == 2:  # a table has an embedding for each of its columns
-            is_read = self.has_vocabulary or self.embeddings not in (0, tensor.shape[1])
-        if not is_read or not is_whole(tensor):
+        if not is_whole(tensor) or HAS_NO_IDS.search(name) or CONNECTS_NODES.search(name):
             return False
-        return not HAS_NO_IDS.search(name) and not CONNECTS_NODES.search(name)
+        if tensor.dim() == 1:
+            return self.has_vocabulary
+        if tensor.dim() == 2:  # a table has an embedding for each of its columns
+            return self.has_vocabulary or self.embeddings not in (0, tensor.shape[1])
+        return False
 
     def batch_of(self, tensors):
         """Return the Batch of named tensors, and the place of the largest text; 0 without one."""
-        texts = [(name, tensor) for name, tensor in tensors if self.is_text(name, tensor)]
-        if self.labels is None and len(texts) > 1 and not is_captured():  # once, since it waits for a card
-            self.labels = names_of_labels(texts)
-        texts = [tensor for name, tensor in texts if name not in (self.labels or ())]
+        named_texts = [(name, tensor) for name, tensor in tensors if self.is_text(name, tensor)]
+        if self.labels is None and len(named_texts) > 1 and not is_captured():  # once, since it waits for a card
+            self.labels = names_of_labels(named_texts)
+        texts = [tensor for name, tensor in named_texts if name not in (self.labels or ())]
         if texts:
             largest = max(texts, key=torch.Tensor.numel)
             place = [tensor is largest for _, tensor in tensors].index(True)
@@ -231,10 +232,10 @@ def share_of(node):
         return None
     operands = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
     constants = [operand for operand in operands if operand is not None and not operand.requires_grad]
-    losses = [each.name() for each, _ in node.next_functions if each]
-    if len(constants) != 1 or len(losses) != 1:  # the product of two losses
+    operations = [each.name() for each, _ in node.next_functions if each]
+    if len(constants) != 1 or len(operations) != 1:  # the product of two losses
         return None
     factor = constants[0].item() if constants[0].is_cpu else None
     if factor and node.name() == "DivBackward0":
         factor = 1 / factor
-    return factor, losses[0]
+    return factor, operations[0]

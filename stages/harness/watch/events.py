@@ -86,11 +86,11 @@ def has_note(notes, name):
 def spans_of(marks):
     """Return [(kind, began, ended)], what a step spends its time on: a loss between a forward and a backward."""
     spans = []
-    before = None
-    for (kind, _, began), (after, ended, _) in pairwise(marks):
-        is_loss = before == "forward" and after == "backward"
+    kind_before = None
+    for (kind, _, began), (next_kind, ended, _) in pairwise(marks):
+        is_loss = kind_before == "forward" and next_kind == "backward"
         spans.append(("loss" if is_loss else kind, began, ended))
-        before = kind
+        kind_before = kind
     return spans
 
 
@@ -141,7 +141,8 @@ def micro_batches_of(notes):
             scaled = value
         elif name == "loss":
             micro_batch = micro_batch_of(calls, scaled or value)
-            if not (micro_batches and is_again(micro_batch.call, micro_batches[-1].call)):
+            call_before = micro_batches[-1].call if micro_batches else None
+            if not is_again(micro_batch.call, call_before):
                 micro_batches.append(micro_batch)
             calls, scaled = [], []
         elif name == "other":
@@ -196,7 +197,7 @@ def are_shares(micro_batches):
     """Return whether each loss is a share of one for the whole step, as in accumulation.
 
     Then all are of one kind, and their factors are the same, as 1/4 of each of four, or sum to 1. Two losses of which
-    one counts half and the other a tenth are none.
+    one counts half and the other a tenth are none. Factors that lie on a card are not read, and count as the same.
     """
     shares = [share for micro_batch in micro_batches for _, share in micro_batch.losses]
     if not shares or None in shares:

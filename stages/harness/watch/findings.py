@@ -19,34 +19,44 @@ def words_on_script(run, shares):
     shares: what shares_of() returned.
     """
     seen = run.log.seen
-    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
-    waits = bool(run.log.waiting_steps())
-    knows_shares = waits or run.log.device.type == "cpu"  # with --warmup 2 no step waits for a card
+    knows_shares = run.log.device.type == "cpu" or bool(run.log.waiting_steps())
     lines = []
     if knows_shares:
-        lines.append(f"time    {', '.join(parts)}")
-    if waits:
-        lines.append("        measured in steps of the warm-up, which wait for the card after each part")
+        lines += words_on_time(run.log, shares)
     lines += [f"        {words}" for words in words_on_start(run)]
-    slow = causes(run)
-    lines += [f"slow    {words}" for words in slow]
+    slow_words = causes(run)
+    lines += [f"slow    {words}" for words in slow_words]
     has, lacks = has_and_lacks(seen)
-    words_on_has, words_on_lacks = words_on_techniques(has, lacks)
-    lines += [f"has     {words_on_has}", f"lacks   {words_on_lacks}"]
-    if knows_shares and lacks and slow and max(shares["data"], shares["rest"]) > FIX_FIRST:
+    has_words, lacks_words = words_on_techniques(has, lacks)
+    lines += [f"has     {has_words}", f"lacks   {lacks_words}"]
+    if knows_shares and lacks and slow_words and max(shares["data"], shares["rest"]) > FIX_FIRST:
         computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
         lines.append(f"        together at most {percent(computation)} of the time, so fix what is slow first")
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
         lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
-    remarks = remarks_on(seen)
-    remarks += [words_in_vain(name, seen) for name in run.args.added if ADDED[name] not in has]
-    if "fp16" in run.args.added:
-        remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
-    lines += [f"        {remark}" for remark in remarks]
+    lines += [f"        {remark}" for remark in all_remarks(seen, has, run.args.added)]
     if run.script.climb and any(stage.added_as for stage in lacks):
         lines.append(f"        to measure what it lacks: {run.script.climb}")
     return lines
+
+
+def words_on_time(log, shares):
+    """Return lines on the shares of the time. On a card they are known if steps waited for it after each part."""
+    parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
+    lines = [f"time    {', '.join(parts)}"]
+    if log.waiting_steps():
+        lines.append("        measured in steps of the warm-up, which wait for the card after each part")
+    return lines
+
+
+def all_remarks(seen, has, added):
+    """Return what to mind, a list of texts: of the techniques, and of what was added in vain. added: names of ADDED."""
+    remarks = remarks_on(seen)
+    remarks += [words_in_vain(name, seen) for name in added if ADDED[name] not in has]
+    if "fp16" in added and "bf16" not in added:
+        remarks.append("+fp16 has no GradScaler: it shows the speed, and its losses are not those of a training")
+    return remarks
 
 
 def words_on_start(run):

@@ -28,7 +28,8 @@ def watch_pytorch(watcher):
     if not run.args.gate:  # a bench prints no lines of a script, and looks slow short steps
         _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it: a script may join all
     os.register_at_fork(before=profiler.give_up)
-    watch_modules(watcher)
+    mark = guarded(watcher.timeline.mark, "its time", run)
+    watch_modules(watcher, mark)
     for owner, name, hook, what in (
         (DataLoader, "__iter__", watcher.saw_loader, "its DataLoaders"),
         (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),
@@ -49,7 +50,7 @@ def watch_pytorch(watcher):
         (os, "execv", run.saw_exec, "its end"),
         (os, "execve", run.saw_exec, "its end"),
     ):
-        call_first(owner, name, guarded(hook, what, run), watcher.timeline)
+        call_first(owner, name, guarded(hook, what, run), watcher.timeline, mark)
     # torch.compile would look into these, and skips the others while it traces
     begin = guarded(watcher.saw_optimizer_begin, "its steps", run, ends_row=True)
     end = guarded(watcher.saw_optimizer_end, "its steps", run, ends_row=True)
@@ -73,10 +74,11 @@ def guarded(hook, what, run, ends_row=False):
     return guarded_hook
 
 
-def call_first(owner, name, hook, timeline):
+def call_first(owner, name, hook, timeline, mark):
     """Let a function of PyTorch call a hook first, with its own arguments.
 
-    What the hook returns is what the time of the function counts as. If it returns None, that is as before.
+    What the hook returns is what the time of the function counts as. If it returns None, that is as before. mark: that
+    of the timeline, guarded.
     """
     original = getattr(owner, name)
 
@@ -86,21 +88,22 @@ def call_first(owner, name, hook, timeline):
             return original(*args, **kwargs)
         entered = time.perf_counter()
         kind = hook(*args, **kwargs)
-        # is_compiling() is also True while torch.export, for example, runs this: the clock would get into its graph
-        if kind is None or torch.compiler.is_compiling():
+        if kind is None:
+            return original(*args, **kwargs)
+        if torch.compiler.is_compiling():  # also in torch.export, into whose graph the clock would get
             return original(*args, **kwargs)
         before = timeline.kind
-        timeline.mark(kind, entered)
+        mark(kind, entered)
         try:
             return original(*args, **kwargs)
         finally:
-            timeline.mark(before)
+            mark(before)
 
     pytorch.keep_in_torchscript(noted_call, original)
     setattr(owner, name, noted_call)
 
 
-def watch_modules(watcher):
+def watch_modules(watcher, mark):
     """Let each call of an outermost module call the watcher first, as call_first() does for a function."""
     call_module = torch.nn.Module.__call__
     timeline = watcher.timeline
@@ -116,13 +119,13 @@ def watch_modules(watcher):
         if kind is None:
             return call_module(module, *args, **kwargs)
         before = timeline.kind
-        timeline.mark(kind, entered)
+        mark(kind, entered)
         is_inside = True
         try:
             return call_module(module, *args, **kwargs)
         finally:
             is_inside = False
-            timeline.mark(before)
+            mark(before)
 
     torch.nn.Module.__call__ = watched_call
     # All models would share its code, and of one code torch.compile makes eight graphs at most.

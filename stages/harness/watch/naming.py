@@ -9,7 +9,7 @@ from torch import nn
 from .counting import FABRIC
 from .threads import is_of_a_library, is_of_library_module
 
-FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "skorch")
+FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate", "skorch")
 
 
 def framework_of(frame):
@@ -38,7 +38,9 @@ def name_in_script(module, frame):
         if owner is module:
             return name
     for name, owner in owners:
-        parts = owner.named_modules() if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).items()
+        parts = getattr(owner, "__dict__", {}).items()
+        if isinstance(owner, nn.Module):
+            parts = nn.Module.named_modules(owner)
         for part_name, part in list(parts):
             if part is module:
                 return f"{name}.{part_name}"

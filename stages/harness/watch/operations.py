@@ -39,19 +39,20 @@ def fields_of_profile(profiled, seen, device):
     matmuls = [operation for operation in operations if is_matmul(operation)]
     in_forward = [operation for operation in matmuls if "python (forward)" in operation.names]
     kernel = kernel_of_attention(operations)
-    fields = {"profiled": True, "sdpa": kernel, "compile": seen.compile}
+    is_compiled = seen.compile  # by the marks that torch.compile leaves
+    if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
+        is_compiled = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
+    fields = {"profiled": True, "sdpa": kernel, "compile": is_compiled}
     fields["attention"] = kernel is not None or attends_by_hand(operations)
     fields["attention_drops"] = any(
         operation.name == "aten::bernoulli_" and MATH_KERNEL in operation.names for operation in operations
     )
     if not seen.compile:  # compiled code may multiply in kernels that have no such names
         fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
-    if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        fields["compile"] = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
     dtype = dtype_of_most(matmuls)
     if dtype and seen.weights == "float32" and seen.autocast is None:
         fields |= autocast_of(dtype, device)
-    if seen.unit == "tok" and not fields["compile"]:  # a compiler has other names for the last matmul
+    if seen.unit == "tok" and not is_compiled:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
         fields["busy_ms"] = busy_ms(profiled) or None  # 0: the profiler saw no kernel, as on WSL2
@@ -74,9 +75,10 @@ def columns_of_last(matmuls):
     columns = None
     for operation in matmuls:
         shapes = operation.event.input_shapes
+        if operation.name == "aten::addmm":
+            shapes = shapes[1:]  # without what it adds to
         if operation.name in ("aten::mm", "aten::addmm") and all(shapes[:2]):
-            right = shapes[2 if operation.name == "aten::addmm" else 1]
-            columns = right[1]
+            columns = shapes[1][1]
     return columns
 
 

@@ -54,7 +54,7 @@ class OwnCode:
 def place_in_script():
     """Return the line of the script's own code that the main thread is in, as "/my/train.py:228". None in an import."""
     frame = pytorch.frames_of_threads()[MAIN_THREAD]
-    while is_of_a_library(frame) and frame.f_back:  # the outermost has none, and one that has returned meanwhile
+    while is_of_a_library(frame) and frame.f_back:  # the outermost has no caller, nor has one that has just returned
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return None
         frame = frame.f_back

@@ -81,32 +81,39 @@ class Run:
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     def end_step(self):
-        """Stop the clock of a step, report it, and begin another one if it is wanted.
-
-        The first two steps are reported together, since the second one shows what is trained.
-        """
+        """Stop the clock of a step, keep it, and begin another one if it is wanted."""
         self.timeline.end_step()
         self.read_lists()
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
+        step = self.timed_step()
+        if self.profiles_this_step:
+            self.is_over = True  # also if the profile can't be read
+            self.keep_profile()
+            return
+        self.keep(step)
+        self.begin_next_step()
+
+    def timed_step(self):
+        """Return the Step that has ended, which lacks its tokens, its number and what the meters show."""
         graphs = pytorch.compiled_graphs()
         spent = {kind: self.spent[kind] for kind in events.KINDS}
-        step = Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs - self.graphs_before)
+        loss = events.loss_of(self.micro_batches)
+        step = Step(loss=loss, dt=sum(spent.values()), spent=spent, graphs=graphs - self.graphs_before)
         self.graphs_before = graphs
-        if self.profiles_this_step:
-            self.keep_profile()
-            self.is_over = True
-            return
+        return step
+
+    def keep(self, step):
+        """Record a step. The first one waits for the second, which shows what is trained."""
         self.unrecorded.append((step, self.micro_batches))
         if self.steps_taken == 1:
             self.prepare()
-        else:
-            unrecorded, self.unrecorded = self.unrecorded, []
-            if self.steps_taken == 2:
-                self.begin_report()
-            for step_and_micro_batches in unrecorded:
-                self.record(*step_and_micro_batches)
-        self.begin_next_step()
+            return
+        unrecorded, self.unrecorded = self.unrecorded, []
+        if self.steps_taken == 2:
+            self.begin_report()
+        for step_and_micro_batches in unrecorded:
+            self.record(*step_and_micro_batches)
 
     def read_lists(self):
         """Add to the sums of the step what its marks and notes say so far, and let go of them.

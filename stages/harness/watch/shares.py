@@ -37,7 +37,7 @@ def seconds_beyond_loss(spent):
 
 
 def line_at(place):
-    """Return the text of a line, "train.py:228"."""
+    """Return the text of the line at a place, as "train.py:228"."""
     path, number = place.rsplit(":", 1)
     return linecache.getline(path, int(number)).strip()
 
