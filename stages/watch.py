@@ -195,20 +195,34 @@ def run_script(script, run):
     except SystemExit as end:
         if isinstance(end.code, str) and (is_elsewhere() or not run.log.is_rank_0):  # else the notice has it
             print(end.code, file=sys.stderr)
-        if end.code:
-            status = end.code if isinstance(end.code, int) else 1  # as Python has it
-            return status, f"ended by sys.exit({end.code!r})"
+        if status_of(end):
+            return status_of(end), f"ended by sys.exit({end.code!r})"
     except KeyboardInterrupt:
         return 130, "was interrupted"
     except BaseException as error:
-        while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
-            error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind execute()
-        text = "".join(traceback.format_exception(error))
-        sys.excepthook(type(error), error, error.__traceback__)
-        if not is_elsewhere():
-            run.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
-        return 1, f"failed by {type(error).__name__}"
+        return report_failure(error, run), f"failed by {type(error).__name__}"
     return 0, "ended"
+
+
+def status_of(end):
+    """Return the exit status of a SystemExit, as Python has it."""
+    if end.code is None:
+        return 0
+    return end.code if isinstance(end.code, int) else 1
+
+
+def report_failure(error, run):
+    """Record and print the exception that ended the script. Return the exit status, which its own hook may choose."""
+    while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind execute()
+    if not is_elsewhere():
+        text = "".join(traceback.format_exception(error))
+        run.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as end:
+        return status_of(end)
+    return 1
 
 
 def execute(script, run):

@@ -1,7 +1,7 @@
 """What a call of a module reads: tokens or samples, and how many."""
 
 from harness.figures import words_on_speed
-from harness.watch.counting import Signature, unwrapped
+from harness.watch.counting import Signature, names_of_labels, unwrapped
 from harness.watch.events import Batch
 
 import pytest
@@ -37,6 +37,11 @@ def batch_of(module, **inputs):
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):
     assert batch_of(LANGUAGE_MODEL, **inputs).count == count
+
+
+def test_users_and_items_of_one_column_are_no_labels():
+    user, item = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
+    assert names_of_labels([("user", user), ("item", item)]) == set()
 
 
 def test_a_call_tells_whether_its_input_was_computed():

@@ -62,7 +62,9 @@ def test_readme_has_the_table_of_the_h100_and_begins_with_its_ends():
 
 def test_readme_says_how_nanogpts_script_climbs():
     measured = (ROOT / "results" / "xeon-nanogpt.md").read_text("utf-8").replace("\u00a0", " ")
-    for ratio in re.findall(r"^\| .*? (\(?\d\.\d\d ± \d\.\d\d)", measured, re.MULTILINE):
+    ratios = re.findall(r"^\| .*? (\(?\d\.\d\d ± \d\.\d\d)", measured, re.MULTILINE)
+    assert len(ratios) == 4
+    for ratio in ratios:
         assert ratio.strip("(") in README
 
 

@@ -215,6 +215,11 @@ def test_the_fastest_row_is_of_one_process_and_trains_the_first_rows_model():
     assert dict(answer(table_from(*runs, *others)))["fastest row"] == "c: 2.00 ± 0.00 times as fast as a"
 
 
+def test_no_row_is_called_the_fastest_if_the_first_one_is():
+    runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 1.4, "c": 1.2}.items()]
+    assert "fastest row" not in dict(answer(table_from(*runs)))
+
+
 def test_of_rows_that_compute_the_same_the_first_is_called_the_fastest():
     runs = [run(name, [dt]) for name, dt in {"s06": 1.0, "s06 again": 1.0, "s10": 0.6, "s07": 0.5, "s08": 0.49}.items()]
     assert dict(answer(table_from(*runs)))["fastest row"] == "s07: 2.00 ± 0.00 times as fast as s06"

@@ -79,6 +79,8 @@ def device_name(device):
     """Return the hardware's own name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type not in ("cpu", "mps"):  # a watched script may have one that is not known here
+        return device.type
     match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     if match:
         return match[1].strip()
@@ -107,7 +109,7 @@ def units_of(device):
     if device.type == "mps":
         emulates_bfloat16 = device_name(device).startswith(("Apple M1", "Apple M2"))
         return {"float16"} if emulates_bfloat16 else {"float16", "bfloat16"}
-    if device.type != "cuda":  # a watched script may have a device that is not known here
+    if device.type != "cuda":
         return set()
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 0):  # Ampere

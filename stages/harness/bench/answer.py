@@ -84,9 +84,9 @@ def fastest_row(table):
     fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)
     fastest = first_of_equals(fastest, [first, *compared])
     ratio = fastest.comparison.ratio_to_first
-    if fastest in table.shown[:2] or ratio.spread is None:
+    if fastest in table.shown[:2] or ratio.spread is None or ratio.value < 1:  # below 1: the first row is the fastest
         return None
     title = quoted(fastest.row.title)
-    if fastest.row.added:  # it has what the rows above it add, too
+    if fastest.row.added and fastest.comparison.base.row.added:  # of a climb: it has what its base adds, too
         title = f"up to {title}"
     return f"{title}: {ratio_cell(ratio, judge(ratio, table.disturbance))} times as fast as {quoted(first.row.title)}"

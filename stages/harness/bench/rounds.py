@@ -49,8 +49,9 @@ def measure_round(round_number, results):
 
 def report(round_number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
-    rounds_left = [results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(round_number, results)]
-    minutes = math.ceil((time.monotonic() - results.began) * sum(rounds_left) / len(results.runs) / 60)
+    to_come = sum(results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(round_number, results))
+    seconds_of_one = (time.monotonic() - results.began) / len(results.runs)
+    minutes = math.ceil(to_come * seconds_of_one / 60)
     time_left = f"; about {minutes} min left" if minutes else ""
     tell(f"round {round_number + 1}: {what}{time_left}")
 

@@ -136,7 +136,8 @@ class RowProcess:
         if status:
             return error_of(status, self.printed(), self.errors)
         if taken <= warmup:
-            return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up")
+            details = last_lines(self.printed())
+            return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up", details)
         return None
 
     def error_of_silence(self, polls):

@@ -58,7 +58,9 @@ class Signature:
         self.names = names_of_arguments(parts)
         self.embeddings = sum(isinstance(part, nn.Embedding) for part in parts)
         self.has_vocabulary = vocabulary_of(parts) is not None
-        self.labels = self.shapes = self.batch = None
+        self.labels = None
+        # of the last call
+        self.shapes = self.batch = None
         self.place = 0
 
     def read(self, args, kwargs):
@@ -182,7 +184,7 @@ def names_of_labels(texts):
     labels = set()
     for (_, text), (name, label) in permutations(texts, 2):
         is_alike = text.shape == label.shape and text.device == label.device and not torch.equal(text, label)
-        if is_alike and torch.equal(text[..., 1:], label[..., :-1]):
+        if is_alike and text.shape[-1] > 1 and torch.equal(text[..., 1:], label[..., :-1]):
             labels.add(name)
     return labels
 

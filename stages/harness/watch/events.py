@@ -203,7 +203,7 @@ def are_shares(micro_batches):
     if not shares or None in shares:
         return False
     factors = [factor for factor, _ in shares]
-    are_of_one_kind = len({loss for _, loss in shares}) == 1
+    are_of_one_kind = len({operation for _, operation in shares}) == 1
     sum_to_1 = None not in factors and math.isclose(sum(factors), 1)
     return are_of_one_kind and (len(set(factors)) == 1 or sum_to_1)
 

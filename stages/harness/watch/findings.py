@@ -10,6 +10,7 @@ from .shares import line_at, percent
 SHORT_START, LONG_START = 0.01, 10  # seconds before the first step: forwards that take less, lines that take more
 SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
 FIX_FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
+INDENT = " " * 8  # under the word that begins a group of lines
 MANY_STEPS = 700  # two rollouts of PPO in Stable-Baselines3, which makes 320 updates of each by default
 
 
@@ -23,22 +24,29 @@ def words_on_script(run, shares):
     lines = []
     if knows_shares:
         lines += words_on_time(run.log, shares)
-    lines += [f"        {words}" for words in words_on_start(run)]
+    lines += [f"{INDENT}{words}" for words in words_on_start(run)]
     slow_words = causes(run)
     lines += [f"slow    {words}" for words in slow_words]
     has, lacks = has_and_lacks(seen)
     has_words, lacks_words = words_on_techniques(has, lacks)
     lines += [f"has     {has_words}", f"lacks   {lacks_words}"]
-    if knows_shares and lacks and slow_words and max(shares["data"], shares["rest"]) > FIX_FIRST:
-        computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
-        lines.append(f"        together at most {percent(computation)} of the time, so fix what is slow first")
+    if knows_shares and lacks and slow_words:
+        lines += words_on_order(shares)
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
-        lines.append(f"        {stage.short} {typed}{stage.caveat(seen)}")
-    lines += [f"        {remark}" for remark in all_remarks(seen, has, run.args.added)]
+        lines.append(f"{INDENT}{stage.short} {typed}{stage.caveat(seen)}")
+    lines += [f"{INDENT}{remark}" for remark in all_remarks(seen, has, run.args.added)]
     if run.script.climb and any(stage.added_as for stage in lacks):
-        lines.append(f"        to measure what it lacks: {run.script.climb}")
+        lines.append(f"{INDENT}to measure what it lacks: {run.script.climb}")
     return lines
+
+
+def words_on_order(shares):
+    """Return a line that says to fix data or own code first, a list; an empty one if these take little."""
+    if max(shares["data"], shares["rest"]) <= FIX_FIRST:
+        return []
+    computation = sum(shares[kind] for kind in ("forward", "loss", "backward", "update"))
+    return [f"{INDENT}together at most {percent(computation)} of the time, so fix what is slow first"]
 
 
 def words_on_time(log, shares):
@@ -46,7 +54,7 @@ def words_on_time(log, shares):
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
     lines = [f"time    {', '.join(parts)}"]
     if log.waiting_steps():
-        lines.append("        measured in steps of the warm-up, which wait for the card after each part")
+        lines.append(f"{INDENT}measured in steps of the warm-up, which wait for the card after each part")
     return lines
 
 

@@ -42,15 +42,14 @@ def fields_of_profile(profiled, seen, device):
     is_compiled = seen.compile  # by the marks that torch.compile leaves
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         is_compiled = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
+    casts_by_itself = seen.weights == "float32" and seen.autocast is None
     fields = {"profiled": True, "sdpa": kernel, "compile": is_compiled}
     fields["attention"] = kernel is not None or attends_by_hand(operations)
-    fields["attention_drops"] = any(
-        operation.name == "aten::bernoulli_" and MATH_KERNEL in operation.names for operation in operations
-    )
+    fields["attention_drops"] = attention_drops(operations)
     if not seen.compile:  # compiled code may multiply in kernels that have no such names
         fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
     dtype = dtype_of_most(matmuls)
-    if dtype and seen.weights == "float32" and seen.autocast is None:
+    if dtype and casts_by_itself:
         fields |= autocast_of(dtype, device)
     if seen.unit == "tok" and not is_compiled:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
@@ -58,6 +57,11 @@ def fields_of_profile(profiled, seen, device):
         fields["busy_ms"] = busy_ms(profiled) or None  # 0: the profiler saw no kernel, as on WSL2
         fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiled)
     return fields
+
+
+def attention_drops(operations):
+    """Return whether scaled_dot_product_attention has dropout, and no kernel for it."""
+    return any(operation.name == "aten::bernoulli_" and MATH_KERNEL in operation.names for operation in operations)
 
 
 def dtype_of_most(matmuls):

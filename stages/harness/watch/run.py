@@ -78,11 +78,13 @@ class Run:
     def begin_step(self):
         """Start the clock of a step."""
         self.spent, self.micro_batches = Counter(), []
+        self.graphs_before = pytorch.compiled_graphs()
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     def end_step(self):
         """Stop the clock of a step, keep it, and begin another one if it is wanted."""
         self.timeline.end_step()
+        self.profiler.stop()  # before the loss is read, which would count as a copy of the script's
         self.read_lists()
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
@@ -96,12 +98,9 @@ class Run:
 
     def timed_step(self):
         """Return the Step that has ended, which lacks its tokens, its number and what the meters show."""
-        graphs = pytorch.compiled_graphs()
+        graphs = pytorch.compiled_graphs() - self.graphs_before
         spent = {kind: self.spent[kind] for kind in events.KINDS}
-        loss = events.loss_of(self.micro_batches)
-        step = Step(loss=loss, dt=sum(spent.values()), spent=spent, graphs=graphs - self.graphs_before)
-        self.graphs_before = graphs
-        return step
+        return Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs)
 
     def keep(self, step):
         """Record a step. The first one waits for the second, which shows what is trained."""
@@ -196,7 +195,6 @@ class Run:
 
     def keep_profile(self):
         """Add to what was seen what the profiled step has shown, if there was one, and write it to the record."""
-        self.profiler.stop()
         if self.profiler.events is not None:
             fields = fields_of_profile(self.profiler.events, self.log.seen, self.log.device)
             self.log.seen = replace(self.log.seen, **fields)
@@ -258,7 +256,10 @@ class Run:
     def end_script_if_over(self):
         """End a script that begins a step that is not wanted. What it does after its last step has run by then."""
         if self.is_over:
-            self.finish()
+            try:
+                self.finish()
+            except Exception as error:  # the hook that calls this would say that it lost sight of its own part
+                self.lose_sight("its figures", error, ends_row=False)
             words = f"was stopped after {self.steps_taken} steps, when it began another"
             if self.script.saves:
                 words += ", and before its --save: raise --steps"

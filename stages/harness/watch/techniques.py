@@ -74,10 +74,10 @@ def uses_tf32():
 def model_of(models, optimizers, unit, seq_len):
     """Return what is trained, as fields of a Seen, a dict. unit, seq_len: of the same Seen."""
     modules = [module for model in models for module in modules_of(model)]
-    parameters = parameters_of(models, *optimizers)
+    parameters = parameters_of(models, optimizers)
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    largest = max(models, key=lambda model: sum(p.numel() for p in parameters_of([model])), default=None)
+    largest = max(models, key=size_of, default=None)
     shape = None
     if seq_len and trained > count / 2:  # arithmetic's FLOPs are those of training all
         shape = gpt_shape(models, seq_len)
@@ -116,16 +116,24 @@ def settings_of(optimizers):
 
 
 def what_has_no_kernel(optimizer):
-    """Return what PyTorch has no fused kernel for, "RMSprop" or "sparse gradients"; None if an optimizer has one."""
+    """Return what PyTorch has no fused kernel for, or None if an optimizer has one.
+
+    "RMSprop", for example, or "sparse gradients", or "complex weights".
+    """
     if "fused" not in optimizer.param_groups[0]:
         return type(optimizer).__name__
-    for parameter in parameters_of([], optimizer):
+    for parameter in parameters_of(optimizers=[optimizer]):
         if not has_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
 
 
-def parameters_of(models, *optimizers):
+def size_of(model):
+    """Return how many parameters a model has."""
+    return sum(p.numel() for p in parameters_of([model]))
+
+
+def parameters_of(models=(), optimizers=()):
     """Return the parameters of all models and of optimizers, each once.
 
     Those of an optimizer are all that is known where a compiled function calls the model.

@@ -34,7 +34,7 @@ class Watcher:
         self.timeline = run.timeline
         self.added = Added(run.args.added)
         self.has_called = False  # whether the script has called a module with gradients
-        self.backwards_before = 0  # the first step
+        self.backwards_before_first_step = 0
         self.main_ref = lambda: None  # a weak reference to the optimizer that ends a step: a script may delete it
         self.others = Counter()  # {a weak reference to another one: how often it stepped since the last step ended}
 
@@ -57,7 +57,8 @@ class Watcher:
         self.run.end_script_if_over()
         if not self.has_called:
             self.has_called = True
-            self.run.begin_first_step()
+            if self.run.steps_taken == 0:  # else a compiled function has called the model so far
+                self.run.begin_first_step()
         device_type = signature.weight.device.type
         self.added.before_forward(module, device_type)
         reading = signature.read(args, kwargs)
@@ -107,8 +108,8 @@ class Watcher:
         self.added.autocast.close()
         self.timeline.note("loss", losses_of(tensors))
         if self.run.steps_taken == 0:
-            self.backwards_before += 1
-            if self.backwards_before == MANY_BACKWARDS:
+            self.backwards_before_first_step += 1
+            if self.backwards_before_first_step == MANY_BACKWARDS:
                 words = "one of another kind can't be watched, and such a script is not stopped"
                 self.run.log.notice(f"{MANY_BACKWARDS} backwards, and no optimizer of torch.optim has stepped: {words}")
         return "backward"
@@ -144,7 +145,7 @@ class Watcher:
             self.run.end_script_if_over()
         if optimizer not in self.run.optimizers:
             self.run.optimizers[optimizer] = set()
-            self.run.add_devices([p.device for p in parameters_of([], optimizer)])
+            self.run.add_devices([p.device for p in parameters_of(optimizers=[optimizer])])
             self.added.before_first_update(optimizer)
         self.run.optimizers[optimizer].add(learning_rate(optimizer))
         self.timeline.mark("update", entered)
