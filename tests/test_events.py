@@ -55,6 +55,10 @@ def test_time_counts_as_what_was_begun_last_without_that_of_the_hooks():
     assert spent == {"rest": 2 + 5, "forward": 4, "loss": 2, "backward": 10}
 
 
+def test_a_hook_that_begins_a_step_was_entered_before_it():
+    assert spans_of([("rest", 5, 5), ("forward", 4, 6), ("rest", 7, 7)]) == [("rest", 5, 5), ("forward", 6, 7)]
+
+
 def test_own_code_is_a_loss_only_between_a_forward_and_a_backward():
     kinds = ["rest", "forward", "rest", "data", "rest", "backward", "rest"]
     assert kinds_of_spans(*kinds, "rest") == kinds

@@ -89,6 +89,7 @@ def spans_of(marks):
     kind_before = None
     for (kind, _, began), (next_kind, ended, _) in pairwise(marks):
         is_loss = kind_before == "forward" and next_kind == "backward"
+        ended = max(began, ended)  # a hook that begins a step was entered before it
         spans.append(("loss" if is_loss else kind, began, ended))
         kind_before = kind
     return spans
