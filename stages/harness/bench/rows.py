@@ -247,7 +247,7 @@ def check_row(row):
     if row.script.endswith(".py") and not Path(row.script).is_file():
         refuse(f"there is no script {row.script}")
     for word in row.flags:
-        if row.takes_flags and word.startswith(("--steps", "--device")):
+        if row.takes_flags and word.split("=")[0] in ("--steps", "--device"):
             refuse(f"{row.name!r}: put {word} after all rows, outside of the quotes, since it is the same for all")
 
 

@@ -75,8 +75,8 @@ class Signature:
             return Reading(tensors[0][1], Batch(), is_computed)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
-            self.shapes = shapes
             self.batch, self.place = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
+            self.shapes = shapes
         return Reading(tensors[self.place][1], self.batch, is_computed)
 
     def name_of(self, name):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from .profiler import busy_ms
+from .profiler import busy_ms, range_of
 from .techniques import autocast_of
 
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
@@ -35,9 +35,9 @@ def fields_of_profile(profiled, seen, device):
     What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
     """
     operations = [Operation(event, names_with_callers(event)) for event in profiled]
-    operations = [operation for operation in operations if "python (evaluation)" not in operation.names]
+    operations = [operation for operation in operations if range_of("evaluation") not in operation.names]
     matmuls = [operation for operation in operations if is_matmul(operation)]
-    in_forward = [operation for operation in matmuls if "python (forward)" in operation.names]
+    in_forward = [operation for operation in matmuls if range_of("forward") in operation.names]
     kernel = kernel_of_attention(operations)
     is_compiled = seen.compile  # by the marks that torch.compile leaves
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton

@@ -17,6 +17,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler of torch 2.
 ENOUGH_NODES, MOST_NODES = 1_000, 5_000
 
 
+def range_of(kind):
+    """Return what a kind of time is called in a profile. PyTorch calls updates so, too: Optimizer.step#AdamW.step."""
+    return "Optimizer.step#python" if kind == "update" else f"python ({kind})"
+
+
 class StepProfiler:
     """The profile of one step. profile: of torch, or None while none is open. events: what it saw, or None."""
 
@@ -67,8 +72,7 @@ class StepProfiler:
         if self.is_limited and has_enough:
             self.stop()
             return
-        name = "Optimizer.step#python" if kind == "update" else f"python ({kind})"
-        self.range.enter_context(torch.profiler.record_function(name))
+        self.range.enter_context(torch.profiler.record_function(range_of(kind)))
 
     def stop(self):
         """End the profile, where one is open, and keep what it saw."""

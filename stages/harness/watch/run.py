@@ -91,7 +91,8 @@ class Run:
         step = self.timed_step()
         if self.profiles_this_step:
             self.is_over = True  # also if the profile can't be read
-            self.keep_profile()
+            self.add_profile()
+            self.log.write_seen()
             return
         self.keep(step)
         self.begin_next_step()
@@ -190,15 +191,15 @@ class Run:
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
         if self.habits.optimizers_take_turns:
             self.log.say("optimizers train in turn: the first one's step ends a step, and batch and loss are its own")
-        self.keep_profile()
+        self.add_profile()
+        self.log.write_seen()
         self.profiler.forget()
 
-    def keep_profile(self):
-        """Add to what was seen what the profiled step has shown, if there was one, and write it to the record."""
+    def add_profile(self):
+        """Add to what was seen what the profiled step has shown, if there was one."""
         if self.profiler.events is not None:
             fields = fields_of_profile(self.profiler.events, self.log.seen, self.log.device)
             self.log.seen = replace(self.log.seen, **fields)
-        self.log.write_seen()
 
     def record(self, step, micro_batches):
         """Let the log record a Step, which lacks its tokens."""
@@ -273,11 +274,11 @@ class Run:
         self.finish()
         self.log.notice(f"{self.script.title} ended by os._exit({status}) after {self.steps_taken} steps")
 
-    def saw_exec(self, path, *args):
+    def saw_exec(self, path, *args, **options):
         """Say that the script becomes another program, which is not watched. In a bench the row fails."""
-        path = os.fsdecode(path)
-        if not os.path.exists(path):  # os.execlp() tries all folders of PATH
+        if not os.access(path, os.X_OK):  # os.execlp() tries all folders of PATH
             return
+        path = os.fsdecode(path)
         self.log.notice(f"{self.script.title} becomes {path} by os.exec, and what that does is not watched")
         if self.args.gate:
             self.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
