@@ -176,12 +176,10 @@ def check_out(path):
     """Exit with one line if the record of a bench can't be written, or is there already, or its page is."""
     try:
         path.parent.mkdir(exist_ok=True)
-        if path.with_suffix(".md").exists():
+        if path.exists() or path.with_suffix(".md").exists():
             refuse(f"results/{path.stem} already exists: pass another --out")
-        path.touch(exist_ok=False)
+        path.touch()
         path.unlink()  # until there is something to write
-    except FileExistsError:
-        refuse(f"results/{path.stem} already exists: pass another --out")
     except OSError as error:
         refuse(f"results/{path.stem}: {error.strerror}: pass another --out, or make results/ writable")
 

@@ -278,6 +278,8 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     told = {cause for cause, words in WORDS.items() if words in slow}
     assert set(loop.causes) <= told <= {*loop.causes, "own code"}, ended.out  # on a busy machine any line may take long
     counted = [Step.of_line(line) for line in ended.of_kind("step")[WARMUP:]]
+    if loop.time:
+        assert ended.summary["shares"] == pytest.approx(mean_shares(counted))
     for kind, least in (loop.time or {}).items():  # in the median step: on a busy machine one may take long elsewhere
         assert statistics.median(mean_shares([step])[kind] for step in counted) > least
     for words in loop.says:

@@ -92,51 +92,52 @@ class Table:
 def table_of(results):
     """Return the Table of the Results of a bench."""
     bench = results.bench
-    uneven = any(is_uneven_script(row, results) for row in results.rows.values())
-    outcomes = {row.name: outcome_of(row, results, uneven) for row in results.rows.values()}
+    outcomes = {row.name: outcome_of(row, results) for row in results.rows.values()}
+    # if a script has its speed by the mean, all have: a mean beside a median is no ratio
+    scripts_are_uneven = any(is_uneven_script(outcome) for outcome in outcomes.values())
+    for outcome in outcomes.values():
+        if outcome.counted:
+            add_figures(outcome, bench, outcome.row.stage is None and scripts_are_uneven)
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
     scatter = ratios.scatter_of(logs_of(outcome, outcomes.get(outcome.row.base)) for outcome in outcomes.values())
-    disturbance = disturbance_of(outcomes, scatter)
+    table = Table(bench, outcomes, shown, disturbance_of(outcomes, scatter))
     for outcome in outcomes.values():
-        outcome.comparison = comparison_of(outcome, outcomes, scatter, disturbance, bench["rates"])
-    return Table(bench, outcomes, shown, disturbance)
+        outcome.comparison = comparison_of(outcome, table, scatter)
+    return table
 
 
 # A row by itself
 
 
-def is_uneven_script(row, results):
-    """Return whether a row is a script whose steps are uneven. Those of a stage are alike: a long one was disturbed."""
-    counted = [step for run in results.runs_of(row.name) for step in run.counted]
-    return row.stage is None and bool(counted) and are_uneven(counted)
-
-
-def outcome_of(row, results, scripts_are_uneven):
-    """Return the Outcome of a row, without its Comparison.
-
-    scripts_are_uneven: whether the steps of any script are, so that all have their speed by the mean: a mean beside a
-    median is no ratio.
-    """
-    runs, bench = results.runs_of(row.name), results.bench
+def outcome_of(row, results):
+    """Return the Outcome of a row, without its figures and its Comparison."""
+    runs = results.runs_of(row.name)
     seen_of_runs = [run.seen for run in runs if run.seen]
     seen = seen_of_runs[0] if seen_of_runs else None
     outcome = Outcome(row, runs, results.error(row), seen)
-    if seen and seen.device != bench["environment"]["device"]:
+    if seen and seen.device != results.bench["environment"]["device"]:
         outcome.words = f"ran on the {seen.device}: pass --device {seen.device}"
     elif seen:
         outcome.work = seen.work
         outcome.words = row.stage.note(seen) if row.stage else ""
-    counted = outcome.counted
-    if counted:
-        uneven = row.stage is None and scripts_are_uneven
-        outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
-        if not (outcome.error or outcome.diverged):
-            outcome.speeds = speeds_of_rounds(runs, uneven)
-        outcome.dt_ms = 1e3 * statistics.median(step.dt for step in counted)
-        outcome.memory = most_memory(counted) or None  # 0: without a meter
-        outcome.loss = loss_of(runs[0], bench["loss_step"])
-        outcome.peak_share = peak_share(outcome, bench["rates"])
     return outcome
+
+
+def is_uneven_script(outcome):
+    """Return whether a row is a script whose steps are uneven. Those of a stage are alike: a long one was disturbed."""
+    return outcome.row.stage is None and bool(outcome.counted) and are_uneven(outcome.counted)
+
+
+def add_figures(outcome, bench, uneven):
+    """Add to an Outcome what its counted steps show. uneven: see figures.py."""
+    counted = outcome.counted
+    outcome.tok_per_sec = tokens_per_second(counted, uneven) or None  # 0: no step has tokens
+    if not (outcome.error or outcome.diverged):
+        outcome.speeds = speeds_of_rounds(outcome.runs, uneven)
+    outcome.dt_ms = 1e3 * statistics.median(step.dt for step in counted)
+    outcome.memory = most_memory(counted) or None  # 0: without a meter
+    outcome.loss = loss_of(outcome.runs[0], bench["loss_step"])
+    outcome.peak_share = peak_share(outcome, bench["rates"])
 
 
 def speeds_of_rounds(runs, uneven):
@@ -173,24 +174,19 @@ def peak_share(outcome, rates):
 # Beside another row
 
 
-def comparison_of(outcome, outcomes, scatter, disturbance, rates):
-    """Return the Comparison of a row.
-
-    outcomes: {name: Outcome} of all rows. scatter: of ratios.scatter_of(), of all rows. disturbance: of
-    disturbance_of(). rates: of the probe.
-    """
-    base = outcomes.get(outcome.row.base)
-    shown = [each for each in outcomes.values() if not each.row.control_of]
+def comparison_of(outcome, table, scatter):
+    """Return the Comparison of a row in a Table. scatter: of ratios.scatter_of(), of all rows."""
+    base, first = table.outcomes.get(outcome.row.base), table.shown[0]
     change = change_of(outcome, base)
     ratio = ratios.ratio_of(logs_of(outcome, base), scatter)
-    above = shown[shown.index(outcome) - 1] if outcome in shown[1:] else None
+    above = table.shown[table.shown.index(outcome) - 1] if outcome in table.shown[1:] else None
     return Comparison(
         base=base,
         change=change,
-        predicted=predicted_ratio(outcome, base, change, rates),
+        predicted=predicted_ratio(outcome, base, change, table.bench["rates"]),
         ratio=ratio,
-        ratio_to_first=ratios.ratio_of(logs_of(outcome, shown[0]), scatter),
-        verdict=ratios.judge(ratio, disturbance, change.is_same_computation),
+        ratio_to_first=ratios.ratio_of(logs_of(outcome, first), scatter),
+        verdict=ratios.judge(ratio, table.disturbance, change.is_same_computation),
         is_with_row_above=base is above,
     )
 

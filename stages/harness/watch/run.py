@@ -129,7 +129,7 @@ class Run:
 
     def begin_first_step(self):
         """Begin the first step anew, with its first forward: what came before is no step."""
-        self.timeline.mark("rest")
+        self.timeline.mark(self.timeline.kind)
         self.read_lists()
         self.spent_before, self.lines_before = self.spent, self.own_code.lines["rest"]
         self.own_code.forget()
