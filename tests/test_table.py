@@ -38,7 +38,7 @@ def test_a_round_of_fresh_processes_gives_one_ratio():
     s01 = [run("s01", dts, i) for i, dts in enumerate([[1.0, 2.0, 3.0], [9.0, 2.0, 1.0], [1.0] * 3, [9.0]])]
     s03 = [run("s03", dts, i) for i, dts in enumerate([[0.5, 4.0, 0.5], [1.0] * 3, [9.0, 1.0, 1.0]])]
     outcome = table_from(*s01, *s03, run("s03", [1.0], 3, end=None)).outcomes["s03"]
-    assert outcome.comparison.ratio.value == pytest.approx(2)
+    assert outcome.ratio.value == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_round_of_fresh_processes_gives_one_ratio():
 )
 def test_two_models_are_not_compared_nor_are_tokens_with_samples(other, is_compared):
     outcome = table_from(run("a", [1.0]), run("b", [0.5], **other)).outcomes["b"]
-    assert (outcome.comparison.ratio is not None) == is_compared
+    assert (outcome.ratio is not None) == is_compared
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_script_without_a_typical_step_is_as_fast_as_all_its_steps_together(dt
     """It takes twice the time of a."""
     outcome = table_from(run("a", [0.25] * 4), run("b", dts, wait=wait, loaders=loaders)).outcomes["b"]
     assert outcome.tok_per_sec == pytest.approx(2000)
-    assert outcome.comparison.ratio.value == pytest.approx(1 / 2)
+    assert outcome.ratio.value == pytest.approx(1 / 2)
 
 
 # predictions
@@ -88,7 +88,7 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
     table = table_from(*[run_of_one(name) for name in ("s06", "s09", "s10", "s07")], rates=probed(**RATES))
     flops, bytes_but_the_update = 78 + 7, 24 + 132 + 80 + 60
     s06, s07, s10 = (flops + (bytes_but_the_update + numbers * 56) / 10 for numbers in (20, 23, 10))
-    predicted = [outcome.comparison.predicted for outcome in table.shown]
+    predicted = [outcome.predicted for outcome in table.shown]
     assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), None]
 
 
@@ -99,7 +99,7 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work(device,
     runs = [run("t.py", [1.0]), run("+bf16", [1.0], autocast="bfloat16"), run("other.py", [1.0])]
     rates = probed(float32=1e9, bfloat16=2e9, copy=1e15)
     table = table_from(*runs, rows=rows, rates=rates, environment=CPU | {"device": device})
-    predicted = [outcome.comparison.predicted for outcome in table.shown]
+    predicted = [outcome.predicted for outcome in table.shown]
     assert predicted == [None, gain, None]  # who knows what else another script does
     assert (table.shown[1].peak_share is None) == (gain is None)
 
@@ -107,7 +107,7 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work(device,
 def test_between_one_process_and_several_nothing_is_predicted():
     rows = [*rows_of_names(["s12"]), row("two s12", script="s12_ddp", base="s12")]
     runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2)]
-    assert table_from(*runs, rates=probed(**RATES), rows=rows).outcomes["two s12"].comparison.predicted is None
+    assert table_from(*runs, rates=probed(**RATES), rows=rows).outcomes["two s12"].predicted is None
 
 
 # noise and verdicts
@@ -116,7 +116,7 @@ def test_between_one_process_and_several_nothing_is_predicted():
 def rows_that_change_nothing(table):
     """Return the names of the rows that compute the same as their base."""
     outcomes = table.outcomes.values()
-    return [outcome.row.name for outcome in outcomes if outcome.comparison.change.is_same_computation]
+    return [outcome.row.name for outcome in outcomes if outcome.change.is_same_computation]
 
 
 def test_a_stage_that_does_nothing_here_and_a_second_run_are_pairs_of_one_computation():
@@ -147,7 +147,7 @@ def test_a_control_that_differs_from_its_first_run_hides_all_that_is_closer_to_1
     dts = {"s01": 1.0, "s01 again": 0.8, "s03": 0.9, "s05": 0.3}
     table = table_from(*[run(name, [dt] * 3) for name, dt in dts.items()])
     assert table.disturbance == pytest.approx(0.25)
-    assert [outcome.comparison.verdict for outcome in table.shown] == [None, Verdict.UNCLEAR, Verdict.FASTER]
+    assert [outcome.verdict for outcome in table.shown] == [None, Verdict.UNCLEAR, Verdict.FASTER]
 
 
 def test_what_is_known_of_a_stage_is_no_reason_for_what_was_added_to_it():
@@ -164,7 +164,7 @@ def test_what_is_known_of_a_stage_is_no_reason_for_what_was_added_to_it():
 def test_a_row_that_should_be_as_fast_as_its_base_is_never_called_slower(dt, verdict):
     """s08 computes what s07 does."""
     table = table_from(run("s07", [1.0]), run("s07 again", [1.0]), run("s08", [dt]))
-    assert table.outcomes["s08"].comparison.verdict is verdict
+    assert table.outcomes["s08"].verdict is verdict
 
 
 def test_steps_are_compared_only_between_rows_of_one_command():
@@ -172,7 +172,7 @@ def test_steps_are_compared_only_between_rows_of_one_command():
     rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
     rows.append(row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16"))
     table = table_from(*[run(each.name, [1.0], unit="step", tokens=1) for each in rows], rows=rows)
-    assert [outcome.comparison.ratio is not None for outcome in table.shown] == [False, True, False]
+    assert [outcome.ratio is not None for outcome in table.shown] == [False, True, False]
 
 
 def test_a_run_that_ended_in_its_warm_up_has_no_ratio():
@@ -185,7 +185,7 @@ def test_a_run_that_ended_in_its_warm_up_has_no_ratio():
 def test_if_one_script_is_uneven_both_have_their_speed_by_the_mean():
     """A mean of 1.3 s beside one of 0.95 s, of which a median is 0.8 s."""
     runs = run("t.py", [1.0] * 9 + [4.0]), run("u.py", [0.8] * 9 + [2.3])
-    ratio = table_from(*runs, rows=[row("t.py"), row("u.py", base="t.py")]).outcomes["u.py"].comparison.ratio
+    ratio = table_from(*runs, rows=[row("t.py"), row("u.py", base="t.py")]).outcomes["u.py"].ratio
     assert ratio.value == pytest.approx(1.3 / 0.95)
 
 
@@ -204,7 +204,7 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     sgd = {"compile": True, "fused": None}
     runs = [run(each.name, [1.0], **sgd) for each in rows[:3]]
     table = table_from(*runs, run("+bf16", [0.5], **sgd, autocast="bfloat16"), rows=rows)
-    assert [outcome.comparison.change.in_vain for outcome in table.shown] == [[], ["compile"], ["fused"], []]
+    assert [outcome.change.in_vain for outcome in table.shown] == [[], ["compile"], ["fused"], []]
     assert rows_that_change_nothing(table) == ["+compile", "+fused"]
     assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "fastest row"]
 
@@ -238,7 +238,7 @@ def test_the_speed_of_fp16_counts_though_its_losses_are_those_of_no_training():
     fp16[-2]["loss"] = "nan"
     rows = [row("train"), row("train + fp16", base="train", added=["fp16"])]
     table = table_from(run("train", [1.0]), fp16, rows=rows)
-    assert table.outcomes["train + fp16"].comparison.ratio.value == 2.0
+    assert table.outcomes["train + fp16"].ratio.value == 2.0
 
 
 def test_the_answer_says_that_the_machine_was_busy():

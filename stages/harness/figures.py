@@ -23,7 +23,6 @@ class Step:
     step: int = 0  # its number
     memory: int | None = None  # bytes
     meter: str | None = None  # of this memory
-    card: dict | None = None  # see meters.card_state()
 
     @classmethod
     def of_line(cls, line):

@@ -1,8 +1,6 @@
-"""What can be read of this machine while it trains: its memory, the state of its card, and what a record says of it."""
+"""What can be read of this machine while it trains: its memory, and what a record says of it."""
 
 import contextlib
-import ctypes
-import functools
 import os
 import platform
 import re
@@ -65,45 +63,6 @@ def proc_bytes(path, name):
     """Return the bytes in the line "NAME: 123 kB" of a file under /proc, or None if it has no such line."""
     match = re.search(rf"{name}:\s+(\d+)", machine.read_text(path))
     return 1024 * int(match[1]) if match else None
-
-
-# A card
-
-
-def card_state(device):
-    """Return what NVIDIA's driver says about a card at this moment, or None if it says nothing.
-
-    It is a dict: mhz, the clock of its processors; celsius; and reasons, bits that say why the clock is not higher.
-    """
-    if device.type != "cuda":
-        return None
-    nvml, handle = nvml_of(device)
-    if nvml is None:
-        return None
-    # 8 bytes each, all zero, since some functions write only the lower 4
-    mhz, celsius, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
-    errors = [  # 0 if a function succeeds
-        nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)),
-        nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(celsius)),
-        nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)),
-    ]
-    if any(errors):
-        return None
-    return {"mhz": mhz.value, "celsius": celsius.value, "reasons": reasons.value}
-
-
-@functools.cache
-def nvml_of(device):
-    """Return NVML, the library of NVIDIA's driver, and its handle of a card; (None, None) without it."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    except (OSError, AttributeError):  # no driver of NVIDIA, or no uuid
-        return None, None
-    handle = ctypes.c_void_p()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
-        return None, None
-    return nvml, handle
 
 
 # What a record says of the machine

@@ -10,15 +10,15 @@ def answer(table):
     """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
     lines = []
     for verdict in Verdict:
-        rows = [outcome for outcome in table.shown if outcome.comparison.verdict is verdict]
+        rows = [outcome for outcome in table.shown if outcome.verdict is verdict]
         if verdict not in NOT_SHOWN_TO_DIFFER:
-            rows.sort(key=lambda outcome: -distance(outcome.comparison.ratio.value))
+            rows.sort(key=lambda outcome: -distance(outcome.ratio.value))
         if rows:
             lines.append((verdict.value, ", ".join(words_on_verdict(outcome) for outcome in rows)))
     reason = why_busy(table)
     if reason:
         lines.append(("busy machine", f"{reason}: close other programs, and measure again"))
-    elif any(outcome.comparison.verdict is Verdict.UNCLEAR for outcome in table.shown):
+    elif any(outcome.verdict is Verdict.UNCLEAR for outcome in table.shown):
         rounds = 2 * table.bench["rounds"]
         lines.append(("to tell more", f"--rounds {rounds} makes each ± smaller, and takes twice as long"))
     fastest = fastest_row(table)
@@ -29,7 +29,7 @@ def answer(table):
 
 def why_busy(table):
     """Return what shows that other programs took a part of the machine, or None."""
-    ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
+    ratios = [outcome.ratio for outcome in table.shown if outcome.ratio]
     load = table.bench["environment"].get("load", 0)
     if ratios and load > 1:
         return f"the load was {load:.2f} times the cores when the bench began"
@@ -40,34 +40,32 @@ def why_busy(table):
 
 def words_on_verdict(outcome):
     """Return what a row changes, by which ratio, and the reason if one is known."""
-    comparison = outcome.comparison
-    words = quoted(comparison.change.label)
-    if comparison.verdict is not Verdict.SAME:
-        words += f" {ratio_cell(comparison.ratio)}"
+    words = quoted(outcome.change.label)
+    if outcome.verdict is not Verdict.SAME:
+        words += f" {ratio_cell(outcome.ratio)}"
     reason = reason_of_verdict(outcome)
     return f"{words} ({quoted(reason)})" if reason else words
 
 
 def reason_of_verdict(outcome):
     """Return why a row has its verdict, or None if its ± alone says it."""
-    comparison = outcome.comparison
-    is_same_computation = comparison.change.is_same_computation
+    is_same_computation = outcome.change.is_same_computation
     stage = outcome.row.stage
-    if is_same_computation and comparison.verdict is Verdict.UNCLEAR:
-        return f"should be as fast as {comparison.base.row.title}, so one was disturbed: measure again"
+    if is_same_computation and outcome.verdict is Verdict.UNCLEAR:
+        return f"should be as fast as {outcome.base.row.title}, so one was disturbed: measure again"
     if outcome.row.added:  # what is known of its stage is no reason for what was added to it
         return None
-    if comparison.verdict is Verdict.SLOWER and stage and stage.left_out_by:
+    if outcome.verdict is Verdict.SLOWER and stage and stage.left_out_by:
         return f"leave it out of all rows with {stage.left_out_by}"
-    if is_same_computation or comparison.verdict is Verdict.SLOWER:
+    if is_same_computation or outcome.verdict is Verdict.SLOWER:
         return outcome.words
     return None
 
 
 def first_of_equals(outcome, candidates):
     """Return the first of the candidates, which are Outcomes, that computes what an Outcome does."""
-    while outcome.comparison.change.is_same_computation and outcome.comparison.base in candidates:
-        outcome = outcome.comparison.base
+    while outcome.change.is_same_computation and outcome.base in candidates:
+        outcome = outcome.base
     return outcome
 
 
@@ -78,15 +76,15 @@ def fastest_row(table):
     known.
     """
     first, *others = table.shown
-    compared = [outcome for outcome in others if outcome.comparison.ratio_to_first and outcome.seen.world_size == 1]
+    compared = [outcome for outcome in others if outcome.ratio_to_first and outcome.seen.world_size == 1]
     if not compared:
         return None
-    fastest = max(compared, key=lambda outcome: outcome.comparison.ratio_to_first.value)
+    fastest = max(compared, key=lambda outcome: outcome.ratio_to_first.value)
     fastest = first_of_equals(fastest, [first, *compared])
-    ratio = fastest.comparison.ratio_to_first
+    ratio = fastest.ratio_to_first
     if fastest in table.shown[:2] or ratio.spread is None or ratio.value < 1:  # below 1: the first row is the fastest
         return None
     title = quoted(fastest.row.title)
-    if fastest.row.added and fastest.comparison.base.row.added:  # of a climb: it has what its base adds, too
+    if fastest.row.added and fastest.base.row.added:  # of a climb: it has what its base adds, too
         title = f"up to {title}"
     return f"{title}: {ratio_cell(ratio, judge(ratio, table.disturbance))} times as fast as {quoted(first.row.title)}"

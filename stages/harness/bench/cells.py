@@ -2,7 +2,6 @@
 
 import re
 
-from ..card import words_on_card
 from ..figures import LONG, LONG_WAIT, UNITS, digits, seconds_of_warmup, waiting_share
 from ..ladder import ADDED, has_and_lacks, remarks_on, words_in_vain, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
@@ -80,12 +79,11 @@ def note_cell(outcome, bench):
         parts.append(f"{rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.words:
         parts.append(outcome.words)
-    parts += words_on_card([run.counted for run in outcome.runs])
     idle = outcome.seen.idle_share(outcome.dt_ms) if outcome.dt_ms else None
     if idle and idle > LONG:
         parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
-    if outcome.comparison.change.is_same_computation:
-        parts.append(f"same computation as {outcome.comparison.base.row.title}")
+    if outcome.change.is_same_computation:
+        parts.append(f"same computation as {outcome.base.row.title}")
     if outcome.dt_ms and not bench["turns"]:  # else two rows started at once, and shared the machine
         parts += words_on_warmup(outcome)
     return escaped("; ".join(parts))
@@ -118,8 +116,8 @@ def remarks(outcome):
 
 def words_on_base(outcome):
     """Return with which row a row is compared, if that is not the row above, or why it is not compared, a list."""
-    base, ratio = outcome.comparison.base, outcome.comparison.ratio
-    if ratio and not outcome.comparison.is_with_row_above:
+    base, ratio = outcome.base, outcome.ratio
+    if ratio and not outcome.is_with_row_above:
         return [f"compared with {base.row.title}, and not with the row above"]
     if base and base.speeds and outcome.speeds and not ratio:
         reason = "which trains another model, or counts something else"
@@ -135,7 +133,7 @@ def remarks_on_script(outcome):
     Neither a stage nor a row that runs the same script as its base has words on the ladder, except on a technique that
     was added to it and took no effect.
     """
-    seen, change, base = outcome.seen, outcome.comparison.change, outcome.comparison.base
+    seen, change, base = outcome.seen, outcome.change, outcome.base
     words = []
     for name in change.in_vain:
         words.append(f"it already has {name}" if ADDED[name].is_in(seen) else words_in_vain(name, seen))

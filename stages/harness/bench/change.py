@@ -26,9 +26,9 @@ class Change:
     is_same_computation: bool = False
 
 
-def change_of(outcome, base):
-    """Return the Change of a row compared with its base. base: an Outcome, or None for the first row."""
-    row = outcome.row
+def change_of(outcome):
+    """Return the Change of the row of an Outcome, compared with its base."""
+    row, base = outcome.row, outcome.base
     base_row = base.row if base else None
     if row.control_of:
         return Change(row.title, "", is_same_computation=True)
@@ -42,15 +42,15 @@ def change_of(outcome, base):
         return Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)))
     used, used_by_base = techniques_of(outcome), techniques_of(base)
     effective = [stage for stage in stages if stage in used and stage not in used_by_base]
-    is_same = computes_the_same(outcome, base, stages, effective)
+    is_same = computes_the_same(outcome, stages, effective)
     if row.added:
-        return change_of_script(outcome, base_row, stages, effective, is_same)
+        return change_of_script(outcome, stages, effective, is_same)
     return change_of_stage(row, stages, effective, is_same)
 
 
-def change_of_script(outcome, base_row, stages, effective, is_same):
+def change_of_script(outcome, stages, effective, is_same):
     """Return the Change of a row that adds techniques to a script from outside."""
-    added = [name for name in outcome.row.added if name not in base_row.added]
+    added = [name for name in outcome.row.added if name not in outcome.base.row.added]
     in_vain = [name for name in added if ladder.ADDED[name] not in effective]
     typed = ", ".join(in_one_line(stage.what_to_type(outcome.seen)) for stage in effective)
     return Change(outcome.row.title, typed or NOTHING, stages, in_vain, is_same)
@@ -90,12 +90,13 @@ def techniques_of(outcome):
     return ladder.has_and_lacks(outcome.seen)[0] if outcome and outcome.seen else []
 
 
-def computes_the_same(outcome, base, stages, effective):
+def computes_the_same(outcome, stages, effective):
     """Return whether a row should be as fast as its base, since what it adds changes nothing that takes time.
 
     Not if scaled_dot_product_attention took another kernel: even its matmuls are not those of explicit attention.
     stages: those that it adds. effective: those of them that do something here.
     """
+    base = outcome.base
     if base is None or any(stage.unpredictable for stage in stages):
         return False
     if outcome.seen is None or base.seen is None or outcome.seen.sdpa != base.seen.sdpa:

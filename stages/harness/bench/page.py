@@ -30,14 +30,14 @@ def short_table(table, path_to_stages=None):
         title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
-        ratio_to_first = outcome.comparison.ratio_to_first
+        ratio_to_first = outcome.ratio_to_first
         yield [
             title,
             speed_cell(outcome),
-            ratio_cell(outcome.comparison.ratio, outcome.comparison.verdict),
+            ratio_cell(outcome.ratio, outcome.verdict),
             number_cell(ratio_to_first.value if ratio_to_first else None, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
-            outcome.comparison.change.typed,
+            outcome.change.typed,
         ]
 
 
@@ -48,7 +48,7 @@ def full_table(table):
     for outcome in table.shown:
         yield [
             quoted(outcome.row.title),
-            number_cell(outcome.comparison.predicted, "{:.2f}"),
+            number_cell(outcome.predicted, "{:.2f}"),
             number_cell(outcome.dt_ms, "{:.1f}"),
             number_cell(outcome.peak_share, "{:.1f}", scale=100),
             number_cell(outcome.loss, "{:.2f}"),
@@ -94,10 +94,10 @@ def beside(start, text):
 def how_to_read(table):
     """Return how to read the ratios of the table, a list of sentences."""
     lines = []
-    ratios = [outcome.comparison.ratio for outcome in table.shown if outcome.comparison.ratio]
+    ratios = [outcome.ratio for outcome in table.shown if outcome.ratio]
     if ratios and all(ratio.spread is None for ratio in ratios):
         lines.append("With fewer than three rounds there is no ±, and no row is called faster or slower.")
-    elif any(outcome.comparison.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
+    elif any(outcome.verdict in NOT_SHOWN_TO_DIFFER for outcome in table.shown):
         lines.append("In parentheses: not shown to differ from 1.")
     if ratios and (table.bench["turns"] or table.bench["rounds"] > 1):
         lines.append("Believe the ratio of two rows, which is not quite the quotient of their speeds.")
@@ -200,8 +200,8 @@ def noise_line(table):
     """Return how much runs of one computation differed, pair by pair."""
     pairs = []
     for outcome in table.outcomes.values():
-        base, ratio = outcome.comparison.base, outcome.comparison.ratio
-        if ratio and outcome.comparison.change.is_same_computation:
+        base, ratio = outcome.base, outcome.ratio
+        if ratio and outcome.change.is_same_computation:
             words = f"was {ratio.value:.3f} times as fast as"
             pairs.append(f"{quoted(outcome.row.title)} {words} {quoted(base.row.title)}")
     return f"Rows that should be equally fast: {', '.join(pairs) or 'none was measured'}."

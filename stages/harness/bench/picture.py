@@ -40,7 +40,7 @@ def bars(outcomes, unit):
     """
     with_speed = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error]
     with_bars = [outcome for outcome in with_speed if outcome.seen.unit == unit]
-    labels = [shortened(outcome.comparison.change.label, MOST_LETTERS) for outcome in outcomes]
+    labels = [shortened(outcome.change.label, MOST_LETTERS) for outcome in outcomes]
     left = 16 + LETTER * max(len(label) for label in labels)
     right = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
     scale = (right - left) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
@@ -59,14 +59,13 @@ def bars(outcomes, unit):
 
 def words_beside(outcome):
     """Return the speed of a row and its ratio to its base, in parentheses as in the table, or why it failed."""
-    comparison = outcome.comparison
     if outcome.error:
         return shortened(failure(outcome), MOST_LETTERS_OF_A_FAILURE)
-    if comparison.ratio is None:
+    if outcome.ratio is None:
         return speed_cell(outcome)
-    words = in_parentheses(f"x {comparison.ratio.value:.2f}", comparison.verdict)
-    if not comparison.is_with_row_above:
-        words += f" vs {shortened(comparison.base.row.title, MOST_LETTERS_OF_A_BASE)}"
+    words = in_parentheses(f"x {outcome.ratio.value:.2f}", outcome.verdict)
+    if not outcome.is_with_row_above:
+        words += f" vs {shortened(outcome.base.row.title, MOST_LETTERS_OF_A_BASE)}"
     return f"{speed_cell(outcome)}\u00a0\u00a0 {words}"  # an SVG would fold spaces
 
 

@@ -1,11 +1,12 @@
 """The table of a bench: what is shown of it, computed once from what was measured.
 
-An Outcome is what the Runs of one row measured. Its Comparison says how it differs from its base: what it changes, and
-how much faster it is. cells.py, answer.py and page.py put both into words.
+An Outcome is what the Runs of one row measured, and how it differs from its base: what it changes, and how much faster
+it is. cells.py, answer.py and page.py put that into words.
 """
 
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ..arithmetic import Work, flops_per_token, seconds_per_token
 from ..figures import are_uneven, most_memory, tokens_per_second
@@ -14,19 +15,6 @@ from . import ratios
 from .change import Change, change_of
 from .ratios import Ratio, Verdict
 from .rows import Row, runs_the_same
-
-
-@dataclass
-class Comparison:
-    """A row compared with its base, which is None for the first row."""
-
-    base: "Outcome | None"
-    change: Change
-    predicted: float | None  # what the ratio should be
-    ratio: Ratio | None  # of their speeds
-    ratio_to_first: Ratio | None  # of the speeds of the row and of the first one
-    verdict: Verdict | None  # on the ratio
-    is_with_row_above: bool  # whether the base stands right above it in the table
 
 
 @dataclass(eq=False)  # two rows with the same figures are two
@@ -46,7 +34,14 @@ class Outcome:
     memory: int | None = None  # bytes
     loss: float | None = None  # of its first run, at the step that every row has to take, the mean of its ranks
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
-    comparison: Comparison | None = None  # known as soon as all rows are
+    # how it differs from its base, known as soon as all rows are
+    base: "Outcome | None" = None  # of the row that its row is compared with
+    change: Change | None = None
+    predicted: float | None = None  # what the ratio should be
+    ratio: Ratio | None = None  # of the speeds of the row and of its base
+    ratio_to_first: Ratio | None = None  # of the speeds of the row and of the first one
+    verdict: Verdict | None = None  # on the ratio
+    is_with_row_above: bool = True  # whether the base stands right above it in the table
 
     @property
     def counted(self):
@@ -96,21 +91,29 @@ def table_of(results):
     # if a script has its speed by the mean, all have: a mean beside a median is no ratio
     scripts_are_uneven = any(is_uneven_script(outcome) for outcome in outcomes.values())
     for outcome in outcomes.values():
+        outcome.base = outcomes.get(outcome.row.base)
         if outcome.counted:
             add_figures(outcome, bench, outcome.row.stage is None and scripts_are_uneven)
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
-    scatter = ratios.scatter_of(logs_of(outcome, outcomes.get(outcome.row.base)) for outcome in outcomes.values())
-    table = Table(bench, outcomes, shown, disturbance_of(outcomes, scatter))
+    scatter = ratios.scatter_of(logs_of(outcome, outcome.base) for outcome in outcomes.values())
     for outcome in outcomes.values():
-        outcome.comparison = comparison_of(outcome, table, scatter)
-    return table
+        outcome.change = change_of(outcome)
+        outcome.predicted = predicted_ratio(outcome, bench["rates"])
+        outcome.ratio = ratios.ratio_of(logs_of(outcome, outcome.base), scatter)
+        outcome.ratio_to_first = ratios.ratio_of(logs_of(outcome, shown[0]), scatter)
+    for above, outcome in pairwise(shown):
+        outcome.is_with_row_above = outcome.base is above
+    disturbance = disturbance_of(outcomes)
+    for outcome in outcomes.values():
+        outcome.verdict = ratios.judge(outcome.ratio, disturbance, outcome.change.is_same_computation)
+    return Table(bench, outcomes, shown, disturbance)
 
 
 # A row by itself
 
 
 def outcome_of(row, results):
-    """Return the Outcome of a row, without its figures and its Comparison."""
+    """Return the Outcome of a row, without its figures, and not compared with its base."""
     runs = results.runs_of(row.name)
     seen_of_runs = [run.seen for run in runs if run.seen]
     seen = seen_of_runs[0] if seen_of_runs else None
@@ -174,30 +177,11 @@ def peak_share(outcome, rates):
 # Beside another row
 
 
-def comparison_of(outcome, table, scatter):
-    """Return the Comparison of a row in a Table. scatter: of ratios.scatter_of(), of all rows."""
-    base, first = table.outcomes.get(outcome.row.base), table.shown[0]
-    change = change_of(outcome, base)
-    ratio = ratios.ratio_of(logs_of(outcome, base), scatter)
-    above = table.shown[table.shown.index(outcome) - 1] if outcome in table.shown[1:] else None
-    return Comparison(
-        base=base,
-        change=change,
-        predicted=predicted_ratio(outcome, base, change, table.bench["rates"]),
-        ratio=ratio,
-        ratio_to_first=ratios.ratio_of(logs_of(outcome, first), scatter),
-        verdict=ratios.judge(ratio, table.disturbance, change.is_same_computation),
-        is_with_row_above=base is above,
-    )
-
-
-def disturbance_of(outcomes, scatter):
+def disturbance_of(outcomes):
     """Return how far from 1 the control came out; 0 if chance can explain that. outcomes: {name: Outcome}."""
     for outcome in outcomes.values():
-        if outcome.row.control_of:
-            ratio = ratios.ratio_of(logs_of(outcome, outcomes.get(outcome.row.base)), scatter)
-            if ratios.judge(ratio) in (Verdict.FASTER, Verdict.SLOWER):
-                return ratios.distance(ratio.value)
+        if outcome.row.control_of and ratios.judge(outcome.ratio) in (Verdict.FASTER, Verdict.SLOWER):
+            return ratios.distance(outcome.ratio.value)
     return 0.0
 
 
@@ -217,12 +201,13 @@ def logs_of(outcome, base):
     return ratios.logs_of_rounds(outcome.speeds, base.speeds)
 
 
-def predicted_ratio(outcome, base, change, rates):
+def predicted_ratio(outcome, rates):
     """Return how many times as fast as its base a row should be, or None if nothing can be said.
 
     It is the predicted time of the base, divided by that of this row. A time is the sum of all parts: FLOPs and bytes,
     divided by the rates that the probe measured.
     """
+    base, change = outcome.base, outcome.change
     if not (base and outcome.work and base.work and outcome.seen.world_size == base.seen.world_size):
         return None
     if any(stage.unpredictable for stage in change.stages):

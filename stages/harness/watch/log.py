@@ -5,7 +5,7 @@ for each step, and a summary. An example of each, wrapped:
 
     {"kind": "seen", "unit": "tok", "batch_size": 1, "seq_len": 1024, "compile": false, ...}
     {"kind": "step", "step": 1, "loss": 10.94, "dt": 0.465, "tokens": 1024, "graphs": 0,
-     "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS", "card": null}
+     "spent": {"data": 0.0, "forward": 0.2, ...}, "memory": 1870000000, "meter": "peak RSS"}
     {"kind": "summary", "shares": {"data": 0.0, "forward": 0.43, ...}}
 
 The fields of "seen" are those of seen.Seen, and of "step" those of figures.Step. The line "seen" is written at the
@@ -26,7 +26,6 @@ import torch
 
 from .. import machine, meters, ranks
 from ..arithmetic import flops_per_token
-from ..card import words_on_card
 from ..common import refuse, say
 from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second, words_on_speed
 from ..seen import words_on_model
@@ -90,9 +89,9 @@ class Log:
         # also at the first counted step, since the peak of memory was reset before it
         if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
-            self.last_reading = self.read_meters()
+            self.last_reading = meters.peak_memory(self.device)
         step.step = len(self.steps)
-        step.memory, step.meter, step.card = self.last_reading
+        step.memory, step.meter = self.last_reading
         self.steps.append(step)
         line = {"kind": "step", **vars(step)}
         if step.diverged:
@@ -104,11 +103,7 @@ class Log:
     def read_last_meters(self):
         """Read the meters again for the last step, which was not known to be the last when it was recorded."""
         last = self.steps[-1]
-        last.memory, last.meter, last.card = self.read_meters()
-
-    def read_meters(self):
-        """Return what the meters show: the memory, the meter's name, and the state of a card."""
-        return *meters.peak_memory(self.device), meters.card_state(self.device)
+        last.memory, last.meter = meters.peak_memory(self.device)
 
     def finish(self, shares):
         """Write the summary, and print the figures of the counted steps. shares: {kind: share of the time}."""
@@ -134,7 +129,7 @@ class Log:
     # in words
 
     def lines_of_figures(self):
-        """Return lines with the figures of the counted steps, or else of the last one, and what their card was like."""
+        """Return lines with the figures of the counted steps, or else of the last one."""
         steps = self.reported_steps()
         which = f"over {len(steps)} steps after {self.warmup} of warm-up"
         if not self.counted_steps():
@@ -152,7 +147,7 @@ class Log:
         memory, meter = most_memory(steps), steps[-1].meter
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
         words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
-        return [*lines, " | ".join(words), *words_on_card([steps])]
+        return [*lines, " | ".join(words)]
 
     # where it goes
 
