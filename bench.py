@@ -176,10 +176,9 @@ def check_out(path):
     """Exit with one line if the record of a bench can't be written, or is there already, or its page is."""
     try:
         path.parent.mkdir(exist_ok=True)
-        if path.exists() or path.with_suffix(".md").exists():
-            refuse(f"results/{path.stem} already exists: pass another --out")
-        path.touch()
-        path.unlink()  # until there is something to write
+        for file in (path, path.with_suffix(".md")):
+            file.touch(exist_ok=False)
+            file.unlink()  # until there is something to write
     except OSError as error:
         refuse(f"results/{path.stem}: {error.strerror}: pass another --out, or make results/ writable")
 

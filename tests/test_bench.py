@@ -102,7 +102,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
     [
         (["s01", "--steps", "5"], "--steps 5: 4 are warm-up"),
         (["mine.py", "--batch-size", "4"], "no row takes --batch-size, since none is a stage"),
-        (["s01", "--out=old"], "results/old already exists: pass another --out"),
+        (["s01", "--out=old"], "results/old: File exists: pass another --out"),
         (["--render", "old.md"], "results/old.jsonl is not a record of this version of the bench"),
         (["--render", "gone"], "results/gone.jsonl: No such file or directory; pass the NAME of a bench that ran"),
         (["--out", "a/b"], "'a/b': pass a name"),

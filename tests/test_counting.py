@@ -18,7 +18,8 @@ LINEAR = nn.Linear(3, 1)
 
 
 def batch_of(module, **inputs):
-    return Signature(module, next(module.parameters())).read((), inputs).batch
+    _, batch, _ = Signature(module, next(module.parameters())).read((), inputs)
+    return batch
 
 
 @pytest.mark.parametrize(

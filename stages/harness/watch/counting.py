@@ -6,7 +6,6 @@ import re
 import weakref
 from collections.abc import Mapping
 from itertools import permutations
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,18 +25,6 @@ NAMES_WITHOUT_IDS = (
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loops of one's own
-
-
-class Reading(NamedTuple):
-    """What a call of a module reads.
-
-    tensor: its largest text or first tensor, by which its input is known again. is_computed: whether a tensor has a
-    history.
-    """
-
-    tensor: torch.Tensor
-    batch: Batch
-    is_computed: bool
 
 
 class Signature:
@@ -64,20 +51,23 @@ class Signature:
         self.place = 0
 
     def read(self, args, kwargs):
-        """Return the Reading of a call with these arguments, or None without a tensor."""
+        """Return what a call with these arguments reads, as (tensor, Batch, whether a tensor has a history).
+
+        tensor: its largest text or first tensor, by which its input is known again; None without one.
+        """
         tensors = named_tensors(enumerate(args))
         if kwargs:
             tensors += named_tensors(kwargs.items())
         if not tensors:
-            return None
+            return None, Batch(), False
         is_computed = any(tensor.grad_fn is not None for _, tensor in tensors)
         if any(tensor.is_nested or pytorch.hides_a_dimension(tensor) for _, tensor in tensors):  # its shape is not all
-            return Reading(tensors[0][1], Batch(), is_computed)
+            return tensors[0][1], Batch(), is_computed
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
             self.batch, self.place = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
             self.shapes = shapes
-        return Reading(tensors[self.place][1], self.batch, is_computed)
+        return tensors[self.place][1], self.batch, is_computed
 
     def name_of(self, name):
         """Return the name of an argument that was passed by name, or by position."""

@@ -61,14 +61,14 @@ class Watcher:
                 self.run.begin_first_step()
         device_type = signature.weight.device.type
         self.added.before_forward(module, device_type)
-        reading = signature.read(args, kwargs)
-        if reading is None:  # it gets no tensor, but for example a graph
+        tensor, batch, is_computed = signature.read(args, kwargs)
+        if tensor is None:  # it gets for example a graph
             self.timeline.note("model", module)
             return "forward"
         # a reference to the tensor itself would keep it until the step ends, and it is the script's
-        tensor_ref = weakref.ref(reading.tensor)
+        tensor_ref = weakref.ref(tensor)
         version = pytorch.version_of(signature.weight)
-        call = Call(module, module.training, version, tensor_ref, reading.batch, reading.is_computed)
+        call = Call(module, module.training, version, tensor_ref, batch, is_computed)
         self.timeline.note("call", call)
         if torch.is_autocast_enabled(device_type):
             self.timeline.note("autocast", machine.dtype_name(torch.get_autocast_dtype(device_type)))
