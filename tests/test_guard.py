@@ -87,87 +87,70 @@ def test_a_mark_that_fails_is_told_and_the_script_goes_on(tmp_path, losses):
     assert "watch.py has lost sight of its time, and the script goes on: ZeroDivisionError: ours" in ended.err
 
 
-PLAIN = "learn(model(x).square().mean())"
+ONE_STEP = "learn(model(x).square().mean())"
+INFERENCE = """with torch.inference_mode():
+    frozen = nn.Linear(3, 3).requires_grad_(False)"""
+LISTS = """class Net(nn.Linear):
+    named_parameters = None
+    def parameters(self):
+        return [self.weight]
+model = Net(3, 1)"""
+DICTS = """class Net(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch["x"])
+model = Net(3, 1)
+batch = {"x": x}
+batch["itself"] = batch"""
+NAMED = """class Named(nn.Linear):
+    compile = None
+    def forward(self, module):
+        return super().forward(module)
+model = Named(3, 1)"""
+PACKED = """saved = {}
+def pack(x):
+    saved[len(saved)] = x
+    return len(saved) - 1
+hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.pop)"""
+SCRIPTED = """@torch.jit.script
+def force(loss, x):
+    return torch.autograd.grad([loss], [x])[0]
+x.requires_grad_()"""
+SILENT = """import builtins, threading
+builtins.print = lambda *words, **options: None"""
+UNUSED = "model = nn.Sequential(nn.Linear(3, 1))\nmodel.unused = nn.LazyLinear(1)"
+ON_META = "extra = nn.Parameter(torch.empty(2, device='meta'))"
+ADD = "if step == 0:\n    optimizer.add_param_group({'params': [extra]})"
+TRAIN_ALONE = {
+    "parameters() that returns a list": Loop(ONE_STEP, LISTS),
+    "an attribute called modules": Loop(ONE_STEP, "model = nn.Sequential(model)\nmodel.modules = ['a', 'b']"),
+    "an optimizer with an empty group": Loop(
+        f"{ONE_STEP}\nfrozen.step()", "frozen = torch.optim.SGD([{'params': []}])"
+    ),
+    "weights of inference mode": Loop("learn(model(frozen(x)).mean())", INFERENCE),
+    "an argument that contains itself": Loop("learn(model(batch).mean())", DICTS),
+    "a nested tensor": Loop(
+        "y = model(torch.nested.nested_tensor([x, x]))\nlearn(torch.nested.to_padded_tensor(y, 0.0).sum())",
+        counted=("step", 1),
+    ),
+    "an argument called module": Loop("learn(model(module=x).sum())", NAMED),
+    "hooks on saved tensors": Loop("with hooks:\n    loss = model(x).sum() / torch.tensor(2.0)\nlearn(loss)", PACKED),
+    "print() replaced, and all threads joined": Loop(
+        f"if step == 0:\n    [thread.join() for thread in threading.enumerate()[1:]]\n{ONE_STEP}", SILENT
+    ),
+    "a lazy layer that is never called": Loop("learn(model[0](x).sum())", UNUSED),
+    "a parameter on meta": Loop(f"{ONE_STEP}\n{ADD}", ON_META),
+    "a complex loss": Loop("y = model(x).sum().to(torch.complex64)\ny.backward(torch.ones_like(y))\noptimizer.step()"),
+    "a gradient in TorchScript": Loop(f"force(model(x).sum(), x)\n{ONE_STEP}", SCRIPTED),
+}
 
 
-@pytest.mark.parametrize(
-    "setting, step, counted",
-    [
-        (
-            "class Net(nn.Linear):\n    named_parameters = None\n    def parameters(self):\n"
-            "        return [self.weight]\nmodel = Net(3, 1)",
-            PLAIN,
-            4,
-        ),
-        ("model = nn.Sequential(nn.Linear(3, 1))\nmodel.modules = ['a', 'b']", PLAIN, 4),
-        ("model = nn.Linear(3, 1)\nfrozen = torch.optim.SGD([{'params': []}])", f"{PLAIN}\nfrozen.step()", 4),
-        (
-            "model = nn.Linear(3, 1)\nwith torch.inference_mode():\n    frozen = nn.Linear(3, 3).requires_grad_(False)",
-            "learn(model(frozen(x)).mean())",
-            4,
-        ),
-        (
-            "class Net(nn.Linear):\n    def forward(self, batch):\n        return super().forward(batch['x'])\n"
-            "model = Net(3, 1)\nbatch = {}\nbatch['itself'] = batch",
-            "batch['x'] = x\nlearn(model(batch).mean())",
-            4,
-        ),
-        (
-            "model = nn.Linear(3, 1)",
-            "y = model(torch.nested.nested_tensor([x, x]))\nlearn(torch.nested.to_padded_tensor(y, 0.0).sum())",
-            1,
-        ),
-        (
-            "class Named(nn.Linear):\n    compile = None\n    def forward(self, module):\n"
-            "        return super().forward(module)\nmodel = Named(3, 1)",
-            "learn(model(module=x).sum())",
-            4,
-        ),
-        (
-            "saved = {}\ndef pack(x):\n    saved[len(saved)] = x\n    return len(saved) - 1\n"
-            "hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.pop)",
-            "with hooks:\n    loss = model(x).sum() / torch.tensor(2.0)\nlearn(loss)",
-            4,
-        ),
-        (
-            "import builtins, threading\nbuiltins.print = lambda *words, **options: None",
-            f"if step == 0:\n    [thread.join() for thread in threading.enumerate()[1:]]\n{PLAIN}",
-            4,
-        ),
-        ("model = nn.Sequential(nn.Linear(3, 1))\nmodel.unused = nn.LazyLinear(1)", "learn(model[0](x).sum())", 4),
-        (
-            "extra = nn.Parameter(torch.empty(2, device='meta'))\nmodel = nn.Linear(3, 1)",
-            f"{PLAIN}\nif step == 0:\n    optimizer.add_param_group({{'params': [extra]}})",
-            4,
-        ),
-        ("", "y = model(x).sum().to(torch.complex64)\ny.backward(torch.ones_like(y))\noptimizer.step()", 4),
-        (
-            "@torch.jit.script\ndef force(loss, x):\n    return torch.autograd.grad([loss], [x])[0]",
-            "x.requires_grad_()\nforce(model(x).sum(), x)\n" + PLAIN,
-            4,
-        ),
-    ],
-    ids=[
-        "parameters() that returns a list",
-        "an attribute called modules",
-        "an optimizer with an empty group",
-        "weights of inference mode",
-        "an argument that contains itself",
-        "a nested tensor",
-        "an argument called module",
-        "hooks on saved tensors",
-        "print() replaced, and all threads joined",
-        "a lazy layer that is never called",
-        "a parameter on meta",
-        "a complex loss",
-        "a gradient in TorchScript",
-    ],
-)
+@pytest.mark.parametrize("name", TRAIN_ALONE)
 @pytest.mark.parametrize("words", [(), ("+bf16", "+compile")])
-def test_what_trains_alone_is_watched(tmp_path, setting, step, counted, words):
-    ended = watch_in_a_fork(tmp_path, Loop(step, setting, steps=1).text, "--steps", "9", *words)
+def test_what_trains_alone_is_watched(tmp_path, name, words):
+    loop = TRAIN_ALONE[name]
+    ended = watch_in_a_fork(tmp_path, loop.text, "--steps", "5", *words)
     assert "lost sight" not in ended.err
-    assert ended.figures("tokens") == 5 * [counted]
+    assert ended.figures("tokens") == 5 * [loop.counted[1]]
 
 
 # The end

@@ -189,11 +189,6 @@ def test_if_one_script_is_uneven_both_have_their_speed_by_the_mean():
     assert ratio.value == pytest.approx(1.3 / 0.95)
 
 
-def test_the_fastest_row_is_in_parentheses_if_the_control_was_as_far_apart():
-    runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 0.7, "b": 0.9, "c": 0.8}.items()]
-    assert dict(answer(table_from(*runs)))["fastest row"] == "c: (1.25 ± 0.00) times as fast as a"
-
-
 def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     """+compile adds nothing to a script that compiles, +fused nothing to SGD, and +bf16 adds something."""
     rows = [row("t.py")]
@@ -209,20 +204,23 @@ def test_what_was_in_a_script_already_is_a_pair_of_one_computation():
     assert [heading for heading, _ in answer(table)] == ["worth it", "no difference", "fastest row"]
 
 
+@pytest.mark.parametrize(
+    "seconds, fastest",
+    [
+        ({"a": 1.0, "a again": 0.7, "b": 0.9, "c": 0.8}, "c: (1.25 ± 0.00) times as fast as a"),  # so is the control
+        ({"a": 1.0, "a again": 1.0, "b": 1.4, "c": 1.2}, None),  # the first row is
+        ({"s06": 1.0, "s06 again": 1.0, "s10": 0.6, "s07": 0.5, "s08": 0.49}, "s07: 2.00 ± 0.00 times as fast as s06"),
+    ],
+)
+def test_the_fastest_row_is_the_first_of_those_that_compute_the_same(seconds, fastest):
+    table = table_from(*[run(name, [dt]) for name, dt in seconds.items()])
+    assert dict(answer(table)).get("fastest row") == fastest
+
+
 def test_the_fastest_row_is_of_one_process_and_trains_the_first_rows_model():
     others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=failure("boom"))]
     runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.75, "c": 0.5, "g": 0.6}.items()]
     assert dict(answer(table_from(*runs, *others)))["fastest row"] == "c: 2.00 ± 0.00 times as fast as a"
-
-
-def test_no_row_is_called_the_fastest_if_the_first_one_is():
-    runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 1.4, "c": 1.2}.items()]
-    assert "fastest row" not in dict(answer(table_from(*runs)))
-
-
-def test_of_rows_that_compute_the_same_the_first_is_called_the_fastest():
-    runs = [run(name, [dt]) for name, dt in {"s06": 1.0, "s06 again": 1.0, "s10": 0.6, "s07": 0.5, "s08": 0.49}.items()]
-    assert dict(answer(table_from(*runs)))["fastest row"] == "s07: 2.00 ± 0.00 times as fast as s06"
 
 
 def test_a_row_whose_loss_is_not_finite_is_called_neither_faster_nor_slower():
@@ -264,12 +262,6 @@ def test_the_warm_up_is_what_the_page_calls_so_and_is_told_if_it_takes_long():
         line["dt"] = 5.0 if number < 8 else 2.0  # two lines stand before the steps
     table = table_from(plain, warmup_of_plain=6)
     assert note_cell(table.outcomes["plain"], table.bench) == "30 s of warm-up"
-
-
-def test_the_fastest_row_stands_in_parentheses_if_it_is_not_shown_to_differ():
-    dts = {"a": (1, 1, 1), "a again": (1, 1, 1), "b": (1, 1, 1), "c": (0.2, 1, 2)}
-    table = table_from(*[run(name, [dts[name][number]], number) for number in range(3) for name in dts])
-    assert dict(answer(table))["fastest row"].startswith("c: (1.36 ± ")
 
 
 def test_a_row_whose_base_is_not_right_above_says_so():
