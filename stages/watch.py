@@ -225,6 +225,10 @@ def report_failure(error, run):
     return 1
 
 
+class NoModule(Exception):
+    """There is no module of this name. What a module raises by itself is another exception."""
+
+
 def execute(script, run):
     """Execute the script as the module __main__. Raises what it raises.
 
@@ -234,10 +238,8 @@ def execute(script, run):
     spec = None
     if script.is_module:
         try:
-            _, spec, code = pytorch.module_details(script.path)
-        except ImportError as error:
-            if error.name is not None:  # the module is there, and imports something that is not
-                raise
+            _, spec, code = pytorch.module_details(script.path, NoModule)
+        except NoModule as error:
             run.reject(f"{script.title}: {error}: -m looks for it from {os.getcwd()} on")  # this ends the process
         sys.argv[0] = spec.origin
     else:
@@ -256,7 +258,7 @@ def report_end(run, status, reason):
 
     A script that failed keeps its own.
     """
-    hooks.guarded(run.finish, "its figures", run)()
+    run.finish_safely()
     run.log.notice(f"{run.script.title} {words_on_end(run, status, reason)}")
     is_untimed = not (run.log.steps or run.lost)
     return 2 if status == 0 and is_untimed else status
@@ -264,6 +266,8 @@ def report_end(run, status, reason):
 
 def words_on_end(run, status, reason):
     """Return how a script ended, and why nothing was timed."""
+    if "its steps" in run.lost:
+        return reason
     if run.steps_taken == 0:
         words = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"
         if status:

@@ -27,7 +27,7 @@ for name in OF_TORCHRUN + OF_MAKE:
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts two processes
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
 
-from harness import meters
+from harness import machine, meters
 from harness.bench import row_process
 from harness.bench.results import Results
 from harness.bench.row_process import STEPS_OF_A_START, RowProcess
@@ -41,6 +41,10 @@ from fixtures.fake_watch import all_have_ended
 
 WATCH = ROOT / "stages" / "watch.py"
 STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
+
+can_compile = pytest.mark.skipif(
+    machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here"
+)
 
 # the smallest run that has a step after the warm-up, on a text that needs no network
 SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "24", "--batch-size", "2", "--accum", "4", "--data", "docs")

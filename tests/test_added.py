@@ -1,13 +1,12 @@
 """Techniques that are added to a script from outside: they are in force where they should be."""
 
-from harness import machine
 from harness.watch.added import Added
 
 import re
 
 import pytest
 import torch
-from conftest import lines_of
+from conftest import can_compile
 from fixtures.loops import Loop, watch_in_a_fork
 
 SETTING = """ids = torch.arange(36).view(4, 9) % 50
@@ -24,33 +23,35 @@ others = torch.ones(2, 2) @ torch.ones(2, 2), next(model.parameters())
 optimizer.step()
 dtypes = [each.dtype for each in (evaluated, hidden, scores, loss, *others)]
 print(*dtypes, optimizer.param_groups[0].get("fused"), torch.get_float32_matmul_precision())"""
-can_compile = pytest.mark.skipif(
-    machine.compile_problem(torch.device("cpu")) is not None, reason="torch.compile can't run here"
-)
 
 
-def techniques_after(tmp_path, words, change=""):
-    """The line of techniques, what the script printed of its last step, and all that watch.py said."""
-    ended = watch_in_a_fork(tmp_path, Loop(STEP, SETTING + change).text, *words, "--steps", "99")
-    own = re.findall(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[-1].replace("torch.", "")
-    return ended.of_kind("seen")[0], own.split(), ended.out
+def watch(tmp_path, *words, change=""):
+    """The Ended of watch.py with these words."""
+    return watch_in_a_fork(tmp_path, Loop(STEP, SETTING + change).text, *words, "--steps", "99")
+
+
+def printed_last(ended):
+    """What the script printed of its last step."""
+    return re.findall(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[-1].replace("torch.", "").split()
 
 
 @pytest.mark.parametrize("name, dtype", [("+bf16", "bfloat16"), ("+fp16", "float16")])
 def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path, name, dtype):
-    techniques, own, out = techniques_after(tmp_path, (name,))
-    held, hidden, scores, loss, after, weights = own[:6]
+    ended = watch(tmp_path, name)
+    held, hidden, scores, loss, after, weights = printed_last(ended)[:6]
     assert (hidden, scores) == (dtype, dtype)
     assert (held, loss, after, weights) == ("float32",) * 4
-    assert techniques["autocast"] == dtype and techniques["fused"] is False
-    assert ("losses are not those of a training" in out) == (dtype == "float16")
+    [seen, *_] = ended.of_kind("seen")
+    assert seen["autocast"] == dtype and seen["fused"] is False
+    assert ("losses are not those of a training" in ended.out) == (dtype == "float16")
 
 
 def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
-    techniques, own, out = techniques_after(tmp_path, ("+tf32", "+fused"))
-    assert own[-2:] == ["True", "high"]
-    assert techniques["tf32"] and techniques["fused"]
-    assert "+fused had no effect" not in out
+    ended = watch(tmp_path, "+tf32", "+fused")
+    assert printed_last(ended)[-2:] == ["True", "high"]
+    [seen, *_] = ended.of_kind("seen")
+    assert seen["tf32"] and seen["fused"]
+    assert "+fused had no effect" not in ended.out
 
 
 DDP = """torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -59,9 +60,9 @@ model = nn.parallel.DistributedDataParallel(model)"""
 
 @can_compile
 def test_compile_compiles_the_module_that_is_trained_inside_of_ddp(tmp_path):
-    techniques, _, out = techniques_after(tmp_path, ("+compile",), DDP)
-    assert techniques["compile"] and "had no effect" not in out
-    assert sum(line.get("graphs", 0) for line in lines_of(tmp_path / "record.jsonl")) == 1
+    ended = watch(tmp_path, "+compile", change=DDP)
+    assert ended.of_kind("seen")[0]["compile"] and "had no effect" not in ended.out
+    assert sum(ended.figures("graphs")) == 1
 
 
 CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such kernel, or it changes nothing here"
@@ -77,10 +78,11 @@ CHOOSES_OTHERWISE = "the script chooses otherwise, its parameters have no such k
 )
 def test_what_can_not_be_added_says_so(tmp_path, optimizer, reason):
     change = f"optimizer = torch.optim.{optimizer}\ntorch.set_float32_matmul_precision('highest')"
-    seen, _, out = techniques_after(tmp_path, ("+fused", "+tf32"), change)
-    assert f"+fused had no effect: {reason}\n" in out
-    reason_of_tf32 = CHOOSES_OTHERWISE if seen["can_tf32"] else "this device has no TF32 units"
-    assert f"+tf32 had no effect: {reason_of_tf32}\n" in out
+    ended = watch(tmp_path, "+fused", "+tf32", change=change)
+    assert f"+fused had no effect: {reason}\n" in ended.out
+    has_units = ended.of_kind("seen")[0]["can_tf32"]
+    reason_of_tf32 = CHOOSES_OTHERWISE if has_units else "this device has no TF32 units"
+    assert f"+tf32 had no effect: {reason_of_tf32}\n" in ended.out
 
 
 def test_an_update_is_not_fused_where_a_checkpoint_has_its_steps_on_another_device():

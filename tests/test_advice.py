@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, WATCH, lines_of, python
+from conftest import SMALL, WATCH, can_compile, lines_of, python
 from fixtures.loops import LEARN, Loop, run_in_a_fork, watch_in_a_fork
 from fixtures.records import SEEN
 from torch import nn
 
 CPU = torch.device("cpu")
-can_compile = pytest.mark.skipif(machine.compile_problem(CPU) is not None, reason="torch.compile can't run here")
 
 
 @can_compile
@@ -53,8 +52,6 @@ def test_a_framework_has_its_own_words():
     assert framework_of(frames("torch.optim.adamw", "accelerate.optimizer", "transformers.trainer")) == "transformers"
     assert framework_of(frames("lightning.fabric.wrappers", "lightning.pytorch.trainer.call")) == "lightning"
     assert framework_of(frames("lightning.fabric.wrappers", "__main__")) == "fabric"
-    in_fabric = Seen(**SEEN | {"framework": "fabric"})
-    assert ladder.ADDED["bf16"].what_to_type(in_fabric) == '`Fabric(precision="bf16-mixed")`'
 
 
 class Agent:
@@ -90,22 +87,27 @@ def test_in_a_method_of_a_library_self_is_the_users_own_module():
     assert name_in_script(lit.net, frame) == ""
 
 
-def test_what_to_type_names_the_scripts_own_optimizer_vocabulary_device_and_module():
-    seen = Seen(**SEEN | {"optimizer": "Adam", "vocabulary": 5000}, model_name="self.net", can_compile_in_place=True)
-    assert ladder.ADDED["fused"].what_to_type(seen) == "`Adam(..., fused=True)`"
-    assert ladder.stage_of("s06").what_to_type(seen) == "`vocab_size=5056`, a multiple of 64"
-    assert ladder.ADDED["compile"].what_to_type(seen) == "`self.net.compile()`"
-    assert ladder.ADDED["bf16"].what_to_type(seen) == '`with torch.autocast("cpu", torch.bfloat16):`'
-    on_a_t4 = Seen(**SEEN | {"device": "cuda", "amp_dtype": "float16"}, can_compile_in_place=True, model_name="")
-    in_float16 = '`with torch.autocast("cuda", torch.float16):` and a `GradScaler`'
-    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_float16
-    on_a_t4.framework = "transformers"
-    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == "`--fp16 True`"
-    on_a_t4.framework = None
-    on_a_t4.autocast = "float16"  # in the row of a climb
-    in_a_row = f"{in_float16}, without which these losses are not those of a training"
-    assert ladder.ADDED["fp16"].what_to_type(on_a_t4) == in_a_row
-    assert ladder.ADDED["compile"].what_to_type(on_a_t4) == "`compile()` of the module that you call"
+IN_FLOAT16 = '`with torch.autocast("cuda", torch.float16):` and a `GradScaler`'
+ON_A_T4 = {"device": "cuda", "amp_dtype": "float16"}
+IN_A_ROW = f"{IN_FLOAT16}, without which these losses are not those of a training"  # of a climb
+
+
+@pytest.mark.parametrize(
+    "stage, fields, typed",
+    [
+        ("s10", {"optimizer": "Adam"}, "`Adam(..., fused=True)`"),
+        ("s06", {"vocabulary": 5000}, "`vocab_size=5056`, a multiple of 64"),
+        ("s04", {"model_name": "self.net", "can_compile_in_place": True}, "`self.net.compile()`"),
+        ("s04", {"model_name": "", "can_compile_in_place": True}, "`compile()` of the module that you call"),
+        ("s03", {}, '`with torch.autocast("cpu", torch.bfloat16):`'),
+        ("s03", {"framework": "fabric"}, '`Fabric(precision="bf16-mixed")`'),
+        ("s03", ON_A_T4, IN_FLOAT16),
+        ("s03", ON_A_T4 | {"framework": "transformers"}, "`--fp16 True`"),
+        ("s03", ON_A_T4 | {"autocast": "float16"}, IN_A_ROW),
+    ],
+)
+def test_what_to_type_has_the_scripts_own_names(stage, fields, typed):
+    assert ladder.stage_of(stage).what_to_type(Seen(**SEEN | fields)) == typed
 
 
 def test_autocast_is_neither_had_nor_lacking_in_a_step_without_a_matmul():

@@ -1,7 +1,7 @@
 """What a call of a module reads: tokens or samples, and how many."""
 
 from harness.figures import words_on_speed
-from harness.watch.counting import Signature, names_of_labels, unwrapped
+from harness.watch.counting import Signature, names_of_labels, share_of, unwrapped
 from harness.watch.events import Batch
 
 import pytest
@@ -33,7 +33,7 @@ def batch_of(module, **inputs):
         ({"words": OTHER, "tags": LONG_TEXT}, 36),
         ({"x": TEXT, "after": NEXT}, 32),  # by its values
         ({"anchors": OTHER, "positives": LONG_TEXT}, 2 * 36),
-        ({"input_ids": OTHER, "input_mask": OTHER}, 36),
+        ({"masked_ids": OTHER, "input_mask": OTHER}, 36),
     ],
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):
@@ -47,8 +47,14 @@ def test_users_and_items_of_one_column_are_no_labels():
 
 def test_a_call_tells_whether_its_input_was_computed():
     signature = Signature(LINEAR, LINEAR.weight)
-    read = [signature.read((x,), {})[2] for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
-    assert read == [False, False, True]
+    read = [signature.read((x,), {}) for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
+    assert [is_computed for _, _, is_computed in read] == [False, False, True]
+
+
+def test_a_share_is_read_from_what_scaled_the_loss_last():
+    loss = LINEAR(VECTORS).sum()
+    shares = [share_of(each.grad_fn) for each in (loss / 4, 0.5 * loss, loss)]
+    assert shares == [(0.25, "SumBackward0"), (0.5, "SumBackward0"), None]
 
 
 class FabricModule(nn.Module):

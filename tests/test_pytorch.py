@@ -6,22 +6,8 @@ import threading
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 LOSS = nn.functional.cross_entropy(torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]))
-
-
-def test_clip_grad_norm_calls_the_function_that_is_replaced(monkeypatch):
-    called = []
-    monkeypatch.setattr(*pytorch.CLIPPING, lambda *args, **kwargs: called.append(args))
-    nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1))], 0.5)
-    assert len(called) == 1
-
-
-def test_a_loader_has_its_workers():
-    loader = DataLoader([1.0, 2.0])
-    assert isinstance(iter(loader), pytorch.DataLoaderIterator)
-    assert pytorch.workers_of(iter(loader)) == 0
 
 
 def test_a_module_is_compiled_by_either_way():
@@ -81,12 +67,6 @@ def test_a_tensor_counts_its_changes_but_not_in_inference_mode():
         assert pytorch.version_of(torch.ones(3)) == 0
 
 
-def test_a_scaled_loss_keeps_its_factor():
-    assert pytorch.saved_by((LOSS / 4).grad_fn, "other").item() == 4
-    assert pytorch.saved_by((LOSS / 4).grad_fn, "self") is None
-    assert pytorch.saved_by(LOSS.grad_fn, "other") is None
-
-
 def test_vmap_hides_a_dimension():
     hidden = []
     torch.func.vmap(torch.func.grad(lambda x: hidden.append(pytorch.hides_a_dimension(x)) or x.sum()))(torch.ones(2, 3))
@@ -96,16 +76,6 @@ def test_vmap_hides_a_dimension():
 def test_an_autocast_may_do_nothing():
     assert pytorch.autocast_is_enabled(torch.autocast("cpu"))
     assert not pytorch.autocast_is_enabled(torch.autocast("cpu", enabled=False))
-
-
-def test_threads_have_frames_and_those_of_autograd_are_told_from_python_s():
-    assert threading.get_ident() in pytorch.frames_of_threads()
-    assert not isinstance(threading.current_thread(), pytorch.ThreadOfOthers)
-
-
-def test_a_module_is_found_as_by_dash_m():
-    _, spec, code = pytorch.module_details("json.tool")
-    assert spec.name == "json.tool" and code.co_name == "<module>"
 
 
 def test_one_more_is_in_machine():

@@ -3,12 +3,12 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
-from harness import machine, meters
+from harness import meters
 from harness.bench.rows import row_of
 from harness.figures import Step
 from harness.seen import Seen
 from harness.steps import WARMUP
-from harness.watch import gate, profiler
+from harness.watch import gate, pytorch
 from harness.watch.causes import causes
 from harness.watch.events import KINDS, Habits
 from harness.watch.log import Log
@@ -114,17 +114,11 @@ def test_a_script_is_at_home(tmp_path, safe_path):
     assert line.startswith("train.py ended, and no optimizer of torch.optim, or of a")
 
 
-def test_an_optimizer_of_another_kind_is_told(tmp_path):
-    text = "import torch\nw = torch.ones(2, requires_grad=True)\nw.sum().backward()\nw.data -= w.grad"
-    assert watch_in_a_fork(tmp_path, text, status=2).err.endswith(
-        ". One of another kind, as Keras and fastai have, can't be watched\n"
-    )
-
-
-def test_a_long_run_with_an_optimizer_of_another_kind_is_told_before_its_end(tmp_path):
+def test_an_optimizer_of_another_kind_is_told_and_in_a_long_run_before_its_end(tmp_path):
     text = "import torch\nw = torch.ones(2, requires_grad=True)\nfor step in range({}):\n    w.sum().backward()"
-    assert "100 backwards, and no" in watch_in_a_fork(tmp_path, text.format(100), status=2).err
-    assert "100 backwards, and no" not in watch_in_a_fork(tmp_path, text.format(99), status=2).err
+    short, long = (watch_in_a_fork(tmp_path, text.format(steps), status=2).err for steps in (99, 100))
+    assert short.endswith(". One of another kind, as Keras and fastai have, can't be watched\n")
+    assert "100 backwards, and no" in long and "100 backwards, and no" not in short
 
 
 def test_it_needs_no_tokenizer(tmp_path):
@@ -158,19 +152,19 @@ def test_the_peak_of_memory_is_that_of_all_steps(tmp_path, by_the_bench):
 
 
 @pytest.mark.parametrize(
-    "line, new_line, status, told",
+    "line, new_line, status, told, is_timed",
     [
-        (START, "raise KeyError('early')", 1, "train.py failed by KeyError, and no optimizer"),
-        (PAUSE, "1 / (4 - step)", 1, "failed by ZeroDivisionError after 4 steps"),
-        (PAUSE, "sys.exit('enough') if step == 4 else 0", 1, "ended by sys.exit('enough') after 4 steps"),
-        (PAUSE, "sys.exit() if step == 1 else 0", 2, "ended after one step, and only a second one shows"),
-        (PAUSE, "sys.stdout.close() if step == 1 else 0", 0, "train.py ended after 7 steps"),
+        (START, "raise KeyError('early')", 1, "train.py failed by KeyError, and no optimizer", False),
+        (PAUSE, "1 / (4 - step)", 1, "failed by ZeroDivisionError after 4 steps", True),
+        (PAUSE, "sys.exit('enough') if step == 4 else 0", 1, "ended by sys.exit('enough') after 4 steps", True),
+        (PAUSE, "sys.exit() if step == 1 else 0", 2, "ended after one step, and only a second one shows", False),
+        (PAUSE, "sys.stdout.close() if step == 1 else 0", 0, "train.py ended after 7 steps", True),
     ],
 )
-def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line, new_line, status, told):
+def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line, new_line, status, told, is_timed):
     ended = watch_in_a_fork(tmp_path, TRAIN.replace(line, new_line), "--steps", "9", status=status)
     assert told in ended.err.splitlines()[-1]
-    assert ("median" in ended.out) == (" steps" in ended.err.splitlines()[-1])
+    assert ("median" in ended.out) == is_timed
     assert "run.py" not in ended.err
     if "failed" in told:
         assert ended.of_kind("error")[0]["traceback"] in ended.err
@@ -280,7 +274,7 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
     counted = [Step.of_line(line) for line in ended.of_kind("step")[WARMUP:]]
     if loop.time:
         assert ended.summary["shares"] == pytest.approx(mean_shares(counted))
-    for kind, least in (loop.time or {}).items():  # in the median step: on a busy machine one may take long elsewhere
+    for kind, least in loop.time.items():  # in the median step: on a busy machine one may take long elsewhere
         assert statistics.median(mean_shares([step])[kind] for step in counted) > least
     for words in loop.says:
         assert words in ended.out
@@ -377,7 +371,7 @@ def test_what_the_profiler_does_is_not_on_the_clock(card):
 
 
 def test_a_profile_on_a_cpu_ends_before_another_micro_batch_if_it_has_seen_enough(monkeypatch):
-    monkeypatch.setattr(profiler.pytorch, "nodes_made", mock.Mock(side_effect=[0, 900, 1100, 1100]))
+    monkeypatch.setattr(pytorch, "nodes_made", mock.Mock(side_effect=[0, 900, 1100, 1100]))
     profile = StepProfiler()
     profile.start(torch.device("cpu"), "rest")
     is_open = []
@@ -407,46 +401,40 @@ def test_on_a_card_what_a_running_queue_hides_is_no_cause():
 def test_a_card_that_is_idle_is_so_for_one_reason():
     run = run_that_spent("cuda", data=0.05, rest=0.04, forward=0.01)
     run.habits.loaders, run.log.seen.busy_ms = {0: 9}, 60.0
-    assert [words[:25] for words in causes(run)] == ["40 % is waiting for a Dat"]
+    [words] = causes(run)
+    assert words.startswith("40 % is waiting for a DataLoader")
 
 
 @pytest.mark.parametrize(
     "spent, told",
     [
-        ({"data": 0.012}, ["12 % is waiting for a DataLoader with num_workers=2: take up to 4 workers"]),
+        ({"data": 0.012}, ["12 % is waiting for a DataLoader with num_workers=2"]),
         ({"data": 0.008, "evaluation": 0.008}, []),
         ({"evaluation": 0.012}, ["12 % goes to forwards without gradients"]),
         ({"loss": 0.04, "backward": 0.05}, ["40 % is the loss", "    40 % train.py:7"]),
         ({"loss": 0.02, "backward": 0.05}, []),  # less than the forward
     ],
 )
-def test_what_takes_much_of_the_time_on_a_cpu_is_told(monkeypatch, spent, told):
-    monkeypatch.setattr(machine, "cores", lambda: 4)
+def test_what_takes_much_of_the_time_on_a_cpu_is_told(spent, told):
     run = run_that_spent("cpu", forward=0.1 - sum(spent.values()), **spent)
     run.habits.loaders = {0: 1, 2: 9}  # batches of loaders by their workers
     shares = [words for words in causes(run) if "%" in words]  # without one on a card that this machine may have
     assert [words[: len(begin)] for words, begin in zip(shares, told, strict=True)] == told
 
 
-def watch_after(change, folder, text):
-    """The Ended of watch.py on a script with this text, in a process that runs the lines `change` before."""
-    (folder / "train.py").write_text(text)
-    front = f"import runpy, sys, torch\nsys.path.insert(0, {str(WATCH.parent)!r})\nsys.argv = ['', '+bf16', 'train.py']"
-    return python("-c", f"{front}\n{change}\nrunpy.run_path({str(WATCH)!r}, run_name='__main__')", folder=folder)
-
-
-NOTE_WHAT_IS_ASKED = """
-sys.asked = []
+BEFORE_WATCH = f"""import runpy, sys, torch
+sys.path.insert(0, {str(WATCH.parent)!r})
+sys.argv, sys.asked = ["", "+bf16", "train.py"], []
 for owner, name in ((torch._C._autograd, "_supported_activities"), (torch.accelerator, "is_available"),
                     (torch.cuda, "is_available"), (torch.cuda, "device_count")):
     setattr(owner, name, lambda *words, name=name: sys.asked.append(name))
-"""
+runpy.run_path({str(WATCH)!r}, run_name="__main__")"""
 
 
 def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(tmp_path):
     """Later on CUDA_VISIBLE_DEVICES would have no effect any more."""
-    ended = watch_after(NOTE_WHAT_IS_ASKED, tmp_path, "import sys\nprint(sys.asked, 'torch._dynamo' in sys.modules)\n")
-    assert "\n[] False\n" in ended.out
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.asked, 'torch._dynamo' in sys.modules)\n")
+    assert "\n[] False\n" in python("-c", BEFORE_WATCH, folder=tmp_path).out
 
 
 def test_a_card_is_busy_while_at_least_one_kernel_runs():

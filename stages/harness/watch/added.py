@@ -49,20 +49,23 @@ class Added:
         if "fused" not in self.names:
             return
         for group in optimizer.param_groups:
-            is_open = "fused" in group and group["fused"] is None
-            is_chosen = group.get("foreach") or group.get("differentiable")
-            if is_open and not is_chosen and all(can_be_fused(p, optimizer) for p in group["params"]):
+            is_unset = group.get("fused", False) is None  # False: an optimizer without such a kernel
+            chose_another = group.get("foreach") or group.get("differentiable")
+            if is_unset and not chose_another and all(can_be_fused(p, optimizer) for p in group["params"]):
                 group["fused"] = True
 
 
 def can_be_fused(parameter, optimizer):
     """Return whether a fused kernel can update a parameter, by its gradient, its dtype and the device of its state."""
     step = optimizer.state.get(parameter, {}).get("step")  # of a checkpoint
-    return has_kernel(parameter) and (step is None or step.device == parameter.device)
+    return has_fused_kernel(parameter) and (step is None or step.device == parameter.device)
 
 
-def has_kernel(parameter):
-    """Return whether a parameter needs no update, or its dtype and gradient have a fused kernel."""
+def has_fused_kernel(parameter):
+    """Return whether a fused kernel can take a parameter: of real numbers, without a sparse gradient.
+
+    One that is not trained needs none.
+    """
     if not parameter.requires_grad:
         return True
     return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)

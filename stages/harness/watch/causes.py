@@ -33,7 +33,8 @@ def words_on_idle_card(run, steps, shares):
     shares: {kind: share of the time}.
     """
     shares = dict(shares)
-    unexplained = run.log.seen.idle_share(1e3 * statistics.median(step.dt for step in steps)) or 0.0  # 0: no profile
+    median_ms = 1e3 * statistics.median(step.dt for step in steps)
+    unexplained = run.log.seen.idle_share(median_ms) or 0.0  # 0: no profile
     for kind in ("data", "evaluation", "rest"):
         shares[kind] = min(shares[kind], unexplained)
         unexplained -= shares[kind]
@@ -55,7 +56,7 @@ def words_on_waits(run, steps, shares):
     own = shares["rest"]
     if own > LONG and own * statistics.mean(step.dt for step in steps) > SHORT_OWN_CODE:
         lines = run.own_code.lines["rest"]
-        if seconds_beyond_loss(seconds_of(steps)):
+        if seconds_beyond_loss(seconds_of(steps)):  # which are a part of this share
             lines = lines + run.own_code.lines["loss"]
         words += words_on_lines(lines, own, "is the script's own code, neither forward, loss, backward nor update")
     return words

@@ -17,7 +17,7 @@ from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads
 NAMES_WITHOUT_IDS = (
-    "mask|position|type",  # attention_mask, position_ids, token_type_ids
+    "mask(?!ed)|position|type",  # attention_mask, position_ids, token_type_ids, and not masked_ids
     "(^|_)pos(_|$)",  # pos, pos_ids, and not positives
     "(label|target)(?!.*_in)",  # lm_labels, and not target_in, which a decoder reads
     "gold|(^|_)(y|tags?|outs?|outputs?)$",  # tgt_out
@@ -93,9 +93,10 @@ class Signature:
         texts = [tensor for name, tensor in named_texts if name not in (self.labels or ())]
         if texts:
             largest = max(texts, key=torch.Tensor.numel)
-            place = [tensor is largest for _, tensor in tensors].index(True)
+            is_largest = [tensor is largest for _, tensor in tensors]
             batch_size = largest.shape[0] if largest.dim() == 2 else 1
-            return Batch("tok", batch_size, largest.shape[-1], sum(text.numel() for text in texts)), place
+            count = sum(text.numel() for text in texts)
+            return Batch("tok", batch_size, largest.shape[-1], count), is_largest.index(True)
         return batch_of_samples(tensors), 0
 
 
@@ -207,7 +208,9 @@ def losses_of(tensors):
     losses = []
     if is_captured():
         return losses
-    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+    if not isinstance(tensors, (list, tuple)):
+        tensors = [tensors]
+    for tensor in tensors:
         if torch.is_tensor(tensor) and tensor.numel() == 1 and not tensor.is_complex():
             # on a card a copy, which does not wait for it, and into which no CUDA graph writes
             value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()

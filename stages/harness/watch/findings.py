@@ -17,12 +17,11 @@ MANY_STEPS = 700  # two rollouts of PPO in Stable-Baselines3, which makes 320 up
 def words_on_script(run, shares):
     """Return lines that say where the script's time goes, what slows it, and which techniques it has and lacks.
 
-    shares: what shares_of() returned.
+    shares: of shares_of().
     """
     seen = run.log.seen
-    knows_shares = run.log.device.type == "cpu" or bool(run.log.waiting_steps())
     lines = []
-    if knows_shares:
+    if shares:
         lines += words_on_time(run.log, shares)
     lines += [f"{INDENT}{words}" for words in words_on_start(run)]
     slow_words = causes(run)
@@ -30,7 +29,7 @@ def words_on_script(run, shares):
     has, lacks = has_and_lacks(seen)
     has_words, lacks_words = words_on_techniques(has, lacks)
     lines += [f"has     {has_words}", f"lacks   {lacks_words}"]
-    if knows_shares and lacks and slow_words:
+    if shares and lacks and slow_words:
         lines += words_on_order(shares)
     for stage in lacks:
         typed = stage.what_to_type(seen).replace("`", "")
@@ -50,7 +49,7 @@ def words_on_order(shares):
 
 
 def words_on_time(log, shares):
-    """Return lines on the shares of the time. On a card they are known if steps waited for it after each part."""
+    """Return lines on the shares of the time."""
     parts = [f"{kind} {percent(share)}" for kind, share in shares.items() if share >= SMALLEST_SHARE]
     lines = [f"time    {', '.join(parts)}"]
     if log.waiting_steps():
@@ -74,9 +73,11 @@ def words_on_start(run):
     rollouts = run.spent_before["evaluation"]
     if rollouts > max(LONG_WAIT * seconds_of_steps, SHORT_START):
         forwards = f"before the first step forwards without gradients took {rollouts:.2g} s"
-        words.append(f"{forwards}: --steps {MANY_STEPS} would see whether these come again")
+        if run.args.steps < MANY_STEPS:
+            forwards += f": --steps {MANY_STEPS} would see whether these come again"
+        words.append(forwards)
     for place, seconds in run.lines_before.items():
-        if place and seconds > max(seconds_of_steps, LONG_START):  # else imports, which are done once
+        if place and seconds > max(seconds_of_steps, LONG_START):  # no place: an import, which is done once
             took = f"before the first step a line took {seconds:.0f} s, longer than all these steps"
             words.append(f"{took}: {os.path.basename(place)}  {line_at(place)}")
     return words

@@ -27,10 +27,11 @@ def wait(path, bench_pid, steps):
     Ends this process if the bench is gone.
     """
     began = time.monotonic()
+    bench_pid = int(bench_pid)
     while os.path.exists(path):
         if allows(path, steps):
             return True
-        if is_gone(int(bench_pid)):
+        if is_gone(bench_pid):
             end_process(1)
         # of several ranks the last one to see its step keeps the others waiting in theirs
         looks_often = ranks.world_size() > 1 or time.monotonic() - began < 1

@@ -1,4 +1,4 @@
-"""Lets PyTorch call the watcher at each forward, backward and step. After the warm-up only its end waits for a card.
+"""Lets PyTorch call the watcher at each forward, backward and step.
 
 Functions of PyTorch are replaced by ones that call the watcher first. torch.compile does not look into them: the hooks
 of optimizers are kept from it, and the others are skipped while it traces. What other threads and processes of the
@@ -20,18 +20,19 @@ from torch.utils.data import DataLoader
 
 from . import pytorch
 from .threads import is_elsewhere
+from .watcher import kind_of_loading
 
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
     run, profiler = watcher.run, watcher.run.profiler
-    if not run.args.gate:  # a bench prints no lines of a script, and looks slow short steps
+    if not run.args.gate:  # a bench prints no lines of a script, and the looks would slow its short steps
         _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it: a script may join all
     os.register_at_fork(before=profiler.give_up)
     mark = guarded(watcher.timeline.mark, "its time", run)
     watch_modules(watcher, mark)
     for owner, name, hook, what in (
-        (DataLoader, "__iter__", watcher.saw_loader, "its DataLoaders"),
+        (DataLoader, "__iter__", kind_of_loading, "its DataLoaders"),
         (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),
         (torch.autograd, "backward", watcher.saw_backward, "its losses"),
         (torch.autograd, "grad", watcher.saw_grad, "its losses"),
@@ -44,6 +45,7 @@ def watch_pytorch(watcher):
         (torch.nn.utils, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.nn.utils.clip_grad, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
+        (torch.autograd.profiler.profile, "__enter__", profiler.saw_profiler, "its profiler"),
         (torch.multiprocessing, "spawn", run.refuse_spawn, "its ranks"),
         (torch.multiprocessing, "start_processes", run.refuse_spawn, "its ranks"),
         (os, "_exit", run.saw_exit, "its end"),
@@ -104,7 +106,10 @@ def call_first(owner, name, hook, timeline, mark):
 
 
 def watch_modules(watcher, mark):
-    """Let each call of an outermost module call the watcher first, as call_first() does for a function."""
+    """Let each call of an outermost module call the watcher first, as call_first() does for a function.
+
+    Its end is that of call_first() once more, since torch.compile has to skip this very code.
+    """
     call_module = torch.nn.Module.__call__
     timeline = watcher.timeline
     saw_forward = guarded(watcher.saw_forward, "its modules", watcher.run)

@@ -55,9 +55,9 @@ class Log:
         self.file = None
         self.device = None
         self.seen = None
-        self.last_reading = None  # what they showed when they were last read
+        self.last_memory = None  # (bytes, meter) when it was last read
         self.steps = []
-        self.next_reading = 0.0  # when the meters may be read again
+        self.next_reading = 0.0  # when memory may be read again
         if record_path:
             path = record_path if self.is_rank_0 else f"{record_path}.{os.environ['RANK']}"
             try:
@@ -89,9 +89,9 @@ class Log:
         # also at the first counted step, since the peak of memory was reset before it
         if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
-            self.last_reading = meters.peak_memory(self.device)
+            self.last_memory = meters.peak_memory(self.device)
         step.step = len(self.steps)
-        step.memory, step.meter = self.last_reading
+        step.memory, step.meter = self.last_memory
         self.steps.append(step)
         line = {"kind": "step", **vars(step)}
         if step.diverged:

@@ -28,14 +28,20 @@ class Operation(NamedTuple):
         """Its own name."""
         return self.names[0]
 
+    @property
+    def factors(self):
+        """The shapes of the two matrices that a matmul multiplies; a nested tensor has none."""
+        first = 1 if self.name in ("aten::addmm", "aten::baddbmm") else 0  # what these add to comes before
+        return self.event.input_shapes[first : first + 2]
+
 
 def fields_of_profile(profiled, seen, device):
     """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
     What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
     """
-    operations = [Operation(event, names_with_callers(event)) for event in profiled]
-    operations = [operation for operation in operations if range_of("evaluation") not in operation.names]
+    all_operations = [Operation(event, names_with_callers(event)) for event in profiled]
+    operations = [each for each in all_operations if range_of("evaluation") not in each.names]
     matmuls = [operation for operation in operations if is_matmul(operation)]
     in_forward = [operation for operation in matmuls if range_of("forward") in operation.names]
     kernel = kernel_of_attention(operations)
@@ -78,11 +84,8 @@ def columns_of_last(matmuls):
     """Return the columns of the last matmul of matrices, or None. A language model chooses an id by them."""
     columns = None
     for operation in matmuls:
-        shapes = operation.event.input_shapes
-        if operation.name == "aten::addmm":
-            shapes = shapes[1:]  # without what it adds to
-        if operation.name in ("aten::mm", "aten::addmm") and all(shapes[:2]):
-            columns = shapes[1][1]
+        if operation.name in ("aten::mm", "aten::addmm") and all(operation.factors):
+            columns = operation.factors[1][1]
     return columns
 
 
@@ -113,21 +116,18 @@ def attends_by_hand(operations):
     """
     scores, weights = set(), set()  # shapes
     for operation in operations:
-        name, shapes = operation.name, operation.event.input_shapes
         if any(caller.startswith("autograd::engine") for caller in operation.names):
             continue  # the backward of a matmul multiplies the same shapes
-        if name == "aten::baddbmm":
-            shapes = shapes[1:]  # without what it adds to
-        if name in ("aten::bmm", "aten::baddbmm") and all(shapes[:2]):  # a nested tensor has no shape
-            left, right = shapes[:2]
+        if operation.name in ("aten::bmm", "aten::baddbmm") and all(operation.factors):
+            left, right = operation.factors
             if tuple(left) in weights:
                 return True
             product = (left[0], left[1], right[2])
             scores.add(product)
             if is_in_compiled_code(operation):  # which has a softmax of its own, that is not seen
                 weights.add(product)
-        elif name == "aten::_softmax" and len(shapes[0]) > 2:
-            *batch, rows, columns = shapes[0]
+        elif operation.name == "aten::_softmax" and len(operation.event.input_shapes[0]) > 2:
+            *batch, rows, columns = operation.event.input_shapes[0]
             weights.update(scores & {(math.prod(batch), rows, columns)})
     return False
 

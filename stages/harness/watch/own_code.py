@@ -13,7 +13,7 @@ LOOK_EVERY = 0.01  # seconds between two looks, on average
 
 
 class OwnCode:
-    """Finds which lines of the script take the time of its own code and of losses, by a thread that looks now and then.
+    """What the looks have met.
 
     lines: {kind: {the line that ran, "/my/train.py:228": seconds}}.
     """
@@ -43,12 +43,9 @@ class OwnCode:
     def read_looks(self, spans):
         """Add the looks so far to the lines. spans: of the time since this was called last."""
         looks, self.looks = self.looks, []
-        if looks:
-            lines, self.unseen = seconds_of_lines(spans, looks, self.unseen)
-            for kind in OWN_KINDS:
-                self.lines[kind].update(lines[kind])
-        else:
-            self.unseen += sum(ended - began for kind, began, ended in spans if kind in OWN_KINDS)
+        lines, self.unseen = seconds_of_lines(spans, looks, self.unseen)
+        for kind in OWN_KINDS:
+            self.lines[kind].update(lines[kind])
 
 
 def place_in_script():

@@ -40,7 +40,7 @@ class Run:
         self.script = script
         self.args = args
         self.log = log
-        self.threads = machine.variables_set(THREADS)
+        self.thread_variables = machine.variables_set(THREADS)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
         self.timeline = Timeline(self.profiler, self.read_lists)
@@ -50,12 +50,9 @@ class Run:
         self.steps_taken = 0  # with the profiled one
         self.unrecorded = []  # [(a Step, its MicroBatches)]: the first one waits for the report
         self.profiles_this_step = False  # the last one, which is not recorded
-        self.spent = Counter()  # {kind: seconds} of the step, by the marks that were read
-        self.micro_batches = []  # of the step, by the notes that were read
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
-        self.graphs_before = 0  # how many torch.compile had made when the step began
         # before the first step
         self.spent_before = Counter()  # {kind: seconds}
         self.lines_before = Counter()  # {line: seconds} of own code
@@ -77,7 +74,8 @@ class Run:
 
     def begin_step(self):
         """Start the clock of a step."""
-        self.spent, self.micro_batches = Counter(), []
+        self.spent = Counter()  # {kind: seconds}, by the marks that were read
+        self.micro_batches = []  # by the notes that were read
         self.graphs_before = pytorch.compiled_graphs()
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
@@ -92,7 +90,6 @@ class Run:
         if self.profiles_this_step:
             self.is_over = True  # also if the profile can't be read
             self.add_profile()
-            self.log.write_seen()
             return
         self.keep(step)
         self.begin_next_step()
@@ -163,7 +160,7 @@ class Run:
 
     def notice_late_threads(self):
         """Say so if the script sets its number of threads when it is too late, since torch is imported already."""
-        if machine.variables_set(THREADS) != self.threads:
+        if machine.variables_set(THREADS) != self.thread_variables:
             names = " or ".join(THREADS)
             self.log.notice(f"it sets {names} after watch.py has imported torch, too late: set it before")
 
@@ -240,6 +237,13 @@ class Run:
         self.read_lists()
         return self.spent["backward"] > 0
 
+    def finish_safely(self):
+        """Finish. If that fails, the script still ends as it would."""
+        try:
+            self.finish()
+        except Exception as error:
+            self.lose_sight("its figures", error, ends_row=False)
+
     def finish(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""
         flush_stdout()
@@ -257,10 +261,7 @@ class Run:
     def end_script_if_over(self):
         """End a script that begins a step that is not wanted. What it does after its last step has run by then."""
         if self.is_over:
-            try:
-                self.finish()
-            except Exception as error:  # the hook that calls this would say that it lost sight of its own part
-                self.lose_sight("its figures", error, ends_row=False)
+            self.finish_safely()
             words = f"was stopped after {self.steps_taken} steps, when it began another"
             if self.script.saves:
                 words += ", and before its --save: raise --steps"
@@ -271,7 +272,7 @@ class Run:
         """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
         if self.has_finished:
             return
-        self.finish()
+        self.finish_safely()
         self.log.notice(f"{self.script.title} ended by os._exit({status}) after {self.steps_taken} steps")
 
     def saw_exec(self, path, *args, **options):

@@ -9,9 +9,11 @@ from .events import KINDS
 def shares_of(log):
     """Return {kind: share of the time} of the counted steps.
 
-    On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card.
+    On a card kernels are only queued, so it is that of the steps of the warm-up in which each kind waited for the card;
+    None without such a step.
     """
-    return mean_shares(log.waiting_steps() or log.reported_steps())
+    steps = log.reported_steps() if log.device.type == "cpu" else log.waiting_steps()
+    return mean_shares(steps) if steps else None
 
 
 def mean_shares(steps):

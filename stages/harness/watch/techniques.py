@@ -13,7 +13,7 @@ from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
-from .added import can_compile_in_place, has_kernel
+from .added import can_compile_in_place, has_fused_kernel
 from .counting import modules_of, parameters_in, unwrapped, vocabulary_of
 from .naming import framework_of, name_in_script
 from .threads import count_threads_of_script
@@ -123,7 +123,7 @@ def what_has_no_kernel(optimizer):
     if "fused" not in optimizer.param_groups[0]:
         return type(optimizer).__name__
     for parameter in parameters_of(optimizers=[optimizer]):
-        if not has_kernel(parameter):
+        if not has_fused_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
 

@@ -89,10 +89,6 @@ class Watcher:
         """Note that each gradient is clipped by itself."""
         self.timeline.note("clipping", "value")
 
-    def saw_loader(self, loader):
-        """Return the kind of a DataLoader that begins."""
-        return kind_of_loading()
-
     def saw_batch(self, iterator):
         """Note how many processes a DataLoader has that is asked for a batch. Return its kind."""
         kind = kind_of_loading()
@@ -159,17 +155,17 @@ class Watcher:
         if is_elsewhere() or not has_parameters(optimizer):
             return
         self.timeline.mark("rest" if pytorch.backward_that_runs() == -1 else "backward")
-        main = self.main_ref()
+        main, optimizer_ref = self.main_ref(), weakref.ref(optimizer)
         if is_captured():
             self.run.log.notice("its step is captured as a CUDA graph, and its replays can't be seen")
         elif main is optimizer or main is None:
-            self.main_ref = weakref.ref(optimizer)
+            self.main_ref = optimizer_ref
             self.end_step()
         else:
             self.timeline.note("other")
-            self.others[weakref.ref(optimizer)] += 1
-            if self.others[weakref.ref(optimizer)] == MOST_WITHOUT:
-                self.main_ref = weakref.ref(optimizer)
+            self.others[optimizer_ref] += 1
+            if self.others[optimizer_ref] == MOST_WITHOUT:
+                self.main_ref = optimizer_ref
                 self.others.clear()
                 self.run.begin_step()  # anew, so that no step of ten is reported
 
@@ -180,7 +176,7 @@ class Watcher:
         self.run.end_step()
 
 
-def kind_of_loading():
+def kind_of_loading(*args):
     """Return what the time of a DataLoader counts as: an evaluation loads batches of its own."""
     return "data" if torch.is_grad_enabled() else "evaluation"
 
