@@ -62,7 +62,7 @@ def main(argv):
             signal.signal(number, interrupt)
     try:
         task = parse_command(argv)
-        if task.options.render is not None:
+        if task.options.render:
             render(task.options.render)
             return 0
         return exit_status(run(task, argv))

@@ -154,8 +154,11 @@ def tiny_shakespeare():
         if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
             raise OSError(f"{SHAKESPEARE_URL} sent another text")
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        ids_of_text(content).tofile(unfinished)
-        unfinished.replace(path)  # so that another run never reads half of it
+        try:
+            ids_of_text(content).tofile(unfinished)
+            unfinished.replace(path)  # so that another run never reads half of it
+        finally:
+            unfinished.unlink(missing_ok=True)
     return np.memmap(path, dtype=np.uint16, mode="r")
 
 

@@ -49,19 +49,13 @@ if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:
 torch.manual_seed(args.seed)  # after the model, which drew random weights first
 
 
-def print_held_out_loss():
-    """Print the loss on held-out text."""
-    ids = held_out_ids(load_tokens(args.data))
-    print(f"held-out loss {held_out_loss(model, ids):.4f}")
-
-
 def print_text():
     """Continue the prompt, and print each token at once."""
     try:
         encoding = gpt2_encoding()
     except TextError as error:
-        tell(f"{error}; using single bytes")
         encoding = single_bytes()
+        tell(f"{error}; using single bytes")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
     prompt = encoding.encode_ordinary(args.prompt or "\n")
     print(encoding.decode(prompt), end="", flush=True)
@@ -75,6 +69,7 @@ def print_text():
 
 
 if args.eval:
-    print_held_out_loss()
+    ids = held_out_ids(load_tokens(args.data))
+    print(f"held-out loss {held_out_loss(model, ids):.4f}")
 else:
     print_text()

@@ -166,12 +166,11 @@ def python(*words, folder=ROOT, **env):
 
 def run_by_the_bench(row, flags, steps):
     """The Ended of the process of a Row, by the lines that the bench keeps."""
-    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "steps": steps, "seed": 1337}
-    bench |= {"turns": 0, "rounds": 1, "flags": ["--steps", "24", *flags], "variables": {}}
+    bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "seed": 1337, "turns": 0}
+    bench |= {"flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
     results = Results(bench, record)
     with contextlib.closing(RowProcess(row, results, 0)) as process:
-        process.wait()
         process.take(steps - STEPS_OF_A_START)
         process.let_end()
         process.wait()

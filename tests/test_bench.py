@@ -20,8 +20,6 @@ import bench
 FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
 EVERYONE = ["s01", "s02", "s02 again", "s03"]
 STEPS = WARMUP + 2
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -162,8 +160,7 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
 def test_rows_of_a_cpu_keep_their_memory_see_no_card_and_do_not_spin_while_they_wait(repo):
     os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "9", "KMP_BLOCKTIME": "9", "OF_THE_READER": "9"}
     repo.run("s01", flags=("--rounds=1",))
-    expected = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
-    expected |= {"CUDA_VISIBLE_DEVICES": "", "OF_THE_READER": "9"}
+    expected = rows.CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": "", "OF_THE_READER": "9"}
     for seen in repo.lines("seen"):
         assert expected.items() <= seen["environment"].items()
         assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & seen["environment"].keys()
@@ -229,12 +226,11 @@ def test_rows_may_use_all_cores_though_openmp_binds_the_bench_to_one():
     assert (ended.status, ended.out) == (0, "True\n"), ended.err
 
 
-def test_a_card_has_no_plain_row_and_hides_the_others_from_scripts():
+def test_a_card_hides_the_others_from_scripts():
     task = bench.parse_command(["--device", "cuda:1"])
     probed = {"environment": {"device": "cuda"}, "card": 1, "rates": {"peak": {}}, "text": "a text", "flags": ["--x"]}
     line = bench.new_bench(task, probed, ["--seed", "5"])
     assert (line["command"], line["flags"][-1]) == ("python bench.py --seed 5", "--x")
-    assert "plain" not in [row["name"] for row in line["rows"]]
     assert (line["turns"], line["warmup"], line["steps"], line["loss_step"]) == (0, 4, 164, 10)
     assert line["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
 

@@ -136,4 +136,4 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
 def test_a_compiler_that_pytorch_can_not_start_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "ccache g++")  # which it takes for the name of one file
     monkeypatch.setattr(machine.Path, "exists", lambda path: True)  # Python.h
-    assert machine.compile_problem(torch.device("cpu")) == "PyTorch finds no C++ compiler ccache g++: unset CXX"
+    assert machine.compile_problem(CPU) == "PyTorch finds no C++ compiler ccache g++: unset CXX"

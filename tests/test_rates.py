@@ -19,7 +19,12 @@ def test_a_rate_is_what_was_done_over_the_seconds_that_it_took_without_the_first
     done = []
     monkeypatch.setattr(torch, "matmul", lambda a, b, out: done.append("matmul"))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: done.append("copy"))
-    monkeypatch.setattr(rates, "seconds_of", lambda repeats, *call, **options: done.append(repeats) or 0.01 * repeats)
+
+    def seconds_of(repeats, *call, **options):
+        done.append(repeats)
+        return 0.01 * repeats
+
+    monkeypatch.setattr(rates, "seconds_of", seconds_of)
     assert rates.matmul_peak(CPU, torch.float32, 64, seconds=0.5) == pytest.approx(2 * 64**3 / 0.01)
     assert rates.copy_bandwidth(CPU, 1000, copies=7) == pytest.approx(8 * 1000 / 0.01)
     assert done == ["matmul", 1, 51, "copy", 7]  # one matmul on the clock tells how many fill half a second
@@ -47,9 +52,9 @@ def test_the_probe_takes_the_median_of_its_measurements_without_the_cold_one(mon
 
 
 def test_the_probe_says_what_the_bench_needs_and_how_fast_the_machine_is():
-    probe = ROOT / "stages" / "harness" / "bench" / "probe.py"
+    script = ROOT / "stages" / "harness" / "bench" / "probe.py"
     flags = ("--device", "cpu", "--amp-dtype", "float32", "--data", "docs")
-    about = json.loads(python(probe, "--has-stages", *flags, MKL_VERBOSE="1").out)  # MKL prints by itself then
+    about = json.loads(python(script, "--has-stages", *flags, MKL_VERBOSE="1").out)  # MKL prints by itself then
     assert (about["environment"]["device"], about["text"]) == ("cpu", "Python's documentation (one token per byte)")
     assert about["flags"] == ["--device", "cpu", "--batch-size", "1"]
     assert about["rates"]["peak"].keys() <= {"float32", "tf32"}

@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT
-from fixtures.fake_watch import all_have_ended
 from fixtures.records import SEEN, results_of, row
 
 FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
@@ -34,15 +33,15 @@ def fake_of_watch(fakes, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROOT", tmp_path)
 
 
-def planned(name, launcher, plan, script="s01_baseline", **fields):
+def planned(plan, launcher=(), script="s01_baseline"):
     """Return a Row that does as planned: of a stage, or of another script."""
-    env = ["env", f"FAKE_ROW={name}", f"FAKE_PLANS={json.dumps({name: plan})}"]
-    return row(name, script=script, launcher=[*env, *launcher], **fields)
+    env = ["env", "FAKE_ROW=a", f"FAKE_PLANS={json.dumps({'a': plan})}"]
+    return row("a", script=script, launcher=[*env, *launcher])
 
 
 def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
     """Return the Outcome of one round of a row that does as planned."""
-    results = results_of(rows=[planned("a", launcher, plan)], steps=steps)
+    results = results_of(rows=[planned(plan, launcher)], steps=steps)
     rounds.run_one_after_the_other(0, results)
     return table_of(results).outcomes["a"]
 
@@ -63,7 +62,7 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
 def test_a_script_that_ends_early_has_the_turns_that_it_took():
     """Four of its steps are a turn, and that the first two were slower makes it no shorter."""
     plan = {"dt": 0.005, "first_dt": 3.0, "do": "end", "at": WARMUP + 6}
-    results = results_of(rows=[planned("a", (), plan, "a.py")], turns=3)
+    results = results_of(rows=[planned(plan, script="a.py")], turns=3)
     rounds.take_turns(0, results)
     assert [len(steps) for steps in results.runs["a", 0].turns.values()] == [4, 2]
     assert remarks(table_of(results).outcomes["a"])[0] == "ended by itself after 10 steps"
@@ -98,18 +97,16 @@ def test_the_time_left_is_that_of_the_processes_to_come_at_the_pace_so_far(monke
         ("run out of memory", "out of memory", True),
     ],
 )
-def test_a_row_that_fails_says_what_happened_to_it(tmp_path, do, message, out_of_memory):
+def test_a_row_that_fails_says_what_happened_to_it(do, message, out_of_memory):
     outcome = outcome_of(do=do, at=1)
     assert (outcome.error["message"], outcome.error["out_of_memory"]) == (message, out_of_memory)
     assert len(outcome.runs[0].steps) == 1
-    assert all_have_ended(tmp_path / "lock")
 
 
-def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch, tmp_path):
-    """It and its child are deaf to SIGTERM."""
+def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch):
+    """It and its child are deaf to SIGTERM, and the fixture `fakes` looks for what is left."""
     monkeypatch.setattr(row_process, "PATIENCE", 2)
     assert outcome_of(do="hang", at=1).error["message"] == "no step within 2 s, so it was stopped"
-    assert all_have_ended(tmp_path / "lock")
 
 
 def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():

@@ -105,9 +105,9 @@ def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work(device,
 
 
 def test_between_one_process_and_several_nothing_is_predicted():
-    rows = [*rows_of_names(["s12"]), row("two s12", script="s12_ddp", base="s12")]
-    runs = [run_of_one("s12", accum=2), run_of_one("two s12", accum=2, world_size=2)]
-    assert table_from(*runs, rates=probed(**RATES), rows=rows).outcomes["two s12"].predicted is None
+    rows = [*rows_of_names(["s12"]), row("s12 twice", script="s12_ddp", base="s12")]
+    runs = [run_of_one("s12", accum=2), run_of_one("s12 twice", accum=2, world_size=2)]
+    assert table_from(*runs, rates=probed(**RATES), rows=rows).outcomes["s12 twice"].predicted is None
 
 
 # noise and verdicts
@@ -160,7 +160,7 @@ def test_what_is_known_of_a_stage_is_no_reason_for_what_was_added_to_it():
     )
 
 
-@pytest.mark.parametrize("dt, verdict", [(1.0, Verdict.SAME), (1.04, Verdict.SAME), (2.0, Verdict.UNCLEAR)])
+@pytest.mark.parametrize("dt, verdict", [(1.04, Verdict.SAME), (2.0, Verdict.UNCLEAR)])
 def test_a_row_that_should_be_as_fast_as_its_base_is_never_called_slower(dt, verdict):
     """s08 computes what s07 does."""
     table = table_from(run("s07", [1.0]), run("s07 again", [1.0]), run("s08", [dt]))
@@ -245,10 +245,10 @@ def test_the_answer_says_that_the_machine_was_busy():
     assert dict(answer(loaded))["busy machine"].startswith(
         "the load was 1.50 times the cores when the bench began: close"
     )
-    rounds = [(run("s01", [1.0], number), run("s03", [dt], number)) for number, dt in enumerate((0.3, 0.6, 0.4))]
-    assert dict(answer(table_from(*sum(rounds, ()))))["busy machine"].startswith(
-        "a ± is a quarter of its ratio, or more"
-    )
+    rounds = []
+    for number, dt in enumerate((0.3, 0.6, 0.4)):
+        rounds += [run("s01", [1.0], number), run("s03", [dt], number)]
+    assert dict(answer(table_from(*rounds)))["busy machine"].startswith("a ± is a quarter of its ratio, or more")
 
 
 def test_with_one_round_the_terminal_says_how_far_two_runs_of_one_code_differ():
@@ -267,7 +267,7 @@ def test_the_warm_up_is_what_the_page_calls_so_and_is_told_if_it_takes_long():
 def test_a_row_whose_base_is_not_right_above_says_so():
     rows = [row("t.py"), row("a.py", base="t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
     table = table_from(*[run(each.name, [1.0]) for each in rows], rows=rows)
-    assert [remarks(outcome)[0][:11] for outcome in table.shown] == ["has none of", "has none of", "compared wi"]
+    assert remarks(table.shown[2])[0].startswith("compared with t.py")
 
 
 def test_what_a_script_has_and_lacks_is_said_once():

@@ -75,8 +75,3 @@ def most_memory(steps):
 def waiting_share(steps):
     """Return the share of their time for which some steps waited for a DataLoader."""
     return sum(step.spent["data"] for step in steps) / sum(step.dt for step in steps)
-
-
-def seconds_of_warmup(steps, warmup):
-    """Return the seconds that the first steps of a run took, which compile and touch memory for the first time."""
-    return sum(step.dt for step in steps[:warmup])

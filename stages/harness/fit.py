@@ -30,8 +30,9 @@ def memory_needed(size, seq_len, batch_size):
     """
     L, H, C, T = SIZES[size]["n_layer"], SIZES[size]["n_head"], SIZES[size]["n_embd"], seq_len
     tokens = batch_size * T
+    scores, channels, logits = L * H * T * tokens, L * C * tokens, VOCAB * tokens  # how many there are
     weights = 4 * (12 * L * C**2 + VOCAB * C + T * C)
-    s01 = 3 * weights + tokens * (4 * L * H * T + 68 * L * C + 12 * VOCAB)
-    s03 = 3.5 * weights + tokens * (6 * L * H * T + 36 * L * C + 12 * VOCAB)
+    s01 = 3 * weights + 4 * scores + 68 * channels + 12 * logits
+    s03 = 3.5 * weights + 6 * scores + 36 * channels + 12 * logits
     update = 5 * weights
     return max(s01, s03, update)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .arithmetic import ADAMW, BUCKETS, CLIPPING, FUSED_ADAMW, UNSCALING, Work, shape_name
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Seen:
     """What watch.py saw of a script: a line of its record, "seen"."""
 
@@ -18,6 +18,8 @@ class Seen:
     framework: str | None  # the package that calls the optimizer
     # its model
     parameters: int
+    model_name: str = "model"  # what its code calls the largest module that it trains, as "self.net"; "" if unknown
+    can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
     shape: dict | None  # of a GPT: see arithmetic.shape_of()
     weights: str  # the dtype of the largest parameter, as "float32"
     tf32: bool  # whether PyTorch's flags allow it, also where the device has no units for it
@@ -37,8 +39,6 @@ class Seen:
     can_tf32: bool  # whether the device has such units
     amp_dtype: str  # the 16-bit dtype that the device multiplies natively, or "float32"
     compile_problem: str | None  # why torch.compile can't work here
-    model_name: str = "model"  # what its code calls the largest module that it trains, as "self.net"; "" if unknown
-    can_compile_in_place: bool = False  # by MODEL.compile(), which compiles a class of the script's own
     # what the operations of one step show
     profiled: bool = False  # whether they were seen
     multiplies: bool = True  # whether one of them is a matmul, a convolution or the like

@@ -23,7 +23,9 @@ def load(path, attention):
     """
     try:
         if path in PUBLISHED:
-            return published(path, attention)
+            from transformers import GPT2LMHeadModel
+
+            return gpt_like(GPT2LMHeadModel.from_pretrained(path), attention)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         # torch.compile and DDP put a prefix before the names
         weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): p for name, p in checkpoint["weights"].items()}
@@ -44,16 +46,6 @@ def gpt_of(config, weights, attention):
     model = GPT(config, attention)
     model.load_state_dict(weights)
     return model
-
-
-def published(name, attention):
-    """Return the GPT that OpenAI published under a name, which the package transformers reads.
-
-    Raises ModuleNotFoundError without that package, and OSError without a network.
-    """
-    from transformers import GPT2LMHeadModel
-
-    return gpt_like(GPT2LMHeadModel.from_pretrained(name), attention)
 
 
 def gpt_like(reference, attention):

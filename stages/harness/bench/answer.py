@@ -62,13 +62,6 @@ def reason_of_verdict(outcome):
     return None
 
 
-def first_of_equals(outcome, candidates):
-    """Return the first of the candidates, which are Outcomes, that computes what an Outcome does."""
-    while outcome.change.is_same_computation and outcome.base in candidates:
-        outcome = outcome.base
-    return outcome
-
-
 def fastest_row(table):
     """Return how fast the fastest row of one process is beside the first, maybe `plain`.
 
@@ -80,7 +73,8 @@ def fastest_row(table):
     if not compared:
         return None
     fastest = max(compared, key=lambda outcome: outcome.ratio_to_first.value)
-    fastest = first_of_equals(fastest, [first, *compared])
+    while fastest.change.is_same_computation and fastest.base in [first, *compared]:
+        fastest = fastest.base
     ratio = fastest.ratio_to_first
     if fastest in table.shown[:2] or ratio.spread is None or ratio.value < 1:  # below 1: the first row is the fastest
         return None

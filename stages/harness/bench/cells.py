@@ -2,7 +2,7 @@
 
 import re
 
-from ..figures import LONG, LONG_WAIT, UNITS, digits, seconds_of_warmup, waiting_share
+from ..figures import LONG, LONG_WAIT, UNITS, digits, waiting_share
 from ..ladder import ADDED, has_and_lacks, remarks_on, words_in_vain, words_on_techniques
 from .ratios import NOT_SHOWN_TO_DIFFER
 from .rows import runs_the_same, shortened
@@ -59,13 +59,13 @@ def code(text):
 
 def quoted(title):
     """Return a title or a reason for a page, in backticks if it has special characters of markdown."""
-    is_plain = re.fullmatch(r"[\w+./=…,:;()' -]*", title) and "__" not in title
+    is_plain = re.fullmatch(r"[\w+./=…,:;()' -]*", title) and escaped(title) == title
     return title if is_plain else code(title)
 
 
 def escaped(text):
-    """Return a text for a page, with markdown's special characters escaped. A single _ is none inside of a word."""
-    return re.sub(r"[\\`*<>\[\]]|_(?=_)|(?<=_)_", r"\\\g<0>", in_one_line(text))
+    """Return a text for a page, with markdown's special characters escaped. A _ between letters or digits is none."""
+    return re.sub(r"[\\`*<>\[\]]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", in_one_line(text))
 
 
 # Notes
@@ -74,9 +74,9 @@ def escaped(text):
 def note_cell(outcome, bench):
     """Return the cell with what a row's technique does on this machine, and why the row failed or is not complete."""
     parts = remarks(outcome)
-    rounds = sum(run.summary is not None for run in outcome.runs)
-    if rounds < bench["rounds"] and not outcome.error:
-        parts.append(f"{rounds} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
+    ended = [run for run in outcome.runs if run.summary]
+    if len(ended) < bench["rounds"] and not outcome.error:
+        parts.append(f"{len(ended)} of {bench['rounds']} rounds, {len(outcome.counted)} counted steps")
     if outcome.words:
         parts.append(outcome.words)
     idle = outcome.seen.idle_share(outcome.dt_ms) if outcome.dt_ms else None
@@ -92,7 +92,7 @@ def note_cell(outcome, bench):
 def words_on_warmup(outcome):
     """Return how long the warm-up of a row took, a list, if that is much more than as many later steps."""
     run = outcome.runs[0]
-    seconds = seconds_of_warmup(run.steps, run.warmup)
+    seconds = sum(step.dt for step in run.steps[: run.warmup])
     if seconds - run.warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
         return [f"{seconds:.0f} s of warm-up"]
     return []
@@ -139,7 +139,8 @@ def remarks_on_script(outcome):
         words.append(f"it already has {name}" if ADDED[name].is_in(seen) else words_in_vain(name, seen))
     is_known = base and base.seen and runs_the_same(outcome.row, base.row)
     if not (outcome.row.stage or is_known):
-        words_on_has, words_on_lacks = words_on_techniques(*has_and_lacks(seen))
+        has, lacks = has_and_lacks(seen)
+        words_on_has, words_on_lacks = words_on_techniques(has, lacks)
         words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *remarks_on(seen)]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"it waits for a DataLoader for {100 * waiting_share(outcome.counted):.0f} % of its time")

@@ -87,7 +87,9 @@ def stages_added(row, base_row):
 
 def techniques_of(outcome):
     """Return the Stages whose techniques are seen in a row. None are if it never ran, or if there is no row."""
-    return ladder.has_and_lacks(outcome.seen)[0] if outcome and outcome.seen else []
+    if outcome is None or outcome.seen is None:
+        return []
+    return [stage for stage in ladder.STAGES if stage.is_in(outcome.seen)]
 
 
 def computes_the_same(outcome, stages, effective):

@@ -3,7 +3,7 @@
 from html import escape
 
 from ..figures import UNITS
-from .cells import failure, in_parentheses, speed_cell
+from .cells import failure, in_one_line, in_parentheses, speed_cell
 from .rows import shortened
 
 WIDTH = 640  # all lengths are in pixels
@@ -11,6 +11,7 @@ LETTER = 8.4  # of a wide font, as DejaVu Sans
 LINE = 20  # from one row to the next
 TOP = 60  # of the first bar
 BAR = 13
+BASELINE = 11  # of a text, below the top of its bar
 MOST_LETTERS = 28  # left of a bar
 MOST_LETTERS_OF_A_BASE = 12
 MOST_LETTERS_OF_A_FAILURE = 44
@@ -41,17 +42,17 @@ def bars(outcomes, unit):
     with_speed = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error]
     with_bars = [outcome for outcome in with_speed if outcome.seen.unit == unit]
     labels = [shortened(outcome.change.label, MOST_LETTERS) for outcome in outcomes]
-    left = 16 + LETTER * max(len(label) for label in labels)
-    right = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
-    scale = (right - left) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
+    start_of_bars = 16 + LETTER * max(len(label) for label in labels)
+    end_of_bars = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
+    scale = (end_of_bars - start_of_bars) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
     y = TOP
     parts = []
     for outcome, label in zip(outcomes, labels, strict=True):
-        parts.append(text(left - 8, y, label, anchor="end"))
-        end = left
+        parts.append(text(start_of_bars - 8, y, label, anchor="end"))
+        end = start_of_bars
         if outcome in with_bars:
             end += scale * outcome.tok_per_sec
-            parts.append(f'<rect x="{left:.1f}" y="{y}" width="{end - left:.1f}" height="{BAR}"/>')
+            parts.append(f'<rect x="{start_of_bars:.1f}" y="{y}" width="{end - start_of_bars:.1f}" height="{BAR}"/>')
         parts.append(text(end + 6, y, words_beside(outcome)))
         y += LINE
     return parts
@@ -71,4 +72,4 @@ def words_beside(outcome):
 
 def text(x, y, words, anchor="start"):
     """Return words as an element of SVG, on the line of a bar whose top is at y."""
-    return f'<text x="{x:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y + BASELINE:.1f}" text-anchor="{anchor}">{escape(in_one_line(words))}</text>'

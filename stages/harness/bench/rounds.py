@@ -26,13 +26,13 @@ SPARE_MEMORY = 1.5  # of the largest row: so much must be free for the next one
 def measure(results, path):
     """Measure all rounds, and show the table after each. path: of the record.
 
-    If no row has taken a step in the first round, it is the only one.
+    It ends as soon as all rows have failed.
     """
     for round_number in range(results.bench["rounds"]):
         measure_round(round_number, results)
         show(results, path)
-        if not any(run.steps for run in results.runs.values()):
-            tell("no row has taken a step, so the bench ends here")
+        if all(results.error(row) for row in results.rows.values()):
+            tell("all rows have failed, so the bench ends here")
             return
 
 
@@ -61,18 +61,18 @@ def take_turns(round_number, results):
 
     Return why rows can't take turns, or None. The first round decides for all.
     """
-    turns = results.bench["turns"]
     processes = []
-    with contextlib.ExitStack() as stack:
-        reason = warm_up(round_number, results, processes, stack)
+    with contextlib.ExitStack() as to_close:
+        reason = warm_up(round_number, results, processes, to_close)
         if reason:
             return reason
-        for turn in range(turns):
+        for turn in range(results.bench["turns"]):
             for process in processes:
                 process.turn = turn
                 process.take(process.steps_per_turn)
             processes.reverse()  # so that a drift of speed affects all alike
-        report(round_number, f"the {turns} turns are over", results)
+        if any(process.run.turns for process in processes):
+            report(round_number, f"the {results.bench['turns']} turns are over", results)
         for process in processes:
             process.let_end()
         for process in processes:
@@ -80,16 +80,17 @@ def take_turns(round_number, results):
     return None
 
 
-def warm_up(round_number, results, processes, stack):
+def warm_up(round_number, results, processes, to_close):
     """Start a process of each row, and take it through its warm-up. Return why rows can't take turns, or None.
 
     Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
-    which fails at its start fails once. processes: a list, to which they are added. stack: an ExitStack, which ends
-    them.
+    which fails at its start fails once. processes: a list, to which they are added. to_close: an ExitStack.
     """
     rows = in_order(round_number, results)
     while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
-        started = [stack.enter_context(contextlib.closing(RowProcess(row, results, round_number))) for row in next_rows]
+        started = [
+            to_close.enter_context(contextlib.closing(RowProcess(row, results, round_number))) for row in next_rows
+        ]
         processes += started
         for process in started:
             process.wait()

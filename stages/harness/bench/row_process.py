@@ -48,8 +48,8 @@ class RowProcess:
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
-        self.keep({"kind": "start"})
-        self.run = results.runs[row.name, round_number]  # the Run of its lines
+        self.keep({"kind": "start"})  # makes its Run, and counts the process: the command has its number
+        self.run = results.runs[row.name, round_number]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 # env runs also a launcher without #!, as a shell does, and has an exit status for one that can't run
@@ -189,7 +189,7 @@ class RowProcess:
 
     def close(self):
         """End it and what it has started."""
-        end(self.process)
+        end_group(self.process)
         for file in self.records.values():
             file.close()
         self.folder.cleanup()
@@ -206,7 +206,7 @@ def new_lines(file):
         yield json.loads(line)
 
 
-def end(process):
+def end_group(process):
     """End a process and what it has started, which may have outlived it. torchrun ends its ranks when it is asked."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

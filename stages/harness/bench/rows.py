@@ -1,6 +1,7 @@
 """The rows of a bench. A row is a command: a stage or a script, the flags after it, and what launches it before it."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -22,7 +23,7 @@ SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 PYTHON = [sys.executable]
 THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
 # Programs and packages that start a Python for the script after them, for example by python3 and accelerate.
-LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
+LAUNCHERS = re.compile(r"python(\d(\.\d+)?)?|torchrun|(accelerate|deepspeed|torch\.distributed)(\..*)?")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Row:
 
 def is_launcher(name):
     """Return whether a program or a module of this name starts a Python, as python3.12 and torch.distributed.run do."""
-    return name.startswith("torch.distributed") or name.split(".")[0].rstrip("0123456789") in LAUNCHERS
+    return LAUNCHERS.fullmatch(name) is not None
 
 
 def runs_the_same(row, above):
@@ -155,7 +156,7 @@ def place_of_script(words, command):
             return place
         if word.endswith(".py") and "=" not in word:
             return place
-        if word == "-m" and next_word[:1].isalpha() and not is_launcher(next_word):
+        if word == "-m" and next_word[:1].isidentifier() and not is_launcher(next_word):
             return place
     refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")
 

@@ -92,14 +92,16 @@ def table_of(results):
     scripts_are_uneven = any(is_uneven_script(outcome) for outcome in outcomes.values())
     for outcome in outcomes.values():
         outcome.base = outcomes.get(outcome.row.base)
+        by_mean = outcome.row.stage is None and scripts_are_uneven
         if outcome.counted:
-            add_figures(outcome, bench, outcome.row.stage is None and scripts_are_uneven)
+            add_figures(outcome, bench, by_mean)
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
-    scatter = ratios.scatter_of(logs_of(outcome, outcome.base) for outcome in outcomes.values())
-    for outcome in outcomes.values():
+    logs = {name: logs_of(outcome, outcome.base) for name, outcome in outcomes.items()}
+    scatter = ratios.scatter_of(logs.values())
+    for name, outcome in outcomes.items():
         outcome.change = change_of(outcome)
         outcome.predicted = predicted_ratio(outcome, bench["rates"])
-        outcome.ratio = ratios.ratio_of(logs_of(outcome, outcome.base), scatter)
+        outcome.ratio = ratios.ratio_of(logs[name], scatter)
         outcome.ratio_to_first = ratios.ratio_of(logs_of(outcome, shown[0]), scatter)
     for above, outcome in pairwise(shown):
         outcome.is_with_row_above = outcome.base is above

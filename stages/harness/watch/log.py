@@ -27,7 +27,7 @@ import torch
 from .. import machine, meters, ranks
 from ..arithmetic import flops_per_token
 from ..common import refuse, say
-from ..figures import UNITS, are_uneven, most_memory, seconds_of_warmup, tokens_per_second, words_on_speed
+from ..figures import UNITS, are_uneven, most_memory, tokens_per_second, words_on_speed
 from ..seen import words_on_model
 
 # Between the first counted step and the last one the meters are read at most this often. That is not on the clock of a
@@ -146,7 +146,8 @@ class Log:
             words.append(f"{flops_per_token(self.seen.shape) * speed / 1e12:.3g} TFLOP/s")
         memory, meter = most_memory(steps), steps[-1].meter
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
-        words.append(f"warm-up {seconds_of_warmup(self.steps, self.warmup):.1f} s")
+        seconds_of_warmup = sum(step.dt for step in self.steps[: self.warmup])
+        words.append(f"warm-up {seconds_of_warmup:.1f} s")
         return [*lines, " | ".join(words)]
 
     # where it goes
