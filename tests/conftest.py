@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -38,8 +39,10 @@ import torch
 import torch.distributed as dist
 from fixtures.fake_card import FakeCard
 from fixtures.fake_watch import all_have_ended
+from torch.nn import functional as F
 
 WATCH = ROOT / "stages" / "watch.py"
+FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
 STAGE_FILES = {path.stem[:3]: path for path in sorted((ROOT / "stages").glob("s[0-9][0-9]_*.py"))}
 
 can_compile = pytest.mark.skipif(
@@ -144,6 +147,11 @@ def definitions(stage, *names, **given):
         if bound & set(names):
             exec(compile(ast.Module([statement], []), str(STAGE_FILES[stage]), "exec"), scope)
     return {name: scope[name] for name in names}
+
+
+def attention_of(stage):
+    """The function `attention` in a stage's own source."""
+    return definitions(stage, "attention", math=math, torch=torch, F=F)["attention"]
 
 
 def error_of(capsys, function, *arguments):

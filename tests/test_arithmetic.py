@@ -4,17 +4,15 @@ from harness import arithmetic, fit, ladder
 from harness.arithmetic import Work
 from harness.seen import Seen
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, definitions
+from conftest import ROOT, attention_of
 from fixtures.records import A100 as RECORD_OF_A100
 from fixtures.records import GPT2, SEEN, shown_by
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -44,9 +42,8 @@ def work_of(short, **shows):
 
 @pytest.mark.parametrize("size, seq_len", [("tiny", 64), ("mini", 64), ("tiny", 24)])
 def test_flops_per_token_are_what_torch_counts_in_s01s_model(size, seq_len):
-    attention = definitions("s01", "attention", torch=torch, math=math, F=F)["attention"]
     x = torch.zeros(1, seq_len, dtype=torch.long)
-    model = GPT(GPTConfig(block_size=seq_len, **SIZES[size]), attention)
+    model = GPT(GPTConfig(block_size=seq_len, **SIZES[size]), attention_of("s01"))
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
     shape = {"vocab_size": VOCAB, "seq_len": seq_len, **SIZES[size]}
@@ -102,8 +99,7 @@ def tensors_in(arguments):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_over_each_tensor_are_those_that_torch_makes(dtype):
     """In a step of s01's model, and of s03's, on a CPU and without the optimizer."""
-    attention = definitions("s01", "attention", torch=torch, math=math, F=F)["attention"]
-    model = GPT(GPTConfig(V, T, L, N_HEAD, C), attention)
+    model = GPT(GPTConfig(V, T, L, N_HEAD, C), attention_of("s01"))
     x = torch.zeros(B, T, dtype=torch.long)
     with Traffic() as traffic:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):

@@ -12,12 +12,11 @@ import signal
 from collections import Counter
 
 import pytest
-from conftest import ROOT, Ended, lines_of, python
+from conftest import FAKE_WATCH, ROOT, Ended, lines_of, python
 from fixtures.records import SEEN
 
 import bench
 
-FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
 EVERYONE = ["s01", "s02", "s02 again", "s03"]
 STEPS = WARMUP + 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -209,6 +208,7 @@ def test_a_script_that_ends_before_its_first_step_fails_once(repo, monkeypatch):
     assert [line["name"] for line in repo.lines("start")] == ["plain"]
     assert ended.err.count("failed: exit status 1") == ended.out.count("failed: exit status 1") == 1
     assert "mine.py: not started, since plain failed" in ended.out
+    assert "all rows have failed, so the bench ends here" in ended.err and "turns are over" not in ended.err
 
 
 def test_an_error_of_ours_costs_a_page_alone_and_is_shown_whole(repo, monkeypatch):

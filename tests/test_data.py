@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import io
+import os
 import sys
 import urllib.request
 from pathlib import Path
@@ -205,6 +206,7 @@ def test_a_download_that_was_half_written_is_not_used(online, merges, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(data, "ids_of_text", lambda content: FullDisk())
         assert load_tokens().source == "docs"
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.unfinished"))
     assert merges.decode(whole()) == TEXT
 
 

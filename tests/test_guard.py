@@ -73,6 +73,7 @@ def losses(tmp_path_factory):
 def test_a_note_that_fails_is_told_once_and_the_script_goes_on(tmp_path, losses, place, what):
     ended = watch_in_a_fork(tmp_path, TRAIN, "--steps", "99", status=3, change=FAIL.format(place=place))
     assert json.loads((tmp_path / "losses.json").read_text()) == losses
+    assert "no optimizer" not in ended.err
     told = [line for line in ended.err.splitlines() if "lost sight" in line]
     assert told == [f"watch.py has lost sight of {what}, and the script goes on: ZeroDivisionError: ours"]
 

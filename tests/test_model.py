@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import STAGE_FILES, definitions
+from conftest import STAGE_FILES, attention_of
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,11 +15,6 @@ from data import VOCAB
 from model import GPT, SIZES, GPTConfig
 
 SMALL = dict(vocab_size=211, block_size=24, n_layer=3, n_head=4, n_embd=48)
-
-
-def attention_of(stage):
-    """The function `attention` in a stage's own source."""
-    return definitions(stage, "attention", math=math, torch=torch, F=F)["attention"]
 
 
 SDPA = attention_of("s05")

@@ -1,6 +1,6 @@
 """The table of a bench in words: on a page and in its picture."""
 
-from harness.bench import page, picture
+from harness.bench import cells, page, picture
 
 import os
 from pathlib import Path
@@ -51,3 +51,8 @@ def test_a_page_and_its_picture_are_byte_for_byte_what_they_were(name, drawn):
 
 def test_a_script_above_the_stages_has_a_text_of_its_own():
     assert "Tiny Shakespeare" not in page.what_ran(table_from(run("my/train.py", [1.0]), run("s05", [1.0])))
+
+
+@pytest.mark.parametrize("text, shown", [("_a_b__c_", r"\_a_b\_\_c\_"), ("<a>*[b]`", r"\<a\>\*\[b\]\`")])
+def test_special_characters_of_markdown_are_escaped_and_an_underscore_inside_of_a_word_is_none(text, shown):
+    assert cells.escaped(text) == shown

@@ -16,10 +16,9 @@ import time
 from unittest import mock
 
 import pytest
-from conftest import ROOT
+from conftest import FAKE_WATCH
 from fixtures.records import SEEN, results_of, row
 
-FAKE_WATCH = ROOT / "tests" / "fixtures" / "fake_watch.py"
 TWO_RANKS = (*THIS_PYTHON["torchrun"], "--standalone", "--nproc_per_node=2")
 
 

@@ -138,6 +138,13 @@ def test_a_module_of_a_package_is_run_by_m(tmp_path):
     assert "of the last step alone, since none was counted" in ended.out
 
 
+def test_a_module_that_is_missing_is_told_from_one_that_fails(tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("raise ImportError('pip install more')")
+    assert "-m gone: No module named gone: -m looks for it from" in run_in_a_fork(tmp_path, "-m", "gone").err
+    assert "failed by ImportError, and no optimizer" in run_in_a_fork(tmp_path, "-m", "pack.train").err
+
+
 @pytest.mark.parametrize("by_the_bench", [False, True])
 def test_the_peak_of_memory_is_that_of_all_steps(tmp_path, by_the_bench):
     """Steps are shorter than the time between two readings."""
@@ -321,6 +328,12 @@ def test_the_peak_of_memory_is_read_anew_after_the_warm_up(monkeypatch):
     for _ in range(4):
         log.add_step(Step(None, 0.1, {}), may_be_last=False)
     assert [step.memory for step in log.steps] == [9, 9, 1, 1]
+
+
+def test_on_a_card_the_last_steps_of_the_warm_up_wait_after_each_part():
+    log = Log(None, warmup=4)
+    log.device = torch.device("cuda")
+    assert [number for number in range(9) if log.waits_in(number)] == [2, 3]
 
 
 def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monkeypatch, tmp_path):

@@ -192,9 +192,6 @@ def fill_in_techniques(args):
             args.notes.append(f"nothing is compiled: {problem}")
 
 
-# what does not go together
-
-
 def check_ranks_of_stage(args):
     """Exit with one line if a stage, or its --accum, is not for as many processes as were started."""
     from . import ladder  # not above, since a stage alone loads 1,000 lines at most: see test_ladder.py
