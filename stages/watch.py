@@ -258,7 +258,7 @@ def report_end(run, status, reason):
 
     A script that failed keeps its own.
     """
-    run.finish_safely()
+    run.finish()
     run.log.notice(f"{run.script.title} {words_on_end(run, status, reason)}")
     is_untimed = not (run.log.steps or run.lost)
     return 2 if status == 0 and is_untimed else status

@@ -308,9 +308,10 @@ def test_what_a_script_deletes_is_not_held(tmp_path):
 def test_a_step_is_over_when_the_cards_are(card, monkeypatch):
     timed = []
     monkeypatch.setattr(Run, "record", lambda run, step, micro_batches: timed.append(step.dt))
-    run = Run(None, SimpleNamespace(gate=None), Log(None, WARMUP))
+    run = Run(None, SimpleNamespace(gate=None, steps=9), Log(None, WARMUP))
     run.timeline.cards = [torch.device("cuda")]
-    run.steps_taken, run.limit = 2, 9
+    run.log.device = torch.device("cpu")
+    run.steps_taken = 2
     for seconds in (5, 3):
         card.queue(100)  # between two steps
         run.begin_step()

@@ -46,11 +46,11 @@ def watch_pytorch(watcher):
         (torch.nn.utils.clip_grad, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
         (torch.autograd.profiler.profile, "__enter__", profiler.saw_profiler, "its profiler"),
-        (torch.multiprocessing, "spawn", run.refuse_spawn, "its ranks"),
-        (torch.multiprocessing, "start_processes", run.refuse_spawn, "its ranks"),
-        (os, "_exit", run.saw_exit, "its end"),
-        (os, "execv", run.saw_exec, "its end"),
-        (os, "execve", run.saw_exec, "its end"),
+        (torch.multiprocessing, "spawn", watcher.refuse_spawn, "its ranks"),
+        (torch.multiprocessing, "start_processes", watcher.refuse_spawn, "its ranks"),
+        (os, "_exit", watcher.saw_exit, "its end"),
+        (os, "execv", watcher.saw_exec, "its end"),
+        (os, "execve", watcher.saw_exec, "its end"),
     ):
         call_first(owner, name, guarded(hook, what, run), watcher.timeline, mark)
     # torch.compile would look into these, and skips the others while it traces

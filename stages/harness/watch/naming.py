@@ -7,7 +7,7 @@ import traceback
 from torch import nn
 
 from .counting import FABRIC
-from .threads import is_of_a_library, is_of_library_module
+from .threads import is_of_a_library, lies_in_a_library
 
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate", "skorch")
 
@@ -70,4 +70,4 @@ def is_class_of_user(owner_class):
     """Return whether a class is in the user's own code. One of a module that has no file is not."""
     module = sys.modules.get(owner_class.__module__)
     path = getattr(module, "__file__", None)
-    return path is not None and not is_of_library_module(vars(module), path)
+    return path is not None and not lies_in_a_library(vars(module), path)

@@ -13,6 +13,7 @@ from ..common import say
 from ..figures import Step
 from . import events, gate, pytorch
 from .findings import words_on_script
+from .hooks import guarded
 from .leave import flush_stdout, leave
 from .operations import fields_of_profile
 from .own_code import OwnCode
@@ -53,13 +54,11 @@ class Run:
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
+        self.finish = guarded(self.write_summary, "its figures", self)
+        self.world_size = 1  # how many processes train together, known after the first step
         # before the first step
         self.spent_before = Counter()  # {kind: seconds}
         self.lines_before = Counter()  # {line: seconds} of own code
-        # from the first step on:
-        self.world_size = 1  # how many processes train together
-        self.profiles_last = False  # whether the last step is profiled
-        self.limit = None  # how many steps are recorded, if there is no gate
         self.begin_step()
 
     # a step
@@ -149,9 +148,7 @@ class Run:
             self.begin_step()
 
     def prepare(self):
-        """Decide after the first step how many follow, and refuse ranks that nobody watches."""
-        self.profiles_last = self.log.device.type != "cpu" and self.args.steps > 2
-        self.limit = self.args.steps - 1 if self.profiles_last else self.args.steps
+        """Get ready for the other steps, when the first one has ended. Ranks that nobody watches are refused."""
         self.habits.models.clear()  # a library may call a model when it builds it: what is trained is called again
         if count_threads_of_script() == 0:  # these would take turns more often than without us
             sys.setswitchinterval(SWITCH_INTERVAL)
@@ -171,6 +168,16 @@ class Run:
         if self.world_size > 1 and not self.was_launched:
             remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.script.title}"
             self.reject(f"{self.script.title} starts {self.world_size} ranks by itself: start them with {remedy}")
+
+    @property
+    def profiles_last(self):
+        """Whether the last step is profiled, and not recorded."""
+        return self.log.device.type != "cpu" and self.args.steps > 2
+
+    @property
+    def limit(self):
+        """How many steps are recorded, if there is no gate."""
+        return self.args.steps - 1 if self.profiles_last else self.args.steps
 
     def is_another_wanted(self):
         """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
@@ -237,14 +244,7 @@ class Run:
         self.read_lists()
         return self.spent["backward"] > 0
 
-    def finish_safely(self):
-        """Finish. If that fails, the script still ends as it would."""
-        try:
-            self.finish()
-        except Exception as error:
-            self.lose_sight("its figures", error, ends_row=False)
-
-    def finish(self):
+    def write_summary(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""
         flush_stdout()
         if not self.log.steps or self.has_finished:
@@ -261,28 +261,12 @@ class Run:
     def end_script_if_over(self):
         """End a script that begins a step that is not wanted. What it does after its last step has run by then."""
         if self.is_over:
-            self.finish_safely()
+            self.finish()
             words = f"was stopped after {self.steps_taken} steps, when it began another"
             if self.script.saves:
                 words += ", and before its --save: raise --steps"
             self.log.notice(f"{self.script.title} {words}")
             leave(0)
-
-    def saw_exit(self, status):
-        """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
-        if self.has_finished:
-            return
-        self.finish_safely()
-        self.log.notice(f"{self.script.title} ended by os._exit({status}) after {self.steps_taken} steps")
-
-    def saw_exec(self, path, *args, **options):
-        """Say that the script becomes another program, which is not watched. In a bench the row fails."""
-        if not os.access(path, os.X_OK):  # os.execlp() tries all folders of PATH
-            return
-        path = os.fsdecode(path)
-        self.log.notice(f"{self.script.title} becomes {path} by os.exec, and what that does is not watched")
-        if self.args.gate:
-            self.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
 
     def fail_row(self, message):
         """End a row of a bench, which reads the reason in its record."""
@@ -293,12 +277,6 @@ class Run:
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
         say(f"error: {line}", self.log.err)
         leave(2)
-
-    def refuse_spawn(self, *args, **kwargs):
-        """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
-        problem = "starts ranks by torch.multiprocessing.spawn, which can't be watched"
-        remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
-        self.reject(f"{self.script.title} {problem}: {remedy}")
 
 
 def in_a_line(error):

@@ -47,11 +47,11 @@ def count_threads_of_script():
 
 def is_of_a_library(frame):
     """Return whether a frame is not in the user's own code, to which a script belongs wherever it lies."""
-    return is_of_library_module(frame.f_globals, frame.f_code.co_filename)
+    return lies_in_a_library(frame.f_globals, frame.f_code.co_filename)
 
 
-def is_of_library_module(scope, path):
-    """Return whether a module is not the user's own. scope: its names. path: of its file."""
+def lies_in_a_library(scope, path):
+    """Return whether the code of a module is not the user's own. scope: its names. path: of its file."""
     if scope is sys.modules["__main__"].__dict__:
         return False
     is_of_torch = str(scope.get("__name__")).startswith("torch.")  # also what torch.compile made, in a cache

@@ -7,6 +7,7 @@ A Watcher notes what it sees in a Timeline, and decides which optimizer ends a s
 a step when it has ended: see events.py, and run.py for what is done with it.
 """
 
+import os
 import time
 import weakref
 from collections import Counter
@@ -55,10 +56,7 @@ class Watcher:
         if not torch.is_grad_enabled():
             return "evaluation"  # which may also follow the last step
         self.run.end_script_if_over()
-        if not self.has_called:
-            self.has_called = True
-            if self.run.steps_taken == 0:  # else a compiled function has called the model so far
-                self.run.begin_first_step()
+        self.begin_with_first_call()
         device_type = signature.weight.device.type
         self.added.before_forward(module, device_type)
         tensor, batch, is_computed = signature.read(args, kwargs)
@@ -73,6 +71,12 @@ class Watcher:
         if torch.is_autocast_enabled(device_type):
             self.timeline.note("autocast", machine.dtype_name(torch.get_autocast_dtype(device_type)))
         return "forward"
+
+    def begin_with_first_call(self):
+        """Begin the first step with the first call, unless a compiled function has called the model so far."""
+        if not self.has_called and self.run.steps_taken == 0:
+            self.run.begin_first_step()
+        self.has_called = True
 
     def saw_autocast(self, autocast):
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
@@ -104,11 +108,15 @@ class Watcher:
         self.added.autocast.close()
         self.timeline.note("loss", losses_of(tensors))
         if self.run.steps_taken == 0:
-            self.backwards_before_first_step += 1
-            if self.backwards_before_first_step == MANY_BACKWARDS:
-                words = "one of another kind can't be watched, and such a script is not stopped"
-                self.run.log.notice(f"{MANY_BACKWARDS} backwards, and no optimizer of torch.optim has stepped: {words}")
+            self.count_backward()
         return "backward"
+
+    def count_backward(self):
+        """Count a backward before the first step, and say so if there are very many."""
+        self.backwards_before_first_step += 1
+        if self.backwards_before_first_step == MANY_BACKWARDS:
+            words = "one of another kind can't be watched, and such a script is not stopped"
+            self.run.log.notice(f"{MANY_BACKWARDS} backwards, and no optimizer of torch.optim has stepped: {words}")
 
     def saw_grad(self, *args, **kwargs):
         """Return the kind of torch.autograd.grad(), which may be a part of a loss."""
@@ -168,6 +176,28 @@ class Watcher:
                 self.main_ref = optimizer_ref
                 self.others.clear()
                 self.run.begin_step()  # anew, so that no step of ten is reported
+
+    def saw_exit(self, status):
+        """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
+        if self.run.has_finished:
+            return
+        self.run.finish()
+        self.run.log.notice(f"{self.run.script.title} ended by os._exit({status}) after {self.run.steps_taken} steps")
+
+    def saw_exec(self, path, *args, **options):
+        """Say that the script becomes another program, which is not watched. In a bench the row fails."""
+        if not os.access(path, os.X_OK):  # os.execlp() tries all folders of PATH
+            return
+        path = os.fsdecode(path)
+        self.run.log.notice(f"{self.run.script.title} becomes {path} by os.exec, and what that does is not watched")
+        if self.run.args.gate:
+            self.run.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
+
+    def refuse_spawn(self, *args, **kwargs):
+        """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""
+        problem = "starts ranks by torch.multiprocessing.spawn, which can't be watched"
+        remedy = "call its function directly, with the RANK and WORLD_SIZE of torchrun, or 0 and 1"
+        self.run.reject(f"{self.run.script.title} {problem}: {remedy}")
 
     def end_step(self):
         """End a step, and begin the next one, if one is wanted."""
