@@ -1,13 +1,8 @@
 """A script that is watched trains and ends as it does alone, whatever our own code does."""
 
-from harness.watch import timeline
-from harness.watch.events import Batch, Call, count_of
-from harness.watch.run import Run
-
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL, STAGE_FILES, WATCH, python, run_script
@@ -255,46 +250,3 @@ def test_in_ipython_it_ends_nothing(tmp_path):
 def test_a_stage_that_is_stopped_before_its_save_says_so(tmp_path):
     ended = run_in_a_fork(tmp_path, "--steps", "3", STAGE_FILES["s01"], *SMALL, "--save", "w.pt")
     assert ended.err.splitlines()[-1].endswith("when it began another, and before its --save: raise --steps")
-
-
-# What begins late
-
-
-@pytest.mark.parametrize(
-    "step, has",
-    [
-        (f"optimizer.param_groups[0]['lr'] *= 1 if step < 6 else 0.9\n{LEARN}", "learning-rate schedule (s08)"),
-        (f"optimizer.param_groups[0]['lr'] = 0.2 if step == 5 else 0.1\n{LEARN}", "learning-rate schedule (s08)"),
-        (f"if step > 5:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n{LEARN}", "clipping (s07)"),
-        (f"if step > 5:\n    torch.autocast('cpu').__enter__()\n{LEARN}", "autocast (s03)"),
-        ("if step > 5:\n    (model(x).sum() / 2).backward()\nlearn(model(x).sum() / 2)", "accumulation (s11)"),
-    ],
-)
-def test_what_a_script_begins_late_it_has(tmp_path, step, has):
-    ended = watch_in_a_fork(tmp_path, Loop(step).text, "--steps", "9")
-    assert has in ended.out
-    early, late = ended.of_kind("seen")[0], ended.of_kind("seen")[-1]
-    assert early != late
-
-
-def test_threads_that_a_script_asks_for_too_late_are_told(tmp_path):
-    setting = "import os\nos.environ['OMP_NUM_THREADS'] = '7'"
-    ended = watch_in_a_fork(tmp_path, Loop(LEARN, setting).text, "--steps", "5")
-    assert "OMP_NUM_THREADS or MKL_NUM_THREADS after watch.py has imported torch, too late" in ended.err
-
-
-def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
-    """The optimizer of a script may never step."""
-    monkeypatch.setattr(timeline, "MOST", 50)
-    run = Run(None, SimpleNamespace(), SimpleNamespace(steps=[], waits_in=lambda number: False))
-    began = run.timeline.marks[0][2]
-    batch = Batch("sample", 4, None, 4)
-    for number in range(500):
-        run.timeline.mark("forward")
-        run.timeline.note("call", Call(run, True, 0, str(number), batch))
-        run.timeline.mark("rest")
-        assert len(run.timeline.marks) <= 51 and len(run.timeline.notes) <= 51
-    run.timeline.end_step()
-    run.read_lists()
-    assert count_of(run.micro_batches, "sample") == 2000
-    assert sum(run.spent.values()) == pytest.approx(run.timeline.marks[-1][1] - began, rel=0.1)

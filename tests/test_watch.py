@@ -3,37 +3,19 @@
 Most are forks of one process. What only a process from its first line shows has one of its own.
 """
 
-from harness import meters
 from harness.bench.rows import row_of
 from harness.figures import Step
-from harness.seen import Seen
 from harness.steps import WARMUP
-from harness.watch import gate, pytorch
-from harness.watch.causes import causes
-from harness.watch.events import KINDS, Habits
-from harness.watch.log import Log
-from harness.watch.profiler import StepProfiler, busy_ms
-from harness.watch.run import Run
 from harness.watch.shares import mean_shares
-from harness.watch.timeline import Timeline
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
-import time
-from collections import Counter
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, WATCH, lines_of, python, run_by_the_bench, run_script
 from fixtures.loops import LEARN, LOOPS, WORDS, Loop, run_in_a_fork, watch_in_a_fork
-from fixtures.records import SEEN
-from torch.autograd import DeviceType
 
 # Four sequences of 8 tokens in each of 2 micro-batches. It keeps its own sum of losses.
 START, PAUSE = "own = []", "time.sleep(0.1)"  # lines that a test replaces
@@ -292,6 +274,29 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
         assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
+@pytest.mark.parametrize(
+    "step, has",
+    [
+        (f"optimizer.param_groups[0]['lr'] *= 1 if step < 6 else 0.9\n{LEARN}", "learning-rate schedule (s08)"),
+        (f"optimizer.param_groups[0]['lr'] = 0.2 if step == 5 else 0.1\n{LEARN}", "learning-rate schedule (s08)"),
+        (f"if step > 5:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n{LEARN}", "clipping (s07)"),
+        (f"if step > 5:\n    torch.autocast('cpu').__enter__()\n{LEARN}", "autocast (s03)"),
+        ("if step > 5:\n    (model(x).sum() / 2).backward()\nlearn(model(x).sum() / 2)", "accumulation (s11)"),
+    ],
+)
+def test_what_a_script_begins_late_it_has(tmp_path, step, has):
+    ended = watch_in_a_fork(tmp_path, Loop(step).text, "--steps", "9")
+    assert has in ended.out
+    early, late = ended.of_kind("seen")[0], ended.of_kind("seen")[-1]
+    assert early != late
+
+
+def test_threads_that_a_script_asks_for_too_late_are_told(tmp_path):
+    setting = "import os\nos.environ['OMP_NUM_THREADS'] = '7'"
+    ended = watch_in_a_fork(tmp_path, Loop(LEARN, setting).text, "--steps", "5")
+    assert "OMP_NUM_THREADS or MKL_NUM_THREADS after watch.py has imported torch, too late" in ended.err
+
+
 A_FOLD = """if step % 3 == 0:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -303,51 +308,6 @@ print("alive:", sum(ref() is not None for ref in models))"""
 def test_what_a_script_deletes_is_not_held(tmp_path):
     text = Loop(A_FOLD, "import weakref\nmodels = []").text
     assert watch_in_a_fork(tmp_path, text).out.splitlines().count("alive: 1") == 13
-
-
-def test_a_step_is_over_when_the_cards_are(card, monkeypatch):
-    timed = []
-    monkeypatch.setattr(Run, "record", lambda run, step, micro_batches: timed.append(step.dt))
-    run = Run(None, SimpleNamespace(gate=None, steps=9), Log(None, WARMUP))
-    run.timeline.cards = [torch.device("cuda")]
-    run.log.device = torch.device("cpu")
-    run.steps_taken = 2
-    for seconds in (5, 3):
-        card.queue(100)  # between two steps
-        run.begin_step()
-        card.queue(seconds)
-        run.end_step()
-    assert timed == [5, 3]
-
-
-def test_the_peak_of_memory_is_read_anew_after_the_warm_up(monkeypatch):
-    peaks = [9]
-    monkeypatch.setattr(meters, "peak_memory", lambda device: (peaks[-1], "a meter"))
-    monkeypatch.setattr(meters, "reset_peak_memory", lambda device: peaks.append(1))
-    log = Log(None, warmup=2)
-    log.device = torch.device("cpu")
-    for _ in range(4):
-        log.add_step(Step(None, 0.1, {}), may_be_last=False)
-    assert [step.memory for step in log.steps] == [9, 9, 1, 1]
-
-
-def test_on_a_card_the_last_steps_of_the_warm_up_wait_after_each_part():
-    log = Log(None, warmup=4)
-    log.device = torch.device("cuda")
-    assert [number for number in range(9) if log.waits_in(number)] == [2, 3]
-
-
-def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monkeypatch, tmp_path):
-    monkeypatch.setattr(gate, "end_process", mock.Mock(side_effect=SystemExit))
-    monkeypatch.setattr(time, "sleep", mock.Mock(side_effect=TimeoutError))  # it waits on
-    with subprocess.Popen([sys.executable, "-c", ""]) as bench:
-        os.waitid(os.P_PID, bench.pid, os.WEXITED | os.WNOWAIT)  # which leaves a zombie
-        with pytest.raises(SystemExit):
-            gate.wait(tmp_path, bench.pid, 10**9)
-    with pytest.raises(SystemExit):
-        gate.wait(tmp_path, bench.pid, 10**9)
-    with pytest.raises(TimeoutError):
-        gate.wait(tmp_path, os.getpid(), 10**9)
 
 
 GRADIENT = """y = model(x)
@@ -363,79 +323,6 @@ def test_autograd_grad_is_a_backward(tmp_path):
     assert [step["spent"]["backward"] for step in ended.of_kind("step")] == [1] * 5
 
 
-def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
-    timeline = Timeline(StepProfiler(), read_lists=None)
-    timeline.begin_step()
-    timeline.mark("forward", entered=1.0)
-    kind, entered, left = timeline.marks[-1]
-    assert (kind, entered) == ("forward", 1.0) and left > 1.0
-    timeline.cards = [torch.device("cuda")]
-    timeline.mark("rest", entered=1.0)
-    kind, entered, left = timeline.marks[-1]
-    assert (kind, entered) == ("rest", left)
-
-
-def test_what_the_profiler_does_is_not_on_the_clock(card):
-    profiler = SimpleNamespace(is_open=True, kind_begins=lambda kind: card.synchronize())
-    timeline = Timeline(profiler, read_lists=None)
-    timeline.begin_step()
-    card.queue(9)  # seconds in which the profiler lists what it saw
-    timeline.mark("rest")
-    assert timeline.marks[-1] == ("rest", 0.0, 9.0)
-
-
-def test_a_profile_on_a_cpu_ends_before_another_micro_batch_if_it_has_seen_enough(monkeypatch):
-    monkeypatch.setattr(pytorch, "nodes_made", mock.Mock(side_effect=[0, 900, 1100, 1100]))
-    profile = StepProfiler()
-    profile.start(torch.device("cpu"), "rest")
-    is_open = []
-    for kind in ("forward", "backward", "forward"):
-        profile.kind_begins(kind)
-        is_open.append(profile.is_open)
-    assert is_open == [True, True, False]
-
-
-def run_that_spent(device, **spent):
-    """What causes() needs of a Run whose steps take 0.1 s each. spent: seconds of a step."""
-    steps = 9 * [Step(None, 0.1, dict.fromkeys(KINDS, 0.0) | spent)]
-    log = SimpleNamespace(reported_steps=lambda: steps, counted_steps=lambda: steps)
-    log.device, log.seen = torch.device(device), Seen.of_line(SEEN)
-    own_code = SimpleNamespace(lines={"rest": Counter({"train.py:3": 0.9}), "loss": Counter({"train.py:7": 0.9})})
-    return SimpleNamespace(log=log, own_code=own_code, habits=Habits(), optimizers=[])
-
-
-def test_on_a_card_what_a_running_queue_hides_is_no_cause():
-    """Without a profile nobody knows how long the card waited."""
-    run = run_that_spent("cuda", rest=0.09, forward=0.01)
-    assert causes(run) == []
-    run.log.seen.busy_ms = 20.0
-    assert causes(run)[0] == "80 % is the script's own code, neither forward, loss, backward nor update"
-
-
-def test_a_card_that_is_idle_is_so_for_one_reason():
-    run = run_that_spent("cuda", data=0.05, rest=0.04, forward=0.01)
-    run.habits.loaders, run.log.seen.busy_ms = {0: 9}, 60.0
-    [words] = causes(run)
-    assert words.startswith("40 % is waiting for a DataLoader")
-
-
-@pytest.mark.parametrize(
-    "spent, told",
-    [
-        ({"data": 0.012}, ["12 % is waiting for a DataLoader with num_workers=2"]),
-        ({"data": 0.008, "evaluation": 0.008}, []),
-        ({"evaluation": 0.012}, ["12 % goes to forwards without gradients"]),
-        ({"loss": 0.04, "backward": 0.05}, ["40 % is the loss", "    40 % train.py:7"]),
-        ({"loss": 0.02, "backward": 0.05}, []),  # less than the forward
-    ],
-)
-def test_what_takes_much_of_the_time_on_a_cpu_is_told(spent, told):
-    run = run_that_spent("cpu", forward=0.1 - sum(spent.values()), **spent)
-    run.habits.loaders = {0: 1, 2: 9}  # batches of loaders by their workers
-    shares = [words for words in causes(run) if "%" in words]  # without one on a card that this machine may have
-    assert [words[: len(begin)] for words, begin in zip(shares, told, strict=True)] == told
-
-
 BEFORE_WATCH = f"""import runpy, sys, torch
 sys.path.insert(0, {str(WATCH.parent)!r})
 sys.argv, sys.asked = ["", "+bf16", "train.py"], []
@@ -449,15 +336,6 @@ def test_nothing_asks_a_card_anything_nor_imports_dynamo_before_the_first_line(t
     """Later on CUDA_VISIBLE_DEVICES would have no effect any more."""
     (tmp_path / "train.py").write_text("import sys\nprint(sys.asked, 'torch._dynamo' in sys.modules)\n")
     assert "\n[] False\n" in python("-c", BEFORE_WATCH, folder=tmp_path).out
-
-
-def test_a_card_is_busy_while_at_least_one_kernel_runs():
-    def event(kind, start, end):
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(device_type=kind, time_range=span, is_user_annotation=False)
-
-    events = [event(DeviceType.CUDA, 0, 1000), event(DeviceType.CUDA, 500, 2000), event(DeviceType.CUDA, 4000, 5000)]
-    assert busy_ms([*events, event(DeviceType.CPU, 0, 9000)]) == 3.0
 
 
 # Where it runs, and where it is
