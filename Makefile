@@ -73,8 +73,9 @@ test: $(dev)
 
 # The docstring of the stage, and the lines that change below the docstrings of both. git diff ends with 1 if any do.
 stages := $(sort $(wildcard stages/s[0-9][0-9]_*.py))
-diff: new = $(word $(N),$(stages))
-diff: old = $(word $(N),none $(stages))
+number = $(firstword $(filter $(shell seq 2 99),$(N)) 99)
+diff: new = $(word $(number),$(stages))
+diff: old = $(word $(number),none $(stages))
 diff:
 	@test -e '$(old)' -a -e '$(new)' || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }
 	@sed -n '1,/^"""$$/p' $(new)

@@ -157,6 +157,7 @@ def run(task, argv):
     path = ROOT / "results" / f"{name}.jsonl"
     check_out(path)
     bench = new_bench(task, probe(task), argv)
+    check_out(path)  # once more, since another bench may have begun
     with open(path, "x", encoding="utf-8") as file:
         command = shlex.join(["python", "bench.py", "--render", path.stem])
         tell(f"all steps go to results/{path.name}; if the bench is killed, {command} makes the page")
@@ -176,7 +177,7 @@ def check_out(path):
     """Exit with one line if the record of a bench can't be written, or is there already, or its page is."""
     try:
         path.parent.mkdir(exist_ok=True)
-        for file in (path, path.with_suffix(".md")):
+        for file in (path, path.with_suffix(".md"), path.with_suffix(f".svg.{os.getpid()}.unfinished")):
             file.touch(exist_ok=False)
             file.unlink()  # until there is something to write
     except OSError as error:

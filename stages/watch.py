@@ -50,8 +50,9 @@ def main(argv):
     ranks.check_ranks()
     args = parse_command(argv)
     script = script_of(args)
-    # copies, which work whatever the script does with its own
-    out, err = (os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in (1, 2))
+    # copies, which work whatever the script does with its own; by their numbers no file of the script is taken for one
+    copies = [os.dup2(number, 200 + number, inheritable=False) for number in (1, 2)]
+    out, err = (os.fdopen(number, "w", encoding="utf-8", errors="replace") for number in copies)
     log = Log(args.record_path, args.warmup, out, err)
     run = Run(script, args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
@@ -222,6 +223,8 @@ def report_failure(error, run):
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as end:
         return status_of(end)
+    except Exception:  # the script's own hook fails, or is None
+        sys.__excepthook__(type(error), error, error.__traceback__)
     return 1
 
 
@@ -248,6 +251,7 @@ def execute(script, run):
     main_module.__file__ = os.path.abspath(sys.argv[0])  # as Python has it, for scripts that change their folder
     main_module.__spec__ = spec
     main_module.__builtins__ = builtins
+    main_module.__cached__ = spec.cached if spec else None
     main_module.__package__ = spec.parent if spec else None
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     exec(code, main_module.__dict__)

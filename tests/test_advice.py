@@ -4,6 +4,8 @@ from harness import ladder, machine
 from harness.seen import Seen
 from harness.watch.causes import words_on_loader
 from harness.watch.naming import framework_of, name_in_script
+from harness.watch.techniques import what_has_no_kernel
+from harness.watch.watcher import learning_rates_of
 
 import re
 import sys
@@ -108,6 +110,26 @@ IN_A_ROW = f"{IN_FLOAT16}, without which these losses are not those of a trainin
 )
 def test_what_to_type_has_the_scripts_own_names(stage, fields, typed):
     assert ladder.stage_of(stage).what_to_type(Seen(**SEEN | fields)) == typed
+
+
+class Own(torch.optim.SGD):
+    """A script's own, which can't be made with fused=True."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+
+def test_fused_is_advised_where_it_can_be_typed():
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizers = torch.optim.Adam(parameters), torch.optim.Adam(parameters, foreach=True), Own(parameters)
+    assert [what_has_no_kernel(optimizer) for optimizer in optimizers] == [None, "foreach=True", "Own"]
+
+
+def test_a_rate_of_any_group_is_a_schedule():
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=torch.tensor(0.5))
+    before = learning_rates_of(optimizer)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+    assert (before, learning_rates_of(optimizer)) == ((0.5, 0.5), (0.5, 0.25))
 
 
 def test_autocast_is_neither_had_nor_lacking_in_a_step_without_a_matmul():

@@ -212,10 +212,11 @@ def test_a_script_that_ends_before_its_first_step_fails_once(repo, monkeypatch):
 
 
 def test_an_error_of_ours_costs_a_page_alone_and_is_shown_whole(repo, monkeypatch):
-    monkeypatch.setattr(bench.rounds.picture, "svg", lambda table, name: 1 / 0)
+    monkeypatch.setattr(bench.rounds.page, "page", lambda table, name: 1 / 0)
     ended = repo.run("s01", flags=("--rounds=1",))
     assert "Traceback" in ended.err
     assert "ZeroDivisionError: division by zero\n\nresults/x.md was not written" in ended.err
+    assert not repo.page.with_suffix(".svg").exists()  # which would belong to another page
 
 
 def test_rows_may_use_all_cores_though_openmp_binds_the_bench_to_one():

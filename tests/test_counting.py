@@ -34,10 +34,24 @@ def batch_of(module, **inputs):
         ({"x": TEXT, "after": NEXT}, 32),  # by its values
         ({"anchors": OTHER, "positives": LONG_TEXT}, 2 * 36),
         ({"masked_ids": OTHER, "input_mask": OTHER}, 36),
+        ({"x": OTHER, "sizes": torch.full((4,), 9)}, 36),
+        ({"x": nn.utils.rnn.pack_padded_sequence(OTHER, [9, 5, 3, 2], batch_first=True)}, 19),
+        ({"batch": (OTHER, OTHER.masked_fill(OTHER < 20, -100))}, 36),  # only what is masked is predicted
+        ({"x": OTHER, "valid": (OTHER > 5).long()}, 36),
     ],
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):
     assert batch_of(LANGUAGE_MODEL, **inputs).count == count
+
+
+def test_a_layer_that_may_read_time_first_leaves_open_which_is_the_batch():
+    assert batch_of(nn.LSTM(3, 4), input=torch.rand(50, 8, 3)) == Batch()
+    assert batch_of(nn.Sequential(LANGUAGE_MODEL, nn.LSTM(3, 4)), input=LONG_TEXT) == Batch("tok", None, None, 36)
+
+
+def test_bytes_and_sparse_rows_are_neither_text_nor_samples():
+    assert batch_of(nn.Sequential(nn.Embedding(5, 4)), x=torch.zeros(4, 9, dtype=torch.uint8)) == Batch()
+    assert batch_of(LINEAR, x=torch.eye(3).to_sparse_csr(), y=torch.rand(3, 3)) == Batch()
 
 
 def test_users_and_items_of_one_column_are_no_labels():
@@ -83,11 +97,11 @@ def test_a_speed_has_digits_that_say_something():
 
 
 class Table(nn.Module):
-    """Two columns of categories, each with an embedding, beside columns of numbers."""
+    """Two columns of categories, each with two embeddings, beside columns of numbers."""
 
     def __init__(self):
         super().__init__()
-        self.embeddings = nn.ModuleList([nn.Embedding(9, 4) for _ in range(2)])
+        self.embeddings = nn.ModuleList([nn.Embedding(9, 4) for _ in range(4)])
 
     def forward(self, categories, numbers):
         """Only its signature is read."""

@@ -92,6 +92,10 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
         ([call(), backward(), ("other", None), call("maker", batch=EIGHT), backward(5.0)], "sample", 8, 5.0),  # a GAN
         ([("other", None), call(), backward()], "sample", 4, 1.0),
         ([call(), ("scaled", [(2.0, HALF)]), backward(4096.0)], "sample", 4, 2.0),
+        ([call(), ("scaled", [(2.0, None)]), ("scaled", [(1.0, None)]), backward(4096.0)], "sample", 4, None),  # a sum
+        ([call(), backward(0.5, HALF), call(version=1), backward(0.2, HALF)], "sample", 4, 0.5),  # LBFGS
+        ([call(), backward(0.5, HALF), call(tensor="y", version=1), backward(0.2, HALF)], "sample", 8, 0.7),  # max_norm
+        ([call(), backward(0.5, HALF), call("other"), backward(0.2, HALF)], "sample", 8, None),
         ([call()], "sample", 4, None),  # without backward()
         ([backward(7.0)], "step", 0, 7.0),  # the model is called by a compiled function
         ([call(batch=Batch()), backward(float("inf"))], "step", 0, float("inf")),
@@ -118,8 +122,13 @@ def test_what_a_step_trains_on(step, unit, count, loss):
     ],
 )
 def test_losses_are_accumulated_if_they_are_shares_of_one(shares, number):
-    step = [note for share in shares for note in (call(), backward(1.0, share))]
+    step = [note for tensor, share in enumerate(shares) for note in (call(tensor=tensor), backward(1.0, share))]
     assert accumulated(micro_batches_of(step)) == number
+
+
+def test_losses_of_one_batch_with_their_weights_are_no_shares():
+    step = [call(), backward(0.7, (0.7, "mse")), call(), backward(0.3, (0.3, "mse"))]
+    assert accumulated(micro_batches_of(step)) == 1
 
 
 def habits_of(*steps):

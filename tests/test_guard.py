@@ -115,7 +115,9 @@ ON_META = "extra = nn.Parameter(torch.empty(2, device='meta'))"
 ADD = "if step == 0:\n    optimizer.add_param_group({'params': [extra]})"
 TRAIN_ALONE = {
     "parameters() that returns a list": Loop(ONE_STEP, LISTS),
-    "an attribute called modules": Loop(ONE_STEP, "model = nn.Sequential(model)\nmodel.modules = ['a', 'b']"),
+    "an attribute called modules": Loop(
+        ONE_STEP, "model = nn.Sequential(model)\nmodel.modules = model.named_modules = ['a']"
+    ),
     "an optimizer with an empty group": Loop(
         f"{ONE_STEP}\nfrozen.step()", "frozen = torch.optim.SGD([{'params': []}])"
     ),
@@ -132,6 +134,7 @@ TRAIN_ALONE = {
     ),
     "a lazy layer that is never called": Loop("learn(model[0](x).sum())", UNUSED),
     "a parameter on meta": Loop(f"{ONE_STEP}\n{ADD}", ON_META),
+    "a module of torch.fx": Loop(ONE_STEP, "model = torch.fx.symbolic_trace(model)"),
     "a complex loss": Loop("y = model(x).sum().to(torch.complex64)\ny.backward(torch.ones_like(y))\noptimizer.step()"),
     "a gradient in TorchScript": Loop(f"force(model(x).sum(), x)\n{ONE_STEP}", SCRIPTED),
 }
@@ -144,6 +147,11 @@ def test_what_trains_alone_is_watched(tmp_path, name, words):
     ended = watch_in_a_fork(tmp_path, loop.text, "--steps", "5", *words)
     assert "lost sight" not in ended.err
     assert ended.figures("tokens") == 5 * [loop.counted[1]]
+
+
+def test_modules_may_lie_as_deep_as_python_allows(tmp_path):
+    deep = "for depth in range(300):\n    model = nn.Sequential(model)"
+    assert watch_in_a_fork(tmp_path, Loop(ONE_STEP, deep).text, "--steps", "5").figures("tokens") == 5 * [4]
 
 
 # The end
@@ -180,6 +188,19 @@ def test_a_script_that_is_stopped_leaves_nothing_half_done(tmp_path):
     assert not (tmp_path / "checkpoint").exists()
     [children] = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("children")]
     assert not any(is_alive(pid) for pid in children)
+
+
+CLOSES = f"""if step == 3:
+    import os
+    os.closerange(3, 256)  # as a daemon does
+    own = [open(f"own{{number}}", "w") for number in range(9)]
+{ONE_STEP}"""
+
+
+def test_nothing_of_ours_is_written_into_the_files_of_a_script_that_closes_all(tmp_path):
+    ended = watch_in_a_fork(tmp_path, Loop(CLOSES).text, "--steps", "9")
+    assert len(ended.of_kind("step")) == 9
+    assert [path.read_text() for path in tmp_path.glob("own?")] == 9 * [""]
 
 
 def test_all_optimizers_take_the_last_step(tmp_path):

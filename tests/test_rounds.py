@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import signal
 import time
 from unittest import mock
 
@@ -122,6 +123,17 @@ def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
+
+
+def test_a_row_without_a_clock_fails():
+    assert "may have replaced time.perf_counter()" in outcome_of(dt=0).error["message"]
+
+
+def test_a_second_ctrl_c_leaves_no_row():
+    process = mock.Mock(wait=mock.Mock(side_effect=[KeyboardInterrupt, None]))
+    with mock.patch.object(os, "killpg") as kill, pytest.raises(KeyboardInterrupt):
+        row_process.end_group(process)
+    assert [call.args[1] for call in kill.call_args_list] == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_a_row_that_fails_between_what_it_saw_and_its_first_step_costs_only_itself():

@@ -130,10 +130,20 @@ def test_the_control_repeats_the_row_in_the_middle_or_the_first_of_two():
 
 def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start():
     """The second run that is the control has a number of its own, too."""
-    first, again, second = rows_of("mine.py --out=o/{row}/x", "env A=r{row} mine.py --out=o/{row}/x")
+    Path("a{row}.py").touch()
+    first, again, second = rows_of("mine.py --out=o/{row}/x", "env A=r{row} a{row}.py --out=o/{row}/x")
     numbers = [row.command(BENCH, number, FOLDER)[-1] for number, row in enumerate((first, again, second))]
     assert numbers == [f"--out=o/{count}/x" for count in range(3)]
-    assert second.command(BENCH, 5, FOLDER)[:2] == ["env", "A=r5"]
+    command = second.command(BENCH, 5, FOLDER)
+    assert (command[:2], command[-2]) == (["env", "A=r5"], "a{row}.py")
+
+
+def test_a_script_may_remove_its_folder(tmp_path):
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    row = row_of("mine.py")
+    assert (row.stage, row.takes_flags) == (None, False)
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,11 @@ class Trap:
         return pytest.fail, ("its code has run",)
 
 
-CONTENTS = [Trap(), torch.ones(3), {"config": SMALL, "weights": {}}, b"", b"First Citizen:\n"]
+NOT_FINITE = {"config": SMALL, "weights": {"lm_head.weight": torch.tensor([torch.nan])}}
+CONTENTS = [Trap(), torch.ones(3), {"config": SMALL, "weights": {}}, b"", b"First Citizen:\n", NOT_FINITE]
 
 
-@pytest.mark.parametrize("content", CONTENTS, ids=["code", "a tensor", "incomplete", "nothing", "a text"])
+@pytest.mark.parametrize("content", CONTENTS, ids=["code", "a tensor", "incomplete", "nothing", "a text", "NaN"])
 def test_what_is_no_checkpoint_is_one_line_and_none_of_its_code_runs(tmp_path, capsys, content):
     path = tmp_path / "w.pt"
     if isinstance(content, bytes):

@@ -42,7 +42,8 @@ def parse_args(doc):
         print(f"from s03 on matmuls are in {machine.dtype_name(args.amp_dtype)}")
         for note in args.notes:
             print(note)
-    sys.excepthook = lambda *failure: end_in_a_line(args.save, *failure)
+    save = args.save if ranks.is_rank_0() else None
+    sys.excepthook = lambda *failure: end_in_a_line(save, *failure)
     return args
 
 
@@ -51,6 +52,8 @@ def end_in_a_line(save, kind, error, trace):
 
     save: the path of --save, or None. For any other exception there is a traceback.
     """
+    if save and save.exists():  # torch.save() has failed, and left a part
+        save.unlink()
     if kind is TextError:
         refuse(error)
     if kind is BrokenPipeError:  # for example by `| head`
@@ -135,9 +138,6 @@ def non_negative(text):
         if 0 <= float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
-
-
-# what was not typed
 
 
 def fill_in_device(args):

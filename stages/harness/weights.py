@@ -41,6 +41,8 @@ def gpt_of(config, weights, attention):
     """Return the GPT of a GPTConfig and its tensors. Raises an exception if they do not belong together."""
     if config.n_embd % config.n_head:
         raise ValueError(f"{config.n_head} heads do not divide {config.n_embd} channels")
+    if not all(p.isfinite().all() for p in weights.values()):
+        raise ValueError("some of its weights are not finite, as after a loss that diverged")
     if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
         raise ValueError("its output head differs from its embedding, and GPT-2 has one matrix for both")
     model = GPT(config, attention)

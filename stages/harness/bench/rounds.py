@@ -166,9 +166,10 @@ def show(results, path):
 def draw(results, path):
     """Print the short table and the verdict, and write the page and its picture. path: of the record."""
     table = table_of(results)
+    drawn, written = picture.svg(table, path.stem), page.page(table, path.stem)  # both, before a file is replaced
     say(page.terminal(table))
-    write(path.with_suffix(".svg"), picture.svg(table, path.stem))
-    write(path.with_suffix(".md"), page.page(table, path.stem))
+    write(path.with_suffix(".svg"), drawn)
+    write(path.with_suffix(".md"), written)
     tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 
 

@@ -97,7 +97,8 @@ class RowProcess:
             most -= 1  # the last one is left for the profile that watch.py makes on a card
         first = min(TURNS, most)
         self.take(first)
-        self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
+        if not self.has_ended:
+            self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
 
     def take(self, steps):
         """Let it take some more steps, and wait until it has."""
@@ -142,11 +143,14 @@ class RowProcess:
 
     def error_of_silence(self, polls):
         """Return the line of the record that says why nothing more is to be expected of it, or None."""
+        if self.run.steps and self.run.steps[-1].dt <= 0:
+            return error_line("its steps take no time, so the script may have replaced time.perf_counter()")
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
         if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
             try:
-                Path(self.folder.name, "test").write_bytes(bytes(8192))
+                longest = max(path.stat().st_size for path in Path(self.folder.name).iterdir())
+                Path(self.folder.name, "test").write_bytes(bytes(longest + 8192))
             except OSError as error:
                 folder = tempfile.gettempdir()
                 return error_line(f"its record ends, since nothing can be written to {folder}: {error.strerror}")
@@ -208,7 +212,14 @@ def new_lines(file):
 
 def end_group(process):
     """End a process and what it has started, which may have outlived it. torchrun ends its ranks when it is asked."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(PATIENCE_AT_THE_END)
+    try:
+        send_to_group(process, signal.SIGTERM)
+    finally:  # also if Ctrl-C is pressed once more
+        send_to_group(process, signal.SIGKILL)
+
+
+def send_to_group(process, signal_number):
+    """Send a signal to a process and what it has started, and wait for the process."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal_number)
+        process.wait(PATIENCE_AT_THE_END)

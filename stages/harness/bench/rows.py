@@ -88,7 +88,10 @@ class Row:
         script = [path] if path.endswith(".py") else ["-m", path]
         if self.takes_flags:
             script += bench["flags"]
-        return [word.replace("{row}", str(process_number)) for word in launcher + watch + script + self.flags]
+        launcher, flags = (
+            [word.replace("{row}", str(process_number)) for word in words] for words in (launcher, self.flags)
+        )
+        return launcher + watch + script + flags
 
     def variables(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""

@@ -88,4 +88,4 @@ def can_compile_in_place(module):
 
 def is_of_pytorch(module):
     """Return whether the forward of a module is PyTorch's own code, which module.compile() leaves uncompiled."""
-    return isinstance(module, torch.jit.ScriptModule) or type(module).forward.__module__.startswith("torch.")
+    return isinstance(module, torch.jit.ScriptModule) or str(type(module).forward.__module__).startswith("torch.")

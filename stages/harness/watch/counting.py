@@ -1,6 +1,7 @@
 """What a call of a module reads, and a backward: how many tokens or samples, and the loss."""
 
 import contextlib
+import dataclasses
 import inspect
 import re
 import weakref
@@ -17,23 +18,25 @@ from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads
 NAMES_WITHOUT_IDS = (
-    "mask(?!ed)|position|type",  # attention_mask, position_ids, token_type_ids, and not masked_ids
+    "mask(?!ed)|position|type|segment|is_next",  # attention_mask, position_ids, token_type_ids, and not masked_ids
+    "length|seqlen|offset|batch_sizes|sorted_indices",  # cu_seqlens; the last two are in packed sequences
     "(^|_)pos(_|$)",  # pos, pos_ids, and not positives
     "(label|target)(?!.*_in)",  # lm_labels, and not target_in, which a decoder reads
-    "gold|(^|_)(y|tags?|outs?|outputs?)$",  # tgt_out
+    r"gold|(^|_)(y|tags?|outs?|outputs?)(\.|$)",  # tgt_out
 )
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
+IDS = (torch.int64, torch.int32)  # the dtypes that nn.Embedding takes
 FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loops of one's own
 
 
 class Signature:
     """What a module takes, by which the ids of a text are told from its other arguments.
 
-    weight: its first parameter. names: of its arguments by position. embeddings: how many it has.
-    has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in one
-    dimension are users or products. labels: the names of texts that are another one's labels, or None before a call had
-    two texts.
+    weight: its first parameter that is trained, or the first. names: of its arguments by position. embeddings: how many
+    it has. has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in
+    one dimension are users or products. is_time_major: whether a layer reads (T, B) in place of (B, T), as nn.LSTM does
+    by default. labels: the names of texts that are labels or masks of others, or None before a call had two texts.
 
     Of its last call: shapes, [(name, shape, dtype)] of its tensors; batch, its Batch; and place, where its largest text
     stands among the tensors.
@@ -45,6 +48,7 @@ class Signature:
         self.names = names_of_arguments(parts)
         self.embeddings = sum(isinstance(part, nn.Embedding) for part in parts)
         self.has_vocabulary = vocabulary_of(parts) is not None
+        self.is_time_major = any(getattr(part, "batch_first", None) is False for part in parts)
         self.labels = None
         # of the last call
         self.shapes = self.batch = None
@@ -55,9 +59,8 @@ class Signature:
 
         tensor: its largest text or first tensor, by which its input is known again; None without one.
         """
-        tensors = named_tensors(enumerate(args))
-        if kwargs:
-            tensors += named_tensors(kwargs.items())
+        names = [*self.names, *range(len(self.names), len(args))]  # the last ones are of a *args
+        tensors = named_tensors([*zip(names, args, strict=False), *kwargs.items()])
         if not tensors:
             return None, Batch(), False
         is_computed = any(tensor.grad_fn is not None for _, tensor in tensors)
@@ -65,25 +68,17 @@ class Signature:
             return tensors[0][1], Batch(), is_computed
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
-            self.batch, self.place = self.batch_of([(self.name_of(name), tensor) for name, tensor in tensors])
+            self.batch, self.place = self.batch_of(tensors)
             self.shapes = shapes
         return tensors[self.place][1], self.batch, is_computed
 
-    def name_of(self, name):
-        """Return the name of an argument that was passed by name, or by position."""
-        if isinstance(name, int):
-            return self.names[name] if name < len(self.names) else ""  # of a *args
-        return str(name)
-
     def is_text(self, name, tensor):
         """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
-        if not is_whole(tensor) or HAS_NO_IDS.search(name) or CONNECTS_NODES.search(name):
+        if tensor.dtype not in IDS or HAS_NO_IDS.search(name) or CONNECTS_NODES.search(name):
             return False
-        if tensor.dim() == 1:
-            return self.has_vocabulary
-        if tensor.dim() == 2:  # a table has an embedding for each of its columns
-            return self.has_vocabulary or self.embeddings not in (0, tensor.shape[1])
-        return False
+        if tensor.dim() == 2 and tensor.numel():  # a table has an embedding or more for each of its columns
+            return self.has_vocabulary or self.embeddings % tensor.shape[1] != 0
+        return tensor.dim() == 1 and self.has_vocabulary
 
     def batch_of(self, tensors):
         """Return the Batch of named tensors, and the place of the largest text; 0 without one."""
@@ -91,24 +86,29 @@ class Signature:
         if self.labels is None and len(named_texts) > 1 and not is_captured():  # once, since it waits for a card
             self.labels = names_of_labels(named_texts)
         texts = [tensor for name, tensor in named_texts if name not in (self.labels or ())]
-        if texts:
-            largest = max(texts, key=torch.Tensor.numel)
-            is_largest = [tensor is largest for _, tensor in tensors]
-            batch_size = largest.shape[0] if largest.dim() == 2 else 1
-            count = sum(text.numel() for text in texts)
-            return Batch("tok", batch_size, largest.shape[-1], count), is_largest.index(True)
-        return batch_of_samples(tensors), 0
+        texts = [text for text in texts if text.dim() == 2] or texts  # beside (B, T) what has (B,) are lengths
+        if not texts:
+            return self.batch_of_samples(tensors), 0
+        largest = max(texts, key=torch.Tensor.numel)
+        is_largest = [tensor is largest for _, tensor in tensors]
+        batch_size, seq_len = largest.shape if largest.dim() == 2 else (1, len(largest))
+        if self.is_time_major:  # then nobody knows which is which
+            batch_size = seq_len = None
+        return Batch("tok", batch_size, seq_len, sum(text.numel() for text in texts)), is_largest.index(True)
 
+    def batch_of_samples(self, tensors):
+        """Return the Batch of named tensors without a text: samples if all agree in their first dimension, or a step.
 
-def batch_of_samples(tensors):
-    """Return the Batch of named tensors without a text: samples if all agree in their first dimension, else a step."""
-    rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
-    has_samples = any(tensor.is_floating_point() and tensor.dim() > 1 for _, tensor in tensors)
-    is_graph = any(CONNECTS_NODES.search(name) or tensor.is_sparse for name, tensor in tensors)
-    if len(rows) == 1 and has_samples and not is_graph:
-        [batch_size] = rows
-        return Batch("sample", batch_size, None, batch_size)
-    return Batch()
+        A table of series, (T, B, C), is a step.
+        """
+        rows = {tensor.shape[0] for _, tensor in tensors if tensor.dim()}
+        floats = [tensor for _, tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
+        is_graph = any(CONNECTS_NODES.search(name) or tensor.layout != torch.strided for name, tensor in tensors)
+        may_be_series = self.is_time_major and any(tensor.dim() < 4 for tensor in floats)
+        if len(rows) == 1 and floats and not (is_graph or may_be_series):
+            [batch_size] = rows
+            return Batch("sample", batch_size, None, batch_size)
+        return Batch()
 
 
 SIGNATURES = weakref.WeakKeyDictionary()  # {module: its Signature}, since a module may have a thousand parts
@@ -118,26 +118,33 @@ def signature_of(module):
     """Return the Signature of a module. None without parameters, and with those on meta, where nothing is computed."""
     signature = SIGNATURES.get(module)
     if signature is None:
-        weight = next(parameters_in(module), None)
-        if weight is None or weight.is_meta:  # to_empty() replaces the latter
+        parameters = parameters_in(modules_of(module))
+        if not parameters or parameters[0].is_meta:  # to_empty() replaces the latter
             return None
-        signature = SIGNATURES[module] = Signature(module, weight)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        signature = SIGNATURES[module] = Signature(module, (trained or parameters)[0])
     return signature
 
 
-def parameters_in(module, recurse=True):
-    """Yield the parameters of a module. Keras makes new ones if its own named_parameters() is called."""
-    for _, parameter in nn.Module.named_parameters(module, recurse=recurse):
-        yield parameter
+def parameters_in(modules):
+    """Return the parameters of these modules themselves, a list. Keras makes new ones if its own method is called."""
+    return [p for module in modules for _, p in nn.Module.named_parameters(module, recurse=False)]
 
 
 def modules_of(module):
-    """Return a module and all modules in it, a list. A script's own class may have a `modules` of another meaning."""
-    return list(nn.Module.modules(module))
+    """Return {a module, and each one in it: its name there}. A script's own class may have a `modules` of its own."""
+    names = {module: ""}
+    parents = [module]
+    for parent in parents:  # which grows
+        for name, part in nn.Module.named_children(parent):
+            if part not in names:
+                names[part] = f"{names[parent]}.{name}"
+                parents.append(part)
+    return names
 
 
 def names_of_arguments(parts):
-    """Return the names of a module's arguments by position, a list. parts: it, and all modules in it.
+    """Return the names of a module's arguments by position, a list. parts: of modules_of().
 
     Of a wrapper that takes any arguments they are those of what it wraps.
     """
@@ -168,39 +175,47 @@ def vocabulary_of(modules):
 
 
 def names_of_labels(texts):
-    """Return the names of texts that are another one, shifted by one place: a model learns to predict these.
+    """Return the names of texts that no model reads, by their values: labels and masks of another one.
 
-    texts: pairs of a name and a tensor.
+    A label is the other text, shifted by one place, or has numbers below 0, which are not predicted. A mask has no
+    number above 1. texts: pairs of a name and a tensor.
     """
     labels = set()
     for (_, text), (name, label) in permutations(texts, 2):
-        is_alike = text.shape == label.shape and text.device == label.device and not torch.equal(text, label)
-        if is_alike and text.shape[-1] > 1 and torch.equal(text[..., 1:], label[..., :-1]):
+        if text.shape != label.shape or text.device != label.device or text.shape[-1] < 2 or torch.equal(text, label):
+            continue
+        is_shifted = torch.equal(text[..., 1:], label[..., :-1])
+        is_mask = label.max() <= 1 < text.max()
+        if is_shifted or is_mask or label.min() < 0:
             labels.add(name)
     return labels
 
 
-def is_whole(tensor):
-    """Return whether a tensor holds whole numbers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
 def named_tensors(pairs, around=()):
-    """Return [(name, tensor)] of pairs of a name and a value, also of those inside of lists, tuples and dicts.
+    """Return [(name, tensor)] of pairs of a name and a value, also of those inside of lists, dicts and the like.
 
-    around: the ids of these, since one may contain itself.
+    around: the ids of what they are in, since one may contain itself.
     """
     tensors = []
     for name, value in pairs:
         if isinstance(value, torch.Tensor):
-            tensors.append((name, value))
-        elif id(value) in around:
-            continue
-        elif isinstance(value, Mapping):
-            tensors += named_tensors(value.items(), (*around, id(value)))
-        elif isinstance(value, (list, tuple)):
-            tensors += named_tensors(((name, each) for each in value), (*around, id(value)))
+            tensors.append((str(name), value))
+        elif id(value) not in around:
+            tensors += named_tensors(parts_of(name, value), (*around, id(value)))
     return tensors
+
+
+def parts_of(name, value):
+    """Return [(name, value)] of what is in a list, a tuple, a dict or a dataclass; nothing for anything else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value):
+        return vars(value).items()
+    if hasattr(value, "_asdict"):  # a tuple with names
+        return value._asdict().items()
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}.{number}", each) for number, each in enumerate(value)]
+    return []
 
 
 def losses_of(tensors):

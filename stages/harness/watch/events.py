@@ -139,11 +139,10 @@ def micro_batches_of(notes):
                 micro_batches, are_of_other = [], False
             calls.append(value)
         elif name == "scaled":
-            scaled = value
+            scaled += value
         elif name == "loss":
-            micro_batch = micro_batch_of(calls, scaled or value)
-            call_before = micro_batches[-1].call if micro_batches else None
-            if not is_again(micro_batch.call, call_before):
+            micro_batch = micro_batch_of(calls, unscaled(value, scaled))
+            if not (micro_batches and is_again(micro_batch, micro_batches[-1])):
                 micro_batches.append(micro_batch)
             calls, scaled = [], []
         elif name == "other":
@@ -151,6 +150,16 @@ def micro_batches_of(notes):
     if calls and not has_calls(micro_batches):  # the script calls no backward()
         micro_batches.append(micro_batch_of(calls, []))
     return micro_batches
+
+
+def unscaled(losses, scaled):
+    """Return the losses of a backward before a GradScaler has multiplied them. scaled: what it was given.
+
+    They are not known if it was given several, whose sum may be the loss.
+    """
+    if not scaled:
+        return losses
+    return scaled if len(scaled) == len(losses) else []
 
 
 def micro_batch_of(calls, losses):
@@ -182,11 +191,16 @@ def reads_more(call, largest):
     return is_text and call.is_computed
 
 
-def is_again(call, before):
-    """Return whether a call reads the batch of the call before, under changed weights."""
-    if call is None or before is None:
+def is_again(micro_batch, before):
+    """Return whether a micro-batch is the one before, under changed weights.
+
+    A forward may change them, too, as nn.Embedding(max_norm=1) does. Then it is another one if their losses are shares.
+    """
+    call, call_before = micro_batch.call, before.call
+    if call is None or call_before is None or call.module is not call_before.module:
         return False
-    return call.module is before.module and call.version != before.version
+    is_another = call.tensor_ref is not call_before.tensor_ref and are_shares([before, micro_batch])
+    return call.version != call_before.version and not is_another
 
 
 def has_calls(micro_batches):
@@ -197,16 +211,23 @@ def has_calls(micro_batches):
 def are_shares(micro_batches):
     """Return whether each loss is a share of one for the whole step, as in accumulation.
 
-    Then all are of one kind, and their factors are the same, as 1/4 of each of four, or sum to 1. Two losses of which
-    one counts half and the other a tenth are none. Factors that lie on a card are not read, and count as the same.
+    Then all are of one kind and of one model, and their factors are the same, as 1/4 of each of four, or those of
+    several batches sum to 1. Two losses of which one counts half and the other a tenth are none. Factors that lie on a
+    card are not read, and count as the same.
     """
     shares = [share for micro_batch in micro_batches for _, share in micro_batch.losses]
     if not shares or None in shares:
         return False
     factors = [factor for factor, _ in shares]
-    are_of_one_kind = len({operation for _, operation in shares}) == 1
-    sum_to_1 = None not in factors and math.isclose(sum(factors), 1)
+    are_of_one_kind = len({operation for _, operation in shares}) == len(modules_of(micro_batches)) == 1
+    tensors = {id(each.call.tensor_ref) for each in micro_batches if each.call}
+    sum_to_1 = None not in factors and math.isclose(sum(factors), 1) and len(tensors) == len(micro_batches)
     return are_of_one_kind and (len(set(factors)) == 1 or sum_to_1)
+
+
+def modules_of(micro_batches):
+    """Return the ids of the modules that were called, a set; of an unknown one None."""
+    return {id(each.call.module) if each.call else None for each in micro_batches}
 
 
 def accumulated(micro_batches):
@@ -219,12 +240,11 @@ def accumulated(micro_batches):
 def loss_of(micro_batches):
     """Return the loss of a step, a float, or None if it has none.
 
-    It is that of its only backward, or the sum of shares of one model's batch. Of several losses that are no shares
+    It is that of its only backward, or the sum of shares. Of several losses that are no shares
     nobody knows whether their sum or their mean is what the script means.
     """
     values = [value for micro_batch in micro_batches for value, _ in micro_batch.losses]
-    modules = {id(each.call.module) if each.call else None for each in micro_batches}
-    if len(values) > 1 and (len(modules) > 1 or not are_shares(micro_batches)):
+    if len(values) > 1 and not are_shares(micro_batches):
         return None
     return float(sum(values)) if values else None
 

@@ -12,6 +12,7 @@ module a thousand times in a step.
 import _thread
 import functools
 import os
+import sys
 import time
 
 import torch
@@ -31,6 +32,7 @@ def watch_pytorch(watcher):
     os.register_at_fork(before=profiler.give_up)
     mark = guarded(watcher.timeline.mark, "its time", run)
     watch_modules(watcher, mark)
+    sys.setrecursionlimit(sys.getrecursionlimit() * 4 // 3)  # a call of a module has four frames in place of three
     for owner, name, hook, what in (
         (DataLoader, "__iter__", kind_of_loading, "its DataLoaders"),
         (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),

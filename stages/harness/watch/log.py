@@ -52,18 +52,18 @@ class Log:
         self.out, self.err = out, err
         self.warmup = warmup
         self.is_rank_0 = ranks.is_rank_0()
-        self.file = None
+        self.record_path = None
         self.device = None
         self.seen = None
         self.last_memory = None  # (bytes, meter) when it was last read
         self.steps = []
         self.next_reading = 0.0  # when memory may be read again
         if record_path:
-            path = record_path if self.is_rank_0 else f"{record_path}.{os.environ['RANK']}"
+            self.record_path = record_path if self.is_rank_0 else f"{record_path}.{os.environ['RANK']}"
             try:
-                self.file = open(path, "x", encoding="utf-8")  # noqa: SIM115
+                open(self.record_path, "x").close()
             except OSError as error:
-                refuse(f"--record {path}: {error.strerror}; pass the path of a new file")
+                refuse(f"--record {self.record_path}: {error.strerror}; pass the path of a new file")
 
     # a run, from its first line to its last
 
@@ -168,6 +168,14 @@ class Log:
         self.write({"kind": "seen", **vars(self.seen)})
 
     def write(self, entry):
-        """Write a line of the record. If that fails, the training goes on, which is worth more than its record."""
-        if self.file:
-            say(json.dumps(entry), self.file, f"--record {self.file.name} ends here")
+        """Write a line of the record. If that fails, the training goes on, which is worth more than its record.
+
+        The file is not kept open: a script may close all files, and then its own would have the number of this one.
+        """
+        if self.record_path:
+            try:
+                with open(self.record_path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:
+                self.notice(f"--record {self.record_path} ends here: {error.strerror}")
+                self.record_path = None

@@ -6,7 +6,7 @@ import traceback
 
 from torch import nn
 
-from .counting import FABRIC
+from .counting import FABRIC, modules_of
 from .threads import is_of_a_library, lies_in_a_library
 
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate", "skorch")
@@ -38,10 +38,9 @@ def name_in_script(module, frame):
         if owner is module:
             return name
     for name, owner in owners:
-        parts = getattr(owner, "__dict__", {}).items()
-        if isinstance(owner, nn.Module):
-            parts = nn.Module.named_modules(owner)
-        for part_name, part in list(parts):
+        if isinstance(owner, nn.Module) and module in modules_of(owner):
+            return name + modules_of(owner)[module]
+        for part_name, part in list(getattr(owner, "__dict__", {}).items()):
             if part is module:
                 return f"{name}.{part_name}"
     return ""

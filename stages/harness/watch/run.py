@@ -281,6 +281,9 @@ class Run:
 
 def in_a_line(error):
     """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
-    lines = str(error).strip().splitlines() or [""]
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # of a script's own class
+        lines = ["its str() failed"]
     line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
     return f"{type(error).__name__}: {line}"

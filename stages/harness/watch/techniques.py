@@ -120,12 +120,22 @@ def what_has_no_kernel(optimizer):
 
     "RMSprop", for example, or "sparse gradients", or "complex weights".
     """
-    if "fused" not in optimizer.param_groups[0]:
+    first_group = optimizer.param_groups[0]
+    if "fused" not in first_group or not takes_fused(type(optimizer)):
         return type(optimizer).__name__
+    for choice in ("foreach", "differentiable"):
+        if first_group.get(choice):
+            return f"{choice}=True"
     for parameter in parameters_of(optimizers=[optimizer]):
         if not has_fused_kernel(parameter):
             return "sparse gradients" if parameter.is_floating_point() else "complex weights"
     return None
+
+
+def takes_fused(optimizer_class):
+    """Return whether an optimizer can be made with fused=True: a script's own subclass may not take it."""
+    parameters = inspect.signature(optimizer_class).parameters.values()
+    return any(each.name == "fused" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def size_of(model):
@@ -140,7 +150,7 @@ def parameters_of(models=(), optimizers=()):
     """
     parameters = []
     for model in models:
-        parameters += parameters_in(model)
+        parameters += parameters_in(modules_of(model))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters += group["params"]
@@ -165,5 +175,5 @@ def gpt_shape(models, seq_len):
 def matrix_weights(model):
     """Return how many weights the matrices of a model have. An embedding counts where it is also the last matrix."""
     others = [module for module in modules_of(model) if not isinstance(module, nn.Embedding)]
-    matrices = {p for module in others for p in parameters_in(module, recurse=False) if p.dim() == 2}
+    matrices = {p for p in parameters_in(others) if p.dim() == 2}
     return sum(p.numel() for p in matrices)

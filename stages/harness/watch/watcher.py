@@ -66,6 +66,8 @@ class Watcher:
         # a reference to the tensor itself would keep it until the step ends, and it is the script's
         tensor_ref = weakref.ref(tensor)
         version = pytorch.version_of(signature.weight)
+        if tensor.requires_grad:  # it may be what is trained, as a picture is in style transfer
+            version += pytorch.version_of(tensor)
         call = Call(module, module.training, version, tensor_ref, batch, is_computed)
         self.timeline.note("call", call)
         if torch.is_autocast_enabled(device_type):
@@ -151,7 +153,7 @@ class Watcher:
             self.run.optimizers[optimizer] = set()
             self.run.add_devices([p.device for p in parameters_of(optimizers=[optimizer])])
             self.added.before_first_update(optimizer)
-        self.run.optimizers[optimizer].add(learning_rate(optimizer))
+        self.run.optimizers[optimizer].add(learning_rates_of(optimizer))
         self.timeline.mark("update", entered)
 
     def saw_optimizer_end(self, optimizer, *call):
@@ -212,14 +214,19 @@ def kind_of_loading(*args):
 
 
 def has_parameters(optimizer):
-    """Return whether an optimizer has anything to train: its groups may be empty, and filled later."""
-    return any(group["params"] for group in optimizer.param_groups)
+    """Return whether an optimizer trains anything: its groups may be empty, and filled later, or be on meta."""
+    return any(not p.is_meta for group in optimizer.param_groups for p in group["params"])
 
 
-def learning_rate(optimizer):
-    """Return what shows that the first learning rate of an optimizer changes: the rate, or the version of its tensor.
+def learning_rates_of(optimizer):
+    """Return what shows that a learning rate changes: those of all groups, a tuple.
 
-    To read a tensor would wait for its card.
+    To read one from a card would wait for it, so there it is the version of its tensor.
     """
-    lr = optimizer.param_groups[0].get("lr")
-    return pytorch.version_of(lr) if torch.is_tensor(lr) else lr
+    rates = []
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if torch.is_tensor(lr):
+            lr = lr.item() if lr.is_cpu else pytorch.version_of(lr)
+        rates.append(lr)
+    return tuple(rates)
