@@ -110,14 +110,15 @@ def force(loss, x):
 x.requires_grad_()"""
 SILENT = """import builtins, threading
 builtins.print = lambda *words, **options: None"""
+OVERRIDDEN = """model = nn.Sequential(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.modules = model.named_modules = []"""
 UNUSED = "model = nn.Sequential(nn.Linear(3, 1))\nmodel.unused = nn.LazyLinear(1)"
 ON_META = "extra = nn.Parameter(torch.empty(2, device='meta'))"
 ADD = "if step == 0:\n    optimizer.add_param_group({'params': [extra]})"
 TRAIN_ALONE = {
     "parameters() that returns a list": Loop(ONE_STEP, LISTS),
-    "an attribute called modules": Loop(
-        ONE_STEP, "model = nn.Sequential(model)\nmodel.modules = model.named_modules = ['a']"
-    ),
+    "an attribute called modules": Loop(ONE_STEP, OVERRIDDEN),
     "an optimizer with an empty group": Loop(
         f"{ONE_STEP}\nfrozen.step()", "frozen = torch.optim.SGD([{'params': []}])"
     ),
@@ -149,8 +150,13 @@ def test_what_trains_alone_is_watched(tmp_path, name, words):
     assert ended.figures("tokens") == 5 * [loop.counted[1]]
 
 
+def test_a_clock_that_stands_still_is_told(tmp_path):
+    ended = watch_in_a_fork(tmp_path, Loop(ONE_STEP, "time.perf_counter = lambda: 5.0").text)
+    assert "lost sight of its steps, and the script goes on: ValueError: they take no time" in ended.err
+
+
 def test_modules_may_lie_as_deep_as_python_allows(tmp_path):
-    deep = "for depth in range(300):\n    model = nn.Sequential(model)"
+    deep = "for depth in range(235):\n    model = nn.Sequential(model)"
     assert watch_in_a_fork(tmp_path, Loop(ONE_STEP, deep).text, "--steps", "5").figures("tokens") == 5 * [4]
 
 

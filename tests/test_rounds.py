@@ -125,10 +125,6 @@ def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
     assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
 
 
-def test_a_row_without_a_clock_fails():
-    assert "may have replaced time.perf_counter()" in outcome_of(dt=0).error["message"]
-
-
 def test_a_second_ctrl_c_leaves_no_row():
     process = mock.Mock(wait=mock.Mock(side_effect=[KeyboardInterrupt, None]))
     with mock.patch.object(os, "killpg") as kill, pytest.raises(KeyboardInterrupt):

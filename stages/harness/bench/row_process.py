@@ -97,8 +97,7 @@ class RowProcess:
             most -= 1  # the last one is left for the profile that watch.py makes on a card
         first = min(TURNS, most)
         self.take(first)
-        if not self.has_ended:
-            self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
+        self.take(max(0, min(self.steps_in(ENOUGH_SECONDS), most) - first))
 
     def take(self, steps):
         """Let it take some more steps, and wait until it has."""
@@ -143,8 +142,6 @@ class RowProcess:
 
     def error_of_silence(self, polls):
         """Return the line of the record that says why nothing more is to be expected of it, or None."""
-        if self.run.steps and self.run.steps[-1].dt <= 0:
-            return error_line("its steps take no time, so the script may have replaced time.perf_counter()")
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
         if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
