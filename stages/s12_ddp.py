@@ -90,6 +90,6 @@ for step in range(args.steps):
     dt = time.perf_counter() - t0
     if rank == 0:
         print(f"step {step:4d} loss {loss_sum:.4f} norm {norm:.4f} lr {lr:.2e} {dt:.4f} s {tokens / dt:,.0f} tok/sec")
+dist.destroy_process_group()
 if args.save and rank == 0:
     torch.save({"config": vars(config), "weights": model.state_dict()}, args.save)
-dist.destroy_process_group()

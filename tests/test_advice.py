@@ -81,10 +81,10 @@ class Lit(nn.Module):
 
 def test_in_a_method_of_a_library_self_is_the_users_own_module():
     lit = Lit()
-    lit.net = nn.Linear(3, 3)
+    lit.net, lit.parts = nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])
     frame = frames("torch.optim.adamw")
     frame.f_locals["self"], frame.f_back = lit, None
-    assert name_in_script(lit.net, frame) == "self.net"
+    assert [name_in_script(part, frame) for part in (lit.net, lit.parts[0])] == ["self.net", "self.parts[0]"]
     frame.f_locals["self"] = nn.Sequential(lit.net)  # which the library has made
     assert name_in_script(lit.net, frame) == ""
 

@@ -7,8 +7,6 @@ import threading
 import torch
 from torch import nn
 
-LOSS = nn.functional.cross_entropy(torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]))
-
 
 def test_a_module_is_compiled_by_either_way():
     plain, in_place, wrapped, of_pytorch = (nn.Sequential(nn.Linear(3, 1)) for _ in range(4))

@@ -29,7 +29,7 @@ def error_of(status, printed, errors):
     if rank in errors:
         return error_in_words(prefix + errors[rank]["message"], errors[rank]["traceback"])
     details = last_lines(printed)
-    if status_of_rank == -signal.SIGKILL:  # hardly anything sends it but Linux
+    if status_of_rank in (-signal.SIGKILL, 128 + signal.SIGKILL):  # hardly anything sends it but Linux
         message = f"{prefix}killed by SIGKILL, most likely because memory was short"
         return error_line(message, details, out_of_memory=True)
     message = f"{prefix}exit status {status_of_rank}"

@@ -145,12 +145,15 @@ class RowProcess:
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
         if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
+            folder = Path(self.folder.name)
             try:
-                longest = max(path.stat().st_size for path in Path(self.folder.name).iterdir())
-                Path(self.folder.name, "test").write_bytes(bytes(longest + 8192))
+                longest = max((path.stat().st_size for path in folder.glob("record*")), default=0)
+                with (folder / "test").open("wb") as file:
+                    file.seek(longest)  # a hole, which counts for a limit of the size of a file, and takes no disk
+                    file.write(bytes(8192))
             except OSError as error:
-                folder = tempfile.gettempdir()
-                return error_line(f"its record ends, since nothing can be written to {folder}: {error.strerror}")
+                reason = f"nothing can be written to {tempfile.gettempdir()}: {error.strerror}"
+                return error_line(f"its record ends, since {reason}")
         return None
 
     def printed(self):

@@ -131,11 +131,11 @@ def row_of(command):
         words = shlex.split(command)
     except ValueError as error:  # a quote without its end
         refuse(f"{command!r}: {error}")
-    techniques = [f"+{name}" for name in ladder.ADDED]
-    added = [word.removeprefix("+") for word in words if word in techniques]
-    words = [word for word in words if word not in techniques]
     place = place_of_script(words, command)
-    launcher, script, flags = words[:place], words[place], words[place + 1 :]
+    before, script, flags = words[:place], words[place], words[place + 1 :]
+    techniques = [f"+{name}" for name in ladder.ADDED]
+    added = [word.removeprefix("+") for word in before if word in techniques]
+    launcher = [word for word in before if word not in techniques]
     stage = ladder.stage_of(script)
     if stage:
         script, title = stage.name, stage.short

@@ -76,8 +76,9 @@ class Signature:
         """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
         if tensor.dtype not in IDS or HAS_NO_IDS.search(name) or CONNECTS_NODES.search(name):
             return False
-        if tensor.dim() == 2 and tensor.numel():  # a table has an embedding or more for each of its columns
-            return self.has_vocabulary or self.embeddings % tensor.shape[1] != 0
+        if tensor.dim() == 2 and tensor.numel():
+            is_table = self.embeddings % tensor.shape[1] == 0  # as many embeddings for each of its columns
+            return self.has_vocabulary or not is_table
         return tensor.dim() == 1 and self.has_vocabulary
 
     def batch_of(self, tensors):
@@ -209,10 +210,10 @@ def parts_of(name, value):
     """Return [(name, value)] of what is in a list, a tuple, a dict or a dataclass; nothing for anything else."""
     if isinstance(value, Mapping):
         return value.items()
-    if dataclasses.is_dataclass(value):
-        return vars(value).items()
-    if hasattr(value, "_asdict"):  # a tuple with names
-        return value._asdict().items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return zip(value._fields, value, strict=True)
     if isinstance(value, (list, tuple)):
         return [(f"{name}.{number}", each) for number, each in enumerate(value)]
     return []

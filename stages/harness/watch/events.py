@@ -199,8 +199,10 @@ def is_again(micro_batch, before):
     call, call_before = micro_batch.call, before.call
     if call is None or call_before is None or call.module is not call_before.module:
         return False
-    is_another = call.tensor_ref is not call_before.tensor_ref and are_shares([before, micro_batch])
-    return call.version != call_before.version and not is_another
+    if call.version == call_before.version:
+        return False
+    reads_the_same = call.tensor_ref is call_before.tensor_ref
+    return reads_the_same or not are_shares([before, micro_batch])
 
 
 def has_calls(micro_batches):
@@ -219,13 +221,17 @@ def are_shares(micro_batches):
     if not shares or None in shares:
         return False
     factors = [factor for factor, _ in shares]
-    are_of_one_kind = len({operation for _, operation in shares}) == len(modules_of(micro_batches)) == 1
+    operations = {operation for _, operation in shares}
+    if len(operations) > 1 or len(called_modules(micro_batches)) > 1:
+        return False
+    if len(set(factors)) == 1:
+        return True
     tensors = {id(each.call.tensor_ref) for each in micro_batches if each.call}
-    sum_to_1 = None not in factors and math.isclose(sum(factors), 1) and len(tensors) == len(micro_batches)
-    return are_of_one_kind and (len(set(factors)) == 1 or sum_to_1)
+    have_own_batches = len(tensors) == len(micro_batches)
+    return have_own_batches and None not in factors and math.isclose(sum(factors), 1)
 
 
-def modules_of(micro_batches):
+def called_modules(micro_batches):
     """Return the ids of the modules that were called, a set; of an unknown one None."""
     return {id(each.call.module) if each.call else None for each in micro_batches}
 

@@ -92,9 +92,7 @@ def call_first(owner, name, hook, timeline, mark):
             return original(*args, **kwargs)
         entered = time.perf_counter()
         kind = hook(*args, **kwargs)
-        if kind is None:
-            return original(*args, **kwargs)
-        if torch.compiler.is_compiling():  # also in torch.export, into whose graph the clock would get
+        if kind is None or torch.compiler.is_compiling():  # the latter also in torch.export, whose graph gets no clock
             return original(*args, **kwargs)
         before = timeline.kind
         mark(kind, entered)

@@ -1,6 +1,7 @@
 """What the user's own code is called: the framework that trains, and the name that a module has in it."""
 
 import inspect
+import re
 import sys
 import traceback
 
@@ -38,8 +39,9 @@ def name_in_script(module, frame):
         if owner is module:
             return name
     for name, owner in owners:
-        if isinstance(owner, nn.Module) and module in modules_of(owner):
-            return name + modules_of(owner)[module]
+        parts = modules_of(owner) if isinstance(owner, nn.Module) else {}
+        if module in parts:
+            return name + re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", parts[module])  # "net.layers[0]", as one types it
         for part_name, part in list(getattr(owner, "__dict__", {}).items()):
             if part is module:
                 return f"{name}.{part_name}"

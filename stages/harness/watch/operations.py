@@ -128,7 +128,9 @@ def attends_by_hand(operations):
                 weights.add(product)
         elif operation.name == "aten::_softmax" and len(operation.event.input_shapes[0]) > 2:
             *batch, rows, columns = operation.event.input_shapes[0]
-            weights.update(scores & {(math.prod(batch), rows, columns)})
+            shape = (math.prod(batch), rows, columns)
+            if shape in scores:
+                weights.add(shape)
     return False
 
 

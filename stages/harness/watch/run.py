@@ -1,6 +1,7 @@
 """A run of a watched script: what is done when a step has ended, from the first step to the last, and at the end."""
 
 import os
+import shlex
 import sys
 import weakref
 from collections import Counter
@@ -54,7 +55,6 @@ class Run:
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
         self.lost = set()  # what can't be watched, since our own code failed at it
-        self.finish = guarded(self.write_summary, "its figures", self)
         self.world_size = 1  # how many processes train together, known after the first step
         # before the first step
         self.spent_before = Counter()  # {kind: seconds}
@@ -85,13 +85,12 @@ class Run:
         self.read_lists()
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
-        step = self.timed_step()
         if self.profiles_this_step:
             self.is_over = True  # also if the profile can't be read
             self.add_profile()
-            return
-        self.keep(step)
-        self.begin_next_step()
+        else:
+            self.keep(self.timed_step())
+            self.begin_next_step()
 
     def timed_step(self):
         """Return the Step that has ended, which lacks its tokens, its number and what the meters show."""
@@ -168,7 +167,8 @@ class Run:
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
         if self.world_size > 1 and not self.was_launched:
-            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py {self.script.title}"
+            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py"
+            remedy = shlex.join([*remedy.split(), *self.script.title.split(), *self.script.argv])
             self.reject(f"{self.script.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
     @property
@@ -245,6 +245,10 @@ class Run:
         """Return whether the script has called backward() since the last step."""
         self.read_lists()
         return self.spent["backward"] > 0
+
+    def finish(self):
+        """Finish the run. If that fails, the script ends as it would."""
+        guarded(self.write_summary, "its figures", self)()
 
     def write_summary(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""

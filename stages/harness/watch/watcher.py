@@ -192,6 +192,7 @@ class Watcher:
             return
         path = os.fsdecode(path)
         self.run.log.notice(f"{self.run.script.title} becomes {path} by os.exec, and what that does is not watched")
+        self.run.finish()
         if self.run.args.gate:
             self.run.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
 
