@@ -138,12 +138,6 @@ def habits_of(*steps):
     return habits
 
 
-def test_optimizers_take_turns_if_one_steps_behind_a_backward():
-    assert habits_of([call(Model), backward(), ("other", None), call(Model), backward()]).optimizers_take_turns
-    # it has stepped after the one that ends a step
-    assert not habits_of([("other", None), call(Model), backward()]).optimizers_take_turns
-
-
 def test_habits_are_of_all_steps():
     late = [("clipping", "value"), ("autocast", "bfloat16"), ("repeat", None), ("batch", 2), ("model", Model)]
     habits = habits_of([("batch", 0)], [("batch", 2)], late)

@@ -282,8 +282,8 @@ class Habits:
 
     models: {id: module} of those that were called in training. accum: the most micro-batches whose gradients a step
     accumulates. autocast: the dtype of the last one in a forward, or None. clips: by what, "norm" or "value", or None.
-    loaders: {num_workers of a DataLoader: how many batches it was asked for}. optimizers_take_turns: whether another
-    one steps between a backward and the end of a step, as in a GAN.
+    loaders: {num_workers of a DataLoader: how many batches it was asked for}. repeats_forward: whether a forward runs
+    again in a backward.
     """
 
     def __init__(self):
@@ -291,20 +291,15 @@ class Habits:
         self.loaders = Counter()
         self.accum = 1
         self.autocast = self.clips = None
-        self.repeats_forward = self.optimizers_take_turns = False
+        self.repeats_forward = False
 
     def add(self, notes):
         """Add what the notes of a step say."""
-        has_loss = False
         for name, value in notes:
             if name == "call":
                 self.models[id(value.module)] = value.module
             elif name == "model":
                 self.models[id(value)] = value
-            elif name == "loss":
-                has_loss = True
-            elif name == "other":
-                self.optimizers_take_turns |= has_loss
             elif name == "autocast":
                 self.autocast = value
             elif name == "clipping":

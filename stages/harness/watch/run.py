@@ -195,8 +195,6 @@ class Run:
         self.log.begin(self.script.title, self.tokens_of(self.micro_batches))
         if self.log.seen.unit == "step":
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
-        if self.habits.optimizers_take_turns:
-            self.log.say("optimizers train in turn: the first one's step ends a step, and batch and loss are its own")
         self.add_profile()
         self.log.write_seen()
         self.profiler.forget()
