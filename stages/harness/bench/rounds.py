@@ -96,9 +96,10 @@ def warm_up(round_number, results, processes, to_close):
             process.wait()
         for process in started:
             process.take(process.run.warmup - STEPS_OF_A_START)
-            reason = why_not_in_turn(process, processes, results) if round_number == 0 else None
-            if reason:
-                return reason
+            if round_number == 0:
+                reason = why_not_in_turn(process, processes, results)
+                if reason:
+                    return reason
             if not process.row.takes_flags:  # a stage takes one step in a turn, since --steps sets its schedule
                 process.steps_per_turn = process.steps_in(SHORTEST_TURN)
             if not process.has_ended:

@@ -88,10 +88,7 @@ class Row:
         script = [path] if path.endswith(".py") else ["-m", path]
         if self.takes_flags:
             script += bench["flags"]
-        launcher, flags = (
-            [word.replace("{row}", str(process_number)) for word in words] for words in (launcher, self.flags)
-        )
-        return launcher + watch + script + flags
+        return numbered(launcher, process_number) + watch + script + numbered(self.flags, process_number)
 
     def variables(self, bench):
         """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
@@ -102,6 +99,11 @@ class Row:
         for name in left_out:
             variables.pop(name, None)
         return variables
+
+
+def numbered(words, process_number):
+    """Return words in which {row} is replaced by the number of a process."""
+    return [word.replace("{row}", str(process_number)) for word in words]
 
 
 def is_launcher(name):

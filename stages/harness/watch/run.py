@@ -167,8 +167,8 @@ class Run:
         if torch.distributed.is_initialized():
             self.world_size = torch.distributed.get_world_size()
         if self.world_size > 1 and not self.was_launched:
-            remedy = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py"
-            remedy = shlex.join([*remedy.split(), *self.script.title.split(), *self.script.argv])
+            launcher = f"torchrun --standalone --nproc_per_node={self.world_size} stages/watch.py"
+            remedy = f"{launcher} {self.script.title} {shlex.join(self.script.argv)}".rstrip()
             self.reject(f"{self.script.title} starts {self.world_size} ranks by itself: start them with {remedy}")
 
     @property
