@@ -25,8 +25,9 @@ from harness.common import refuse, set_up_output
 from harness.flags import Parser, positive, seed
 from harness.steps import STEPS_OF_SCRIPT, WARMUP
 from harness.watch import hooks, pytorch
+from harness.watch.guard import in_a_line
 from harness.watch.log import Log
-from harness.watch.run import Run, in_a_line
+from harness.watch.run import Run
 from harness.watch.threads import is_elsewhere
 from harness.watch.watcher import Watcher
 
@@ -50,7 +51,7 @@ def main(argv):
     ranks.check_ranks()
     args = parse_command(argv)
     script = script_of(args)
-    # copies, which work whatever the script does with its own; by their numbers no file of the script is taken for one
+    # copies, which stay open if the script closes its own, under numbers that none of its files gets
     copies = [os.dup2(number, 200 + number, inheritable=False) for number in (1, 2)]
     out, err = (os.fdopen(number, "w", encoding="utf-8", errors="replace") for number in copies)
     log = Log(args.record_path, args.warmup, out, err)
@@ -218,7 +219,7 @@ def report_failure(error, run):
         error.__traceback__ = error.__traceback__.tb_next  # the script's own begins behind execute()
     if not is_elsewhere():
         text = "".join(traceback.format_exception(error))
-        run.log.write({"kind": "error", "message": in_a_line(error), "traceback": text})
+        run.log.write_error(in_a_line(error), text)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as end:
@@ -264,13 +265,13 @@ def report_end(run, status, reason):
     """
     run.finish()
     run.log.notice(f"{run.script.title} {words_on_end(run, status, reason)}")
-    is_untimed = not (run.log.steps or run.lost)
+    is_untimed = not (run.log.steps or run.guard.lost)
     return 2 if status == 0 and is_untimed else status
 
 
 def words_on_end(run, status, reason):
     """Return how a script ended, and why nothing was timed."""
-    if "its steps" in run.lost:
+    if "its steps" in run.guard.lost:
         return reason
     if run.steps_taken == 0:
         words = f"{reason}, and no optimizer of torch.optim, or of a subclass, stepped in the main thread"

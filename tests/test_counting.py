@@ -1,8 +1,10 @@
 """What a call of a module reads: tokens or samples, and how many."""
 
 from harness.figures import words_on_speed
-from harness.watch.counting import Signature, names_of_labels, share_of, unwrapped
+from harness.watch.counting import Signature, names_of_labels
 from harness.watch.events import Batch
+from harness.watch.losses import share_of
+from harness.watch.modules import unwrapped
 
 import pytest
 import torch

@@ -74,7 +74,7 @@ def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monke
 def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
     """The optimizer of a script may never step."""
     monkeypatch.setattr(timeline, "MOST", 50)
-    run = Run(None, SimpleNamespace(), SimpleNamespace(steps=[], waits_in=lambda number: False))
+    run = Run(None, SimpleNamespace(gate=None), SimpleNamespace(steps=[], waits_in=lambda number: False))
     began = run.timeline.marks[0][2]
     batch = Batch("sample", 4, None, 4)
     for number in range(500):
@@ -84,13 +84,13 @@ def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
         assert len(run.timeline.marks) <= 51 and len(run.timeline.notes) <= 51
     run.timeline.end_step()
     run.read_lists()
-    assert count_of(run.micro_batches, "sample") == 2000
-    assert sum(run.spent.values()) == pytest.approx(run.timeline.marks[-1][1] - began, rel=0.1)
+    assert count_of(run.step.micro_batches, "sample") == 2000
+    assert sum(run.step.spent.values()) == pytest.approx(run.timeline.marks[-1][1] - began, rel=0.1)
 
 
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
     timeline = Timeline(StepProfiler(), read_lists=None)
-    timeline.begin_step()
+    timeline.begin_step(waits=False)
     timeline.mark("forward", entered=1.0)
     kind, entered, left = timeline.marks[-1]
     assert (kind, entered) == ("forward", 1.0) and left > 1.0
@@ -103,7 +103,7 @@ def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
 def test_what_the_profiler_does_is_not_on_the_clock(card):
     profiler = SimpleNamespace(is_open=True, kind_begins=lambda kind: card.synchronize())
     timeline = Timeline(profiler, read_lists=None)
-    timeline.begin_step()
+    timeline.begin_step(waits=False)
     card.queue(9)  # seconds in which the profiler lists what it saw
     timeline.mark("rest")
     assert timeline.marks[-1] == ("rest", 0.0, 9.0)

@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from . import pytorch
-from .counting import modules_of, unwrapped
+from .modules import modules_of, unwrapped
 
 
 class Added:

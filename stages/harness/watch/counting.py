@@ -1,4 +1,4 @@
-"""What a call of a module reads, and a backward: how many tokens or samples, and the loss."""
+"""What a call of a module reads: how many tokens or samples."""
 
 import contextlib
 import dataclasses
@@ -10,10 +10,10 @@ from itertools import permutations
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from . import pytorch
 from .events import Batch
+from .modules import modules_of, parameters_in, vocabulary_of
 from .timeline import is_captured
 
 # Names of arguments that have integers, but no ids which the model reads
@@ -27,19 +27,18 @@ NAMES_WITHOUT_IDS = (
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
 IDS = (torch.int64, torch.int32)  # the dtypes that nn.Embedding takes
-FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loops of one's own
 
 
 class Signature:
     """What a module takes, by which the ids of a text are told from its other arguments.
 
     weight: its first parameter that is trained, or the first. names: of its arguments by position. embeddings: how many
-    it has. has_vocabulary: whether a layer has as many outputs as the embedding has rows. Without such a layer ids in
-    one dimension are users or products. is_time_major: whether a layer reads (T, B) in place of (B, T), as nn.LSTM does
-    by default. labels: the names of texts that are labels or masks of others, or None before a call had two texts.
+    it has. has_vocabulary: whether a layer has as many outputs as the embedding has rows. is_time_major: whether a
+    layer reads (T, B) in place of (B, T), as nn.LSTM does by default. labels: the names of texts that are labels or
+    masks of others, or None before a call had two texts.
 
-    Of its last call: shapes, [(name, shape, dtype)] of its tensors; batch, its Batch; and place, where its largest text
-    stands among the tensors.
+    Of its last call: shapes, [(name, shape, dtype)] of its tensors; place, where its largest text stands among them;
+    and batch, its Batch.
     """
 
     def __init__(self, module, weight):
@@ -51,8 +50,7 @@ class Signature:
         self.is_time_major = any(getattr(part, "batch_first", None) is False for part in parts)
         self.labels = None
         # of the last call
-        self.shapes = self.batch = None
-        self.place = 0
+        self.shapes = self.place = self.batch = None
 
     def read(self, args, kwargs):
         """Return what a call with these arguments reads, as (tensor, Batch, whether a tensor has a history).
@@ -68,34 +66,43 @@ class Signature:
             return tensors[0][1], Batch(), is_computed
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
-            self.batch, self.place = self.batch_of(tensors)
+            self.place, self.batch = self.place_and_batch(tensors)
             self.shapes = shapes
         return tensors[self.place][1], self.batch, is_computed
+
+    def place_and_batch(self, tensors):
+        """Return where the largest text stands among named tensors, 0 without one, and their Batch."""
+        texts = self.texts_among(tensors)
+        if not texts:
+            return 0, self.batch_of_samples(tensors)
+        place = max(texts, key=lambda place: texts[place].numel())
+        shape = texts[place].shape
+        count = sum(text.numel() for text in texts.values())
+        if self.is_time_major:  # then nobody knows which dimension is which
+            return place, Batch("tok", count=count)
+        if len(shape) == 1:
+            return place, Batch("tok", 1, shape[0], count)
+        return place, Batch("tok", *shape, count)
+
+    def texts_among(self, tensors):
+        """Return {place among named tensors: tensor} of the texts that a model reads."""
+        named_texts = {place: named for place, named in enumerate(tensors) if self.is_text(*named)}
+        if self.labels is None and len(named_texts) > 1 and not is_captured():  # once, since it waits for a card
+            self.labels = names_of_labels(named_texts.values())
+        texts = {place: text for place, (name, text) in named_texts.items() if name not in (self.labels or ())}
+        matrices = {place: text for place, text in texts.items() if text.dim() == 2}
+        return matrices or texts  # beside (B, T) what has (B,) are lengths
 
     def is_text(self, name, tensor):
         """Return whether an argument has the ids of a text, by its name, dtype and dimensions."""
         if tensor.dtype not in IDS or HAS_NO_IDS.search(name) or CONNECTS_NODES.search(name):
             return False
-        if tensor.dim() == 2 and tensor.numel():
-            is_table = self.embeddings % tensor.shape[1] == 0  # as many embeddings for each of its columns
-            return self.has_vocabulary or not is_table
-        return tensor.dim() == 1 and self.has_vocabulary
-
-    def batch_of(self, tensors):
-        """Return the Batch of named tensors, and the place of the largest text; 0 without one."""
-        named_texts = [(name, tensor) for name, tensor in tensors if self.is_text(name, tensor)]
-        if self.labels is None and len(named_texts) > 1 and not is_captured():  # once, since it waits for a card
-            self.labels = names_of_labels(named_texts)
-        texts = [tensor for name, tensor in named_texts if name not in (self.labels or ())]
-        texts = [text for text in texts if text.dim() == 2] or texts  # beside (B, T) what has (B,) are lengths
-        if not texts:
-            return self.batch_of_samples(tensors), 0
-        largest = max(texts, key=torch.Tensor.numel)
-        is_largest = [tensor is largest for _, tensor in tensors]
-        batch_size, seq_len = largest.shape if largest.dim() == 2 else (1, len(largest))
-        if self.is_time_major:  # then nobody knows which is which
-            batch_size = seq_len = None
-        return Batch("tok", batch_size, seq_len, sum(text.numel() for text in texts)), is_largest.index(True)
+        if tensor.dim() == 1:
+            return self.has_vocabulary  # without such a layer these are users or products
+        if tensor.dim() != 2 or tensor.numel() == 0:
+            return False
+        is_table = self.embeddings % tensor.shape[1] == 0  # as many embeddings for each of its columns
+        return self.has_vocabulary or not is_table
 
     def batch_of_samples(self, tensors):
         """Return the Batch of named tensors without a text: samples if all agree in their first dimension, or a step.
@@ -127,23 +134,6 @@ def signature_of(module):
     return signature
 
 
-def parameters_in(modules):
-    """Return the parameters of these modules themselves, a list. Keras makes new ones if its own method is called."""
-    return [p for module in modules for _, p in nn.Module.named_parameters(module, recurse=False)]
-
-
-def modules_of(module):
-    """Return {a module, and each one in it: its name there}. A script's own class may have a `modules` of its own."""
-    names = {module: ""}
-    parents = [module]
-    for parent in parents:  # which grows
-        for name, part in nn.Module.named_children(parent):
-            if part not in names:
-                names[part] = f"{names[parent]}.{name}"
-                parents.append(part)
-    return names
-
-
 def names_of_arguments(parts):
     """Return the names of a module's arguments by position, a list. parts: of modules_of().
 
@@ -160,36 +150,25 @@ def names_of_arguments(parts):
     return []
 
 
-def unwrapped(model):
-    """Return the module inside of torch.compile, DistributedDataParallel and Fabric, in whatever order these are."""
-    for part in modules_of(model):  # the outermost first
-        is_of_fabric = type(part).__module__.startswith(FABRIC)
-        if not (is_of_fabric or isinstance(part, DistributedDataParallel) or pytorch.is_around_module(part)):
-            return part
-
-
-def vocabulary_of(modules):
-    """Return the rows of the largest embedding, where a layer has as many outputs, or None."""
-    rows = max((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=None)
-    widths = [module.out_features for module in modules if isinstance(module, nn.Linear)]
-    return rows if rows in widths else None
-
-
 def names_of_labels(texts):
-    """Return the names of texts that no model reads, by their values: labels and masks of another one.
+    """Return the names of texts that no model reads, a set: labels and masks of another one.
 
-    A label is the other text, shifted by one place, or has numbers below 0, which are not predicted. A mask has no
-    number above 1. texts: pairs of a name and a tensor.
+    texts: pairs of a name and a tensor.
     """
-    labels = set()
-    for (_, text), (name, label) in permutations(texts, 2):
-        if text.shape != label.shape or text.device != label.device or text.shape[-1] < 2 or torch.equal(text, label):
-            continue
-        is_shifted = torch.equal(text[..., 1:], label[..., :-1])
-        is_mask = label.max() <= 1 < text.max()
-        if is_shifted or is_mask or label.min() < 0:
-            labels.add(name)
-    return labels
+    return {name for (_, text), (name, other) in permutations(texts, 2) if is_label_or_mask(other, text)}
+
+
+def is_label_or_mask(ids, text):
+    """Return whether ids are a label or a mask of a text, by the values of both.
+
+    A label is the text, shifted by one place, or has numbers below 0, which are not predicted. A mask has no number
+    above 1.
+    """
+    if ids.shape != text.shape or ids.device != text.device or ids.shape[-1] < 2 or torch.equal(ids, text):
+        return False
+    is_shifted = torch.equal(text[..., 1:], ids[..., :-1])
+    is_mask = ids.max() <= 1 < text.max()
+    return is_shifted or is_mask or ids.min() < 0
 
 
 def named_tensors(pairs, around=()):
@@ -217,36 +196,3 @@ def parts_of(name, value):
     if isinstance(value, (list, tuple)):
         return [(f"{name}.{number}", each) for number, each in enumerate(value)]
     return []
-
-
-def losses_of(tensors):
-    """Return [(value, share)] of what backward() gets, a tensor or several. share: see share_of()."""
-    losses = []
-    if is_captured():
-        return losses
-    if not isinstance(tensors, (list, tuple)):
-        tensors = [tensors]
-    for tensor in tensors:
-        if torch.is_tensor(tensor) and tensor.numel() == 1 and not tensor.is_complex():
-            # on a card a copy, which does not wait for it, and into which no CUDA graph writes
-            value = tensor.item() if tensor.is_cpu else tensor.detach().float().clone()
-            losses.append((value, share_of(tensor.grad_fn)))
-    return losses
-
-
-def share_of(node):
-    """Return (factor, loss) of a loss that was scaled by a number last, as accumulation does, else None.
-
-    factor: 0.25 for `loss / 4`, or None if it lies on a card. loss: the operation that made it. node: its grad_fn.
-    """
-    if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
-        return None
-    operands = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
-    constants = [operand for operand in operands if operand is not None and not operand.requires_grad]
-    operations = [each.name() for each, _ in node.next_functions if each]
-    if len(constants) != 1 or len(operations) != 1:  # the product of two losses
-        return None
-    factor = constants[0].item() if constants[0].is_cpu else None
-    if factor and node.name() == "DivBackward0":
-        factor = 1 / factor
-    return factor, operations[0]

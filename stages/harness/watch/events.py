@@ -1,14 +1,14 @@
-"""What is told of a step is read from two lists, to which the hooks append what happens. Nothing here needs torch.
+"""Reads what happened in a step from two lists, to which the hooks append it. Nothing here needs torch.
 
 A mark is (kind, entered, left): from here on the time counts as another kind. The first mark is at the beginning of the
-step, and the last one at its end. entered, left: when the hook began and ended, in seconds. What is between is its own
-time, and is not the script's.
+step, and the last one at its end. entered, left: when the hook that made it began and ended, in seconds. The time
+between is the hook's, and not the script's.
 
 A note is (name, value), what was seen:
 
     call      a Call: a module is called with gradients
     loss      [(value, share)]: the losses that backward() is called on, each a float or a tensor of one number.
-              share: (factor, operation) if it was scaled last, as in accumulation, else None; see counting.share_of()
+              share: (factor, operation) if it was scaled last, as in accumulation, else None; see losses.share_of()
     scaled    the same: what a GradScaler multiplies
     due       None: a GradScaler is asked for the update that ends a step, and may skip it
     other     None: an optimizer has stepped that ends no step
@@ -48,9 +48,10 @@ class Batch(NamedTuple):
 class Call(NamedTuple):
     """A call of a module.
 
-    is_training: whether the module is in training mode. version: of its first weight, which SAM's changes of it raise.
-    A fused update does not. tensor_ref: a weak reference to its largest text or first tensor, the same object for the
-    same tensor. is_computed: whether it gets what the script has computed with gradients, as an ODE solver does.
+    is_training: whether the module is in training mode. version: of its first weight, which is higher after SAM has
+    changed that, and the same after a fused update. tensor_ref: a weak reference to its largest text or first tensor,
+    the same object for the same tensor. is_computed: whether it gets what the script has computed with gradients, as a
+    step of an ODE solver does.
     """
 
     module: object
@@ -107,8 +108,8 @@ def seconds_of_lines(spans, looks, unseen):
     """Return ({kind: {line: seconds}}, the seconds after the last look) of the script's own code in a step.
 
     looks: [(time, line)], in order. A look stands for all the time in own code since the look before, because a line
-    that holds the interpreter's lock, as sorting or json do, is only seen when it lets go. unseen: the seconds after
-    the last look of the step before.
+    that holds the interpreter's lock, for example in sorted(), is only seen when it lets go. unseen: the seconds of own
+    code after the last look of the step before.
     """
     lines = {kind: Counter() for kind in OWN_KINDS}
     for kind, began, ended in spans:
@@ -128,11 +129,11 @@ def seconds_of_lines(spans, looks, unseen):
 def micro_batches_of(notes):
     """Return the MicroBatches of a step.
 
-    One that reads again what the one before it has read, under changed weights, as SAM and LBFGS do, is left out. What
-    follows the step of another optimizer replaces what that one has trained on, as in a GAN.
+    SAM and LBFGS read a batch again under changed weights: that is no micro-batch more. In a GAN, what follows the step
+    of another optimizer replaces what that one has trained on.
     """
     micro_batches, calls, scaled = [], [], []
-    are_of_other = False  # whether another optimizer has used them
+    are_of_other = False  # whether another optimizer has trained on them
     for name, value in notes:
         if name == "call":
             if are_of_other:
@@ -142,7 +143,7 @@ def micro_batches_of(notes):
             scaled += value
         elif name == "loss":
             micro_batch = micro_batch_of(calls, unscaled(value, scaled))
-            if not (micro_batches and is_again(micro_batch, micro_batches[-1])):
+            if not (micro_batches and repeats(micro_batch, micro_batches[-1])):
                 micro_batches.append(micro_batch)
             calls, scaled = [], []
         elif name == "other":
@@ -153,9 +154,9 @@ def micro_batches_of(notes):
 
 
 def unscaled(losses, scaled):
-    """Return the losses of a backward before a GradScaler has multiplied them. scaled: what it was given.
+    """Return the losses of a backward as they were before a GradScaler multiplied them. scaled: what it was given.
 
-    They are not known if it was given several, whose sum may be the loss.
+    They are not known if it was given several, since their sum may be the loss.
     """
     if not scaled:
         return losses
@@ -165,8 +166,8 @@ def unscaled(losses, scaled):
 def micro_batch_of(calls, losses):
     """Return the MicroBatch of calls up to a backward.
 
-    All that a module reads counts, also in several calls. Of several modules the one with the largest call counts: a
-    head after an encoder sees the same batch.
+    All that a module reads in its calls counts. Of several modules the one with the largest call counts, since a head
+    after an encoder gets the same batch.
     """
     if not calls:
         return MicroBatch(None, 0, losses)
@@ -179,9 +180,9 @@ def micro_batch_of(calls, losses):
 
 
 def reads_more(call, largest):
-    """Return whether a call reads more than the largest one of its micro-batch does.
+    """Return whether a call adds to what the largest one of its micro-batch reads.
 
-    What was computed from the same samples is none of them. But a decoder reads a text beside what an encoder computed.
+    A call on what was computed from its samples does not. But a decoder reads a text beside what an encoder computed.
     """
     if call.is_training != largest.is_training or call.batch.unit != largest.batch.unit:
         return False
@@ -191,10 +192,11 @@ def reads_more(call, largest):
     return is_text and call.is_computed
 
 
-def is_again(micro_batch, before):
-    """Return whether a micro-batch is the one before, under changed weights.
+def repeats(micro_batch, before):
+    """Return whether a micro-batch reads the batch of the one before again, under changed weights.
 
-    A forward may change them, too, as nn.Embedding(max_norm=1) does. Then it is another one if their losses are shares.
+    A forward may change them, too, as that of nn.Embedding(max_norm=1) does. Then the losses are shares of one, and
+    each has a batch of its own.
     """
     call, call_before = micro_batch.call, before.call
     if call is None or call_before is None or call.module is not call_before.module:
@@ -211,11 +213,10 @@ def has_calls(micro_batches):
 
 
 def are_shares(micro_batches):
-    """Return whether each loss is a share of one for the whole step, as in accumulation.
+    """Return whether each loss is a share of one loss for the whole step, as in accumulation.
 
-    Then all are of one kind and of one model, and their factors are the same, as 1/4 of each of four, or those of
-    several batches sum to 1. Two losses of which one counts half and the other a tenth are none. Factors that lie on a
-    card are not read, and count as the same.
+    Then one operation and one model made all of them. Their factors are equal, as 1/4 for each of four; or each has a
+    batch of its own, and the factors sum to 1. Factors that lie on a card are not read, and count as equal.
     """
     shares = [share for micro_batch in micro_batches for _, share in micro_batch.losses]
     if not shares or None in shares:
@@ -246,8 +247,8 @@ def accumulated(micro_batches):
 def loss_of(micro_batches):
     """Return the loss of a step, a float, or None if it has none.
 
-    It is that of its only backward, or the sum of shares. Of several losses that are no shares
-    nobody knows whether their sum or their mean is what the script means.
+    It is that of its only backward, or the sum of shares. Of several losses that are no shares, nobody knows whether
+    the script means their sum or their mean.
     """
     values = [value for micro_batch in micro_batches for value, _ in micro_batch.losses]
     if len(values) > 1 and not are_shares(micro_batches):

@@ -26,14 +26,26 @@ from .watcher import kind_of_loading
 
 def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
-    run, profiler = watcher.run, watcher.run.profiler
+    run, timeline, guard = watcher.run, watcher.timeline, watcher.run.guard
     if not run.args.gate:  # a bench prints no lines of a script, and the looks would slow its short steps
         _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it: a script may join all
-    os.register_at_fork(before=profiler.give_up)
-    mark = guarded(watcher.timeline.mark, "its time", run)
-    watch_modules(watcher, mark)
+    os.register_at_fork(before=run.profiler.give_up)
+    mark = guard.around(timeline.mark, "its time")
+    watch_modules(timeline, guard.around(watcher.saw_forward, "its modules"), mark)
     sys.setrecursionlimit(sys.getrecursionlimit() * 4 // 3)  # a call of a module has four frames in place of three
-    for owner, name, hook, what in (
+    for owner, name, hook, what in hooks_of(watcher):
+        call_first(owner, name, guard.around(hook, what), timeline, mark)
+    # torch.compile would look into these, and skips the others while it traces
+    begin = guard.around(watcher.saw_optimizer_begin, "its steps", ends_row=True)
+    end = guard.around(watcher.saw_optimizer_end, "its steps", ends_row=True)
+    register_optimizer_step_pre_hook(pytorch.keep_from_compiler(begin))
+    register_optimizer_step_post_hook(pytorch.keep_from_compiler(end))
+
+
+def hooks_of(watcher):
+    """Return [(owner, name of its function, what is called first, what is not seen if that fails)]."""
+    saw_profiler = watcher.run.profiler.saw_profiler
+    return [
         (DataLoader, "__iter__", kind_of_loading, "its DataLoaders"),
         (pytorch.DataLoaderIterator, "__next__", watcher.saw_batch, "its DataLoaders"),
         (torch.autograd, "backward", watcher.saw_backward, "its losses"),
@@ -46,43 +58,21 @@ def watch_pytorch(watcher):
         (torch.nn.utils, "clip_grads_with_norm_", watcher.saw_clipping, "its clipping"),
         (torch.nn.utils, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
         (torch.nn.utils.clip_grad, "clip_grad_value_", watcher.saw_clipping_by_value, "its clipping"),
-        (torch.profiler.profile, "start", profiler.saw_profiler, "its profiler"),
-        (torch.autograd.profiler.profile, "__enter__", profiler.saw_profiler, "its profiler"),
+        (torch.profiler.profile, "start", saw_profiler, "its profiler"),
+        (torch.autograd.profiler.profile, "__enter__", saw_profiler, "its profiler"),
         (torch.multiprocessing, "spawn", watcher.refuse_spawn, "its ranks"),
         (torch.multiprocessing, "start_processes", watcher.refuse_spawn, "its ranks"),
         (os, "_exit", watcher.saw_exit, "its end"),
         (os, "execv", watcher.saw_exec, "its end"),
         (os, "execve", watcher.saw_exec, "its end"),
-    ):
-        call_first(owner, name, guarded(hook, what, run), watcher.timeline, mark)
-    # torch.compile would look into these, and skips the others while it traces
-    begin = guarded(watcher.saw_optimizer_begin, "its steps", run, ends_row=True)
-    end = guarded(watcher.saw_optimizer_end, "its steps", run, ends_row=True)
-    register_optimizer_step_pre_hook(pytorch.keep_from_compiler(begin))
-    register_optimizer_step_post_hook(pytorch.keep_from_compiler(end))
-
-
-def guarded(hook, what, run, ends_row=False):
-    """Return a hook that can't end the script. If it raises, the Run says once what it can't see.
-
-    ends_row: whether a row of a bench can't be timed without it. KeyboardInterrupt, which is no Exception, is meant for
-    the script.
-    """
-
-    def guarded_hook(*args, **kwargs):
-        try:
-            return hook(*args, **kwargs)
-        except Exception as error:
-            run.lose_sight(what, error, ends_row)
-
-    return guarded_hook
+    ]
 
 
 def call_first(owner, name, hook, timeline, mark):
     """Let a function of PyTorch call a hook first, with its own arguments.
 
-    What the hook returns is what the time of the function counts as. If it returns None, that is as before. mark: that
-    of the timeline, guarded.
+    What the hook returns is what the time of the function counts as. If it returns None, that is as before. hook, and
+    mark, which is that of the timeline: guarded.
     """
     original = getattr(owner, name)
 
@@ -105,14 +95,12 @@ def call_first(owner, name, hook, timeline, mark):
     setattr(owner, name, noted_call)
 
 
-def watch_modules(watcher, mark):
-    """Let each call of an outermost module call the watcher first, as call_first() does for a function.
+def watch_modules(timeline, saw_forward, mark):
+    """Let each call of an outermost module call saw_forward() first, as call_first() does for a function.
 
     Its end is that of call_first() once more, since torch.compile has to skip this very code.
     """
     call_module = torch.nn.Module.__call__
-    timeline = watcher.timeline
-    saw_forward = guarded(watcher.saw_forward, "its modules", watcher.run)
     is_inside = False
 
     def watched_call(module, /, *args, **kwargs):

@@ -30,10 +30,8 @@ from ..common import refuse, say
 from ..figures import UNITS, are_uneven, most_memory, tokens_per_second, words_on_speed
 from ..seen import words_on_model
 
-# Between the first counted step and the last one the meters are read at most this often. That is not on the clock of a
-# step, but makes a run of short steps take longer.
-SECONDS_BETWEEN = 0.5
-FIRST_TO_WAIT = 2  # the number of a step: those before it are recorded together, when the device is known
+SECONDS_BETWEEN = 0.5  # two readings of the memory, which are on no step's clock, but would make a run take longer
+FIRST_TO_WAIT = 2  # the number of the first step in which each kind of time may wait for the card
 
 
 class Log:
@@ -166,6 +164,10 @@ class Log:
     def write_seen(self):
         """Write what was seen of the script so far. The last such line of a record counts."""
         self.write({"kind": "seen", **vars(self.seen)})
+
+    def write_error(self, message, traceback=""):
+        """Write why the run failed."""
+        self.write({"kind": "error", "message": message, "traceback": traceback})
 
     def write(self, entry):
         """Write a line of the record. If that fails, the training goes on, which is worth more than its record.

@@ -7,7 +7,7 @@ import traceback
 
 from torch import nn
 
-from .counting import FABRIC, modules_of
+from .modules import FABRIC, modules_of
 from .threads import is_of_a_library, lies_in_a_library
 
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate", "skorch")
@@ -51,8 +51,8 @@ def name_in_script(module, frame):
 def owners_on_stack(frame):
     """Return [(name, object)] of all that the user's own code holds, that of the innermost frame first.
 
-    What a library calls it is nothing that the user could type. But "self" is, if it is of a class of the user's, as in
-    Lightning.
+    The names that a library has for it can't be typed in the user's code. But "self" can, if it is of a class of the
+    user's, as in Lightning.
     """
     owners = []
     for caller, _ in traceback.walk_stack(frame):

@@ -40,29 +40,38 @@ def fields_of_profile(profiled, seen, device):
 
     What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
     """
-    all_operations = [Operation(event, names_with_callers(event)) for event in profiled]
-    operations = [each for each in all_operations if range_of("evaluation") not in each.names]
+    operations = [Operation(event, names_with_callers(event)) for event in profiled]
+    operations = [operation for operation in operations if range_of("evaluation") not in operation.names]
     matmuls = [operation for operation in operations if is_matmul(operation)]
     in_forward = [operation for operation in matmuls if range_of("forward") in operation.names]
     kernel = kernel_of_attention(operations)
     is_compiled = seen.compile  # by the marks that torch.compile leaves
     if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
         is_compiled = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
-    casts_by_itself = seen.weights == "float32" and seen.autocast is None
-    fields = {"profiled": True, "sdpa": kernel, "compile": is_compiled}
-    fields["attention"] = kernel is not None or attends_by_hand(operations)
-    fields["attention_drops"] = attention_drops(operations)
+    fields = {
+        "profiled": True,
+        "compile": is_compiled,
+        "sdpa": kernel,
+        "attention": kernel is not None or attends_by_hand(operations),
+        "attention_drops": attention_drops(operations),
+    }
     if not seen.compile:  # compiled code may multiply in kernels that have no such names
         fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
     dtype = dtype_of_most(matmuls)
-    if dtype and casts_by_itself:
+    if dtype and seen.weights == "float32" and seen.autocast is None:  # it casts by itself
         fields |= autocast_of(dtype, device)
     if seen.unit == "tok" and not is_compiled:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
-        fields["busy_ms"] = busy_ms(profiled) or None  # 0: the profiler saw no kernel, as on WSL2
-        fields["reads"] = sum("DtoH" in event.name or "DeviceToHost" in event.name for event in profiled)
+        fields |= fields_of_card(profiled)
     return fields
+
+
+def fields_of_card(profiled):
+    """Return what a card did in a step, as fields of a Seen, a dict."""
+    reads = [event for event in profiled if "DtoH" in event.name or "DeviceToHost" in event.name]
+    busy = busy_ms(profiled) or None  # 0: the profiler saw no kernel, as on WSL2
+    return {"busy_ms": busy, "reads": len(reads)}
 
 
 def attention_drops(operations):

@@ -21,7 +21,7 @@ CLIPPING = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
 # torch.compiler.disable() would import all of torch.compile, and take a second, before the script's first line.
 keep_from_compiler = torch._disable_dynamo
 
-backward_that_runs = torch._C._current_graph_task_id  # its number, or -1: a hook in it may step an optimizer
+backward_that_runs = torch._C._current_graph_task_id  # the number of a backward, or -1 outside of all
 nodes_made = torch._C._autograd._get_sequence_nr  # how many operations of forwards have made a node for the backward
 is_profiled = torch.autograd._profiler_enabled  # whether any profiler is at work, the script's own, too
 

@@ -14,7 +14,7 @@ from ..common import say
 from ..figures import Step
 from . import events, gate, pytorch
 from .findings import words_on_script
-from .hooks import guarded
+from .guard import Guard
 from .leave import flush_stdout, leave
 from .operations import fields_of_profile
 from .own_code import OwnCode
@@ -26,6 +26,25 @@ from .timeline import Timeline
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which are read when torch is imported
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
+
+
+class StepSoFar:
+    """The sums of a step that has not ended, by the marks and notes that were read.
+
+    spent: {kind: seconds}. micro_batches: its MicroBatches. graphs_before: how many graphs torch.compile had made when
+    it began.
+    """
+
+    def __init__(self):
+        self.spent = Counter()
+        self.micro_batches = []
+        self.graphs_before = pytorch.compiled_graphs()
+
+    def timed(self):
+        """Return its Step, which lacks its tokens, its number and what the meters show."""
+        graphs = pytorch.compiled_graphs() - self.graphs_before
+        spent = {kind: self.spent[kind] for kind in events.KINDS}
+        return Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs)
 
 
 class Run:
@@ -42,6 +61,7 @@ class Run:
         self.script = script
         self.args = args
         self.log = log
+        self.guard = Guard(log, is_row=bool(args.gate))
         self.thread_variables = machine.variables_set(THREADS)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
@@ -50,11 +70,10 @@ class Run:
         self.optimizers = weakref.WeakKeyDictionary()  # {each one that has stepped: its learning rates so far, a set}
         self.habits = events.Habits()
         self.steps_taken = 0  # with the profiled one
-        self.unrecorded = []  # [(a Step, its MicroBatches)]: the first one waits for the report
+        self.first_step = None  # (a Step, its MicroBatches), which waits for the report
         self.profiles_this_step = False  # the last one, which is not recorded
         self.is_over = False  # no other step is wanted, and the script ends when it begins one
         self.has_finished = False  # the summary is written
-        self.lost = set()  # what can't be watched, since our own code failed at it
         self.world_size = 1  # how many processes train together, known after the first step
         # before the first step
         self.spent_before = Counter()  # {kind: seconds}
@@ -73,9 +92,7 @@ class Run:
 
     def begin_step(self):
         """Start the clock of a step."""
-        self.spent = Counter()  # {kind: seconds}, by the marks that were read
-        self.micro_batches = []  # by the notes that were read
-        self.graphs_before = pytorch.compiled_graphs()
+        self.step = StepSoFar()
         self.timeline.begin_step(waits=self.log.waits_in(len(self.log.steps)))
 
     def end_step(self):
@@ -84,33 +101,26 @@ class Run:
         self.profiler.stop()  # before the loss is read, which would count as a copy of the script's
         self.read_lists()
         self.steps_taken += 1
-        self.habits.accum = max(self.habits.accum, events.accumulated(self.micro_batches))
+        self.habits.accum = max(self.habits.accum, events.accumulated(self.step.micro_batches))
         if self.profiles_this_step:
             self.is_over = True  # also if the profile can't be read
             self.add_profile()
         else:
-            self.keep(self.timed_step())
+            self.keep(self.step.timed(), self.step.micro_batches)
             self.begin_next_step()
 
-    def timed_step(self):
-        """Return the Step that has ended, which lacks its tokens, its number and what the meters show."""
-        graphs = pytorch.compiled_graphs() - self.graphs_before
-        spent = {kind: self.spent[kind] for kind in events.KINDS}
-        return Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs)
-
-    def keep(self, step):
-        """Record a step. The first one waits for the second, which shows what is trained."""
+    def keep(self, step, micro_batches):
+        """Record a Step. The first one waits for the second, which shows what is trained."""
         if step.dt <= 0:
             raise ValueError("they take no time, as if the script had replaced time.perf_counter()")
-        self.unrecorded.append((step, self.micro_batches))
         if self.steps_taken == 1:
+            self.first_step = step, micro_batches
             self.prepare()
             return
-        unrecorded, self.unrecorded = self.unrecorded, []
         if self.steps_taken == 2:
             self.begin_report()
-        for step_and_micro_batches in unrecorded:
-            self.record(*step_and_micro_batches)
+            self.record(*self.first_step)
+        self.record(step, micro_batches)
 
     def read_lists(self):
         """Add to the sums of the step what its marks and notes say so far, and let go of them.
@@ -119,16 +129,16 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        self.spent.update(events.seconds_of_kinds(spans))
+        self.step.spent.update(events.seconds_of_kinds(spans))
         self.own_code.read_looks(spans)
-        self.micro_batches += events.micro_batches_of(notes)
+        self.step.micro_batches += events.micro_batches_of(notes)
         self.habits.add(notes)
 
     def begin_first_step(self):
         """Begin the first step anew, with its first forward: what came before is no step."""
         self.timeline.mark(self.timeline.kind)
         self.read_lists()
-        self.spent_before, self.lines_before = self.spent, self.own_code.lines["rest"]
+        self.spent_before, self.lines_before = self.step.spent, self.own_code.lines["rest"]
         self.own_code.forget()
         self.begin_step()
 
@@ -192,7 +202,7 @@ class Run:
         """Print what is trained, as the first two steps have shown it."""
         self.log.seen = find_techniques(self)
         flush_stdout()  # so that the script's own lines stand before ours
-        self.log.begin(self.script.title, self.tokens_of(self.micro_batches))
+        self.log.begin(self.script.title, self.tokens_of(self.step.micro_batches))
         if self.log.seen.unit == "step":
             self.log.say("steps are counted, since it is unclear what its tokens or samples are")
         self.add_profile()
@@ -225,28 +235,16 @@ class Run:
             return 1
         return events.count_of(micro_batches, self.log.seen.unit) * self.world_size
 
-    def lose_sight(self, what, error, ends_row):
-        """Say once that something can't be watched, since our own code failed at it. The script goes on.
-
-        ends_row: whether it ends if it is a row of a bench, which can't be timed without that.
-        """
-        if what in self.lost:
-            return
-        self.lost.add(what)
-        self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {in_a_line(error)}")
-        if ends_row and self.args.gate:
-            self.fail_row(f"{what} can't be watched: {in_a_line(error)}")
-
     # the end
 
     def calls_backward(self):
         """Return whether the script has called backward() since the last step."""
         self.read_lists()
-        return self.spent["backward"] > 0
+        return self.step.spent["backward"] > 0
 
     def finish(self):
         """Finish the run. If that fails, the script ends as it would."""
-        guarded(self.write_summary, "its figures", self)()
+        self.guard.around(self.write_summary, "its figures")()
 
     def write_summary(self):
         """Write and print the summary, and what the script has and lacks. Nothing without a timed step."""
@@ -272,22 +270,7 @@ class Run:
             self.log.notice(f"{self.script.title} {words}")
             leave(0)
 
-    def fail_row(self, message):
-        """End a row of a bench, which reads the reason in its record."""
-        self.log.write({"kind": "error", "message": message, "traceback": ""})
-        leave(1)
-
     def reject(self, line):
         """End the process with one line and exit status 2. The script could catch the SystemExit of common.refuse()."""
         say(f"error: {line}", self.log.err)
         leave(2)
-
-
-def in_a_line(error):
-    """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
-    try:
-        lines = str(error).strip().splitlines() or [""]
-    except Exception:  # of a script's own class
-        lines = ["its str() failed"]
-    line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
-    return f"{type(error).__name__}: {line}"

@@ -5,16 +5,14 @@ import multiprocessing
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from .. import machine
 from ..arithmetic import matmul_weights, shape_of
 from ..seen import Seen
 from . import events, pytorch
 from .added import can_compile_in_place, has_fused_kernel
-from .counting import modules_of, parameters_in, unwrapped, vocabulary_of
+from .modules import matrix_weights, modules_of, parameters_of, size_of, unwrapped, vocabulary_of
 from .naming import framework_of, name_in_script
 from .threads import count_threads_of_script
 
@@ -28,8 +26,8 @@ def find_techniques(run):
     """
     habits, device = run.habits, run.log.device
     models = list(habits.models.values())
-    unit = events.unit_of(run.micro_batches)
-    batch = events.largest_batch(run.micro_batches)
+    unit = events.unit_of(run.step.micro_batches)
+    batch = events.largest_batch(run.step.micro_batches)
     return Seen(
         unit=unit,
         batch_size=batch.batch_size,
@@ -138,26 +136,6 @@ def takes_fused(optimizer_class):
     return any(each.name == "fused" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
-def size_of(model):
-    """Return how many parameters a model has."""
-    return sum(p.numel() for p in parameters_of([model]))
-
-
-def parameters_of(models=(), optimizers=()):
-    """Return the parameters of all models and of optimizers, each once.
-
-    Those of an optimizer are all that is known where a compiled function calls the model.
-    """
-    parameters = []
-    for model in models:
-        parameters += parameters_in(modules_of(model))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-    # those that wait for a first batch to have a shape, or for weights to be loaded, are not there yet
-    return [p for p in dict.fromkeys(parameters) if not (is_lazy(p) or p.is_meta)]
-
-
 def gpt_shape(models, seq_len):
     """Return the shape of a watched GPT, as arithmetic.shape_of() does, or None where no model is one.
 
@@ -170,10 +148,3 @@ def gpt_shape(models, seq_len):
             if shape and abs(matrix_weights(model) / matmul_weights(shape) - 1) < CLOSE:
                 return shape
     return None
-
-
-def matrix_weights(model):
-    """Return how many weights the matrices of a model have. An embedding counts where it is also the last matrix."""
-    others = [module for module in modules_of(model) if not isinstance(module, nn.Embedding)]
-    matrices = {p for p in parameters_in(others) if p.dim() == 2}
-    return sum(p.numel() for p in matrices)

@@ -25,8 +25,8 @@ class Timeline:
         self.waits = self.is_running = False
         self.marks, self.notes = [], []
 
-    def begin_step(self, waits=False):
-        """Begin a step, once the cards are ready. waits: whether each kind waits for them, too."""
+    def begin_step(self, waits):
+        """Begin a step after the cards are ready. waits: whether each kind waits for them, too."""
         self.wait_for_cards()
         self.waits = waits
         self.is_running = True
@@ -34,7 +34,7 @@ class Timeline:
         self.mark(self.kind)
 
     def end_step(self):
-        """End a step, once the cards are ready. What follows, up to the next one, is left out."""
+        """End a step after the cards are ready. What follows, up to the next one, is left out."""
         self.wait_for_cards()
         self.mark(self.kind)
         self.is_running = False
@@ -45,26 +45,28 @@ class Timeline:
         entered: when the hook that calls this began, if its time is to be left off the clock. But a card has worked on
         its queue meanwhile, so there it stays on the clock.
         """
+        self.kind = kind
+        if not self.is_running:
+            return
         if self.waits and not is_captured():
             self.wait_for_cards()
-        now = time.perf_counter()
+        left = time.perf_counter()
         if entered is None or self.cards:
-            entered = now
-        self.kind = kind
-        if self.is_running:
-            if self.profiler.is_open:
-                self.profiler.kind_begins(kind)
-                now = time.perf_counter()  # to end a profile may take seconds
-            self.marks.append((kind, entered, now))
-            if len(self.marks) > MOST:
-                self.read_lists()
+            entered = left
+        if self.profiler.is_open:
+            self.profiler.kind_begins(kind)
+            left = time.perf_counter()  # to end a profile may take seconds
+        self.marks.append((kind, entered, left))
+        if len(self.marks) > MOST:
+            self.read_lists()
 
     def note(self, name, value=None):
         """Note what was seen."""
-        if self.is_running:
-            self.notes.append((name, value))
-            if len(self.notes) > MOST:
-                self.read_lists()
+        if not self.is_running:
+            return
+        self.notes.append((name, value))
+        if len(self.notes) > MOST:
+            self.read_lists()
 
     def take(self):
         """Return the marks and the notes so far. The last mark stays, since from there the time counts on."""

@@ -17,14 +17,15 @@ import torch
 from .. import machine
 from . import pytorch
 from .added import Added
-from .counting import losses_of, signature_of
+from .counting import signature_of
 from .events import Call, has_note
-from .techniques import parameters_of
+from .losses import losses_of
+from .modules import parameters_of
 from .threads import is_elsewhere
 from .timeline import is_captured
 
 MANY_BACKWARDS = 100  # before any step of an optimizer
-MOST_WITHOUT = 10  # steps of another optimizer, after which the first one is taken for one that trains no more
+MOST_WITHOUT_MAIN = 10  # steps of another optimizer, after which the main one is taken to train no more
 
 
 class Watcher:
@@ -59,10 +60,17 @@ class Watcher:
         self.begin_with_first_call()
         device_type = signature.weight.device.type
         self.added.before_forward(module, device_type)
+        self.note_call(module, signature, args, kwargs)
+        if torch.is_autocast_enabled(device_type):
+            self.note_autocast(torch.get_autocast_dtype(device_type))
+        return "forward"
+
+    def note_call(self, module, signature, args, kwargs):
+        """Note what a module reads in a call."""
         tensor, batch, is_computed = signature.read(args, kwargs)
         if tensor is None:  # it gets for example a graph
             self.timeline.note("model", module)
-            return "forward"
+            return
         # a reference to the tensor itself would keep it until the step ends, and it is the script's
         tensor_ref = weakref.ref(tensor)
         version = pytorch.version_of(signature.weight)
@@ -70,9 +78,10 @@ class Watcher:
             version += pytorch.version_of(tensor)
         call = Call(module, module.training, version, tensor_ref, batch, is_computed)
         self.timeline.note("call", call)
-        if torch.is_autocast_enabled(device_type):
-            self.timeline.note("autocast", machine.dtype_name(torch.get_autocast_dtype(device_type)))
-        return "forward"
+
+    def note_autocast(self, dtype):
+        """Note the torch.dtype of an autocast."""
+        self.timeline.note("autocast", machine.dtype_name(dtype))
 
     def begin_with_first_call(self):
         """Begin the first step with the first call, unless a compiled function has called the model so far."""
@@ -84,7 +93,7 @@ class Watcher:
         """Note an autocast that is entered in a forward, or before any. After one it may be for the loss alone."""
         is_after_forward = self.timeline.kind != "forward" and has_note(self.timeline.notes, "call")
         if torch.is_grad_enabled() and pytorch.autocast_is_enabled(autocast) and not is_after_forward:
-            self.timeline.note("autocast", machine.dtype_name(autocast.fast_dtype))
+            self.note_autocast(autocast.fast_dtype)
 
     def saw_clipping(self, parameters, max_norm, *others, **options):
         """Note that gradients are clipped, and not only measured, as by a norm of infinity."""
@@ -164,7 +173,8 @@ class Watcher:
         """
         if is_elsewhere() or not has_parameters(optimizer):
             return
-        self.timeline.mark("rest" if pytorch.backward_that_runs() == -1 else "backward")
+        is_in_backward = pytorch.backward_that_runs() != -1  # a hook in one may step an optimizer
+        self.timeline.mark("backward" if is_in_backward else "rest")
         main, optimizer_ref = self.main_ref(), weakref.ref(optimizer)
         if is_captured():
             self.run.log.notice("its step is captured as a CUDA graph, and its replays can't be seen")
@@ -174,10 +184,10 @@ class Watcher:
         else:
             self.timeline.note("other")
             self.others[optimizer_ref] += 1
-            if self.others[optimizer_ref] == MOST_WITHOUT:
+            if self.others[optimizer_ref] == MOST_WITHOUT_MAIN:
                 self.main_ref = optimizer_ref
                 self.others.clear()
-                self.run.begin_step()  # anew, so that no step of ten is reported
+                self.run.begin_step()  # anew, since what ran so far was ten steps
 
     def saw_exit(self, status):
         """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
@@ -194,7 +204,7 @@ class Watcher:
         self.run.log.notice(f"{self.run.script.title} becomes {path} by os.exec, and what that does is not watched")
         self.run.finish()
         if self.run.args.gate:
-            self.run.fail_row(f"it becomes {path} by os.exec, and what that does can't be watched")
+            self.run.guard.end_row(f"it becomes {path} by os.exec, and what that does can't be watched")
 
     def refuse_spawn(self, *args, **kwargs):
         """Refuse a script whose ranks run in processes that multiprocessing starts, where nobody watches them."""

@@ -1,0 +1,55 @@
+"""Keeps a script from failing because our own code does."""
+
+from .leave import leave
+
+
+class Guard:
+    """The guard of a watched script. lost: what can't be seen any more, since our own code failed at it, a set.
+
+    log: a Log. is_row: whether the script is a row of a bench.
+    """
+
+    def __init__(self, log, is_row):
+        self.log = log
+        self.is_row = is_row
+        self.lost = set()
+
+    def around(self, function, what, ends_row=False):
+        """Return a function of ours that can't end the script. If it raises, that is said, and it returns None.
+
+        what: can't be seen any more then. ends_row: whether a row of a bench can't be timed without it.
+        KeyboardInterrupt, which is no Exception, is meant for the script.
+        """
+
+        def guarded(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                self.lose_sight(what, error, ends_row)
+
+        return guarded
+
+    def lose_sight(self, what, error, ends_row):
+        """Say once that something can't be seen any more. The script goes on, but a row may end."""
+        if what in self.lost:
+            return
+        self.lost.add(what)
+        reason = in_a_line(error)
+        self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {reason}")
+        if ends_row and self.is_row:
+            self.end_row(f"{what} can't be watched: {reason}")
+
+    def end_row(self, message):
+        """End a row of a bench, which reads the reason in its record."""
+        self.log.write_error(message)
+        leave(1)
+
+
+def in_a_line(error):
+    """Return an exception in one line. If it was in a worker of a DataLoader, the last line has the reason."""
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # of a script's own class
+        lines = ["its str() failed"]
+    line = lines[-1] if "in DataLoader worker process" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {line}"
