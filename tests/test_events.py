@@ -8,7 +8,6 @@ from harness.watch.events import (
     count_of,
     loss_of,
     micro_batches_of,
-    seconds_of_kinds,
     seconds_of_lines,
     spans_of,
     unit_of,
@@ -51,8 +50,8 @@ def test_time_counts_as_what_was_begun_last_without_that_of_the_hooks():
         ("rest", 20, 20),
         ("rest", 25, 25),
     ]
-    spent = {kind: seconds for kind, seconds in seconds_of_kinds(spans_of(step)).items() if seconds}
-    assert spent == {"rest": 2 + 5, "forward": 4, "loss": 2, "backward": 10}
+    seconds = [(kind, ended - began) for kind, began, ended in spans_of(step)]
+    assert seconds == [("rest", 2), ("forward", 4), ("loss", 2), ("backward", 10), ("rest", 5)]
 
 
 def test_a_hook_that_begins_a_step_was_entered_before_it():
@@ -70,7 +69,7 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
     spans = [("rest", 0, 10), ("forward", 10, 100), ("loss", 100, 110), ("backward", 110, 120), ("rest", 120, 130)]
     looks = [(4, "a"), (50, "in a forward"), (105, "b"), (125, "a")]
     lines, unseen = seconds_of_lines(spans, looks, unseen=1)
-    assert lines == {"rest": {"a": 1 + 4 + 5 + 5}, "loss": {"b": 6 + 5}}
+    assert lines == [("rest", "a", 1 + 4), ("loss", "b", 6 + 5), ("rest", "a", 5 + 5)]
     assert unseen == 5
 
 

@@ -96,28 +96,20 @@ def spans_of(marks):
     return spans
 
 
-def seconds_of_kinds(spans):
-    """Return {kind: seconds} of a step."""
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for kind, began, ended in spans:
-        seconds[kind] += ended - began
-    return seconds
-
-
 def seconds_of_lines(spans, looks, unseen):
-    """Return ({kind: {line: seconds}}, the seconds after the last look) of the script's own code in a step.
+    """Return ([(kind, line, seconds)], the seconds after the last look) of the script's own code in a step.
 
     looks: [(time, line)], in order. A look stands for all the time in own code since the look before, because a line
     that holds the interpreter's lock, for example in sorted(), is only seen when it lets go. unseen: the seconds of own
     code after the last look of the step before.
     """
-    lines = {kind: Counter() for kind in OWN_KINDS}
+    lines = []
     for kind, began, ended in spans:
         if kind not in OWN_KINDS:
             continue
         last_look = began
         for looked, line in looks[bisect_left(looks, (began,)) : bisect_left(looks, (ended,))]:
-            lines[kind][line] += unseen + looked - last_look
+            lines.append((kind, line, unseen + looked - last_look))
             unseen, last_look = 0.0, looked
         unseen += ended - last_look
     return lines, unseen

@@ -44,8 +44,8 @@ class OwnCode:
         """Add the looks so far to the lines. spans: of the time since this was called last."""
         looks, self.looks = self.looks, []
         lines, self.unseen = seconds_of_lines(spans, looks, self.unseen)
-        for kind in OWN_KINDS:
-            self.lines[kind].update(lines[kind])
+        for kind, line, seconds in lines:
+            self.lines[kind][line] += seconds
 
 
 def place_in_script():

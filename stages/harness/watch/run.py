@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 import weakref
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -36,15 +35,14 @@ class StepSoFar:
     """
 
     def __init__(self):
-        self.spent = Counter()
+        self.spent = dict.fromkeys(events.KINDS, 0.0)
         self.micro_batches = []
         self.graphs_before = pytorch.compiled_graphs()
 
     def timed(self):
         """Return its Step, which lacks its tokens, its number and what the meters show."""
         graphs = pytorch.compiled_graphs() - self.graphs_before
-        spent = {kind: self.spent[kind] for kind in events.KINDS}
-        return Step(events.loss_of(self.micro_batches), sum(spent.values()), spent, graphs)
+        return Step(events.loss_of(self.micro_batches), sum(self.spent.values()), self.spent, graphs)
 
 
 class Run:
@@ -76,8 +74,8 @@ class Run:
         self.has_finished = False  # the summary is written
         self.world_size = 1  # how many processes train together, known after the first step
         # before the first step
-        self.spent_before = Counter()  # {kind: seconds}
-        self.lines_before = Counter()  # {line: seconds} of own code
+        self.spent_before = dict.fromkeys(events.KINDS, 0.0)  # {kind: seconds}
+        self.lines_before = {}  # {line: seconds} of own code
         self.begin_step()
 
     # a step
@@ -129,7 +127,8 @@ class Run:
         """
         marks, notes = self.timeline.take()
         spans = events.spans_of(marks)
-        self.step.spent.update(events.seconds_of_kinds(spans))
+        for kind, began, ended in spans:
+            self.step.spent[kind] += ended - began
         self.own_code.read_looks(spans)
         self.step.micro_batches += events.micro_batches_of(notes)
         self.habits.add(notes)

@@ -171,7 +171,7 @@ class Watcher:
         The first optimizer ends all steps of the script, as long as it goes on stepping. If it was deleted, or another
         one has stepped ten times without it, the other one ends the steps from then on.
         """
-        if is_elsewhere() or not has_parameters(optimizer):
+        if is_elsewhere() or optimizer not in self.run.optimizers:
             return
         is_in_backward = pytorch.backward_that_runs() != -1  # a hook in one may step an optimizer
         self.timeline.mark("backward" if is_in_backward else "rest")
