@@ -65,7 +65,7 @@ def main(argv):
     status, reason = run_script(script, run)
     if not is_elsewhere():
         status = report_end(run, status, reason)
-    run.profiler.stop()  # which must not be at work when Python ends
+    run.guard.around(run.profiler.stop, "its profile")()  # which must not be at work when Python ends
     sys.exit(status)
 
 
