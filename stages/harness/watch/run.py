@@ -118,6 +118,7 @@ class Run:
         if self.steps_taken == 2:
             self.begin_report()
             self.record(*self.first_step)
+            self.first_step = None  # it holds a module, which the script may delete
         self.record(step, micro_batches)
 
     def read_lists(self):
