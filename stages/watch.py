@@ -195,7 +195,8 @@ def run_script(script, run):
     try:
         execute(script, run)
     except SystemExit as end:
-        if isinstance(end.code, str) and (is_elsewhere() or not run.log.is_rank_0):  # else the notice has it
+        is_a_number = isinstance(end.code, (int, type(None)))
+        if not is_a_number and (is_elsewhere() or not run.log.is_rank_0):  # else the notice has it
             print(end.code, file=sys.stderr)
         if status_of(end):
             return status_of(end), f"ended by sys.exit({end.code!r})"

@@ -66,13 +66,28 @@ class Agent:
         return name_in_script(self.policy, sys._getframe())
 
 
-def test_a_module_is_called_what_the_users_own_code_calls_it():
-    net, agent = nn.Linear(3, 3), Agent()
-    assert agent.name_of_policy() == "self.policy"
+def names_in_a_function(agent):
+    """Return the names of three modules. An `assert` here would call locals(), in pytest's own words for a failure."""
+    net = nn.Linear(3, 3)
     frame = frames("torch.optim.adamw")
     frame.f_locals["self"], frame.f_back = agent, sys._getframe()
-    names = [name_in_script(module, frame) for module in (net, agent.policy, nn.Linear(3, 3))]
-    assert names == ["net", "agent.policy", ""]
+    return [name_in_script(module, frame) for module in (net, agent.policy, nn.Linear(3, 3))]
+
+
+def test_a_module_is_called_what_the_users_own_code_calls_it():
+    agent = Agent()
+    assert agent.name_of_policy() == "self.policy"
+    assert names_in_a_function(agent) == ["net", "agent.policy", ""]
+
+
+def keep_locals(lr):
+    config = locals()
+    name_in_script(nn.Linear(3, 3), sys._getframe())
+    return config
+
+
+def test_what_a_function_keeps_of_its_locals_is_not_touched():
+    assert keep_locals(lr=0.1) == {"lr": 0.1}
 
 
 class Lit(nn.Module):
@@ -140,7 +155,7 @@ def test_autocast_is_neither_had_nor_lacking_in_a_step_without_a_matmul():
 
 def test_who_waits_for_a_loader_is_told_how_many_workers_help(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 4)
-    remedies = [words_on_loader({workers: 9}, 0.5).split(": ")[1] for workers in (0, 4, 8)]
+    remedies = [words_on_loader({workers: 9}, 0.5)[0].split(": ")[1] for workers in (0, 4, 8)]
     less = "do less in __getitem__"
     more = "take up to 4 workers, with persistent_workers=True"
     assert remedies == [f"{more}, or {less}", less, f"take no more workers than the 4 cores, or {less}"]

@@ -64,11 +64,11 @@ def test_a_row_ends_if_its_bench_is_gone_also_if_nobody_has_asked_for_that(monke
     with subprocess.Popen([sys.executable, "-c", ""]) as bench:
         os.waitid(os.P_PID, bench.pid, os.WEXITED | os.WNOWAIT)  # which leaves a zombie
         with pytest.raises(SystemExit):
-            gate.wait(tmp_path, bench.pid, 10**9)
+            gate.wait_for_step(tmp_path, bench.pid, 10**9)
     with pytest.raises(SystemExit):
-        gate.wait(tmp_path, bench.pid, 10**9)
+        gate.wait_for_step(tmp_path, bench.pid, 10**9)
     with pytest.raises(TimeoutError):
-        gate.wait(tmp_path, os.getpid(), 10**9)
+        gate.wait_for_step(tmp_path, os.getpid(), 10**9)
 
 
 def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
@@ -83,13 +83,13 @@ def test_a_step_of_very_many_calls_is_read_before_its_end(monkeypatch):
         run.timeline.mark("rest")
         assert len(run.timeline.marks) <= 51 and len(run.timeline.notes) <= 51
     run.timeline.end_step()
-    run.read_lists()
+    run.add_up_lists()
     assert count_of(run.step.micro_batches, "sample") == 2000
     assert sum(run.step.spent.values()) == pytest.approx(run.timeline.marks[-1][1] - began, rel=0.1)
 
 
 def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
-    timeline = Timeline(StepProfiler(), read_lists=None)
+    timeline = Timeline(StepProfiler(), add_up_lists=None)
     timeline.begin_step(waits=False)
     timeline.mark("forward", entered=1.0)
     kind, entered, left = timeline.marks[-1]
@@ -102,7 +102,7 @@ def test_what_a_hook_does_is_on_the_clock_of_a_card_alone():
 
 def test_what_the_profiler_does_is_not_on_the_clock(card):
     profiler = SimpleNamespace(is_open=True, kind_begins=lambda kind: card.synchronize())
-    timeline = Timeline(profiler, read_lists=None)
+    timeline = Timeline(profiler, add_up_lists=None)
     timeline.begin_step(waits=False)
     card.queue(9)  # seconds in which the profiler lists what it saw
     timeline.mark("rest")

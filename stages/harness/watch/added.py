@@ -49,7 +49,7 @@ class Added:
         if "fused" not in self.names:
             return
         for group in optimizer.param_groups:
-            is_unset = group.get("fused", False) is None  # False: an optimizer without such a kernel
+            is_unset = "fused" in group and group["fused"] is None  # without it there is no such kernel
             chose_another = group.get("foreach") or group.get("differentiable")
             if is_unset and not chose_another and all(can_be_fused(p, optimizer) for p in group["params"]):
                 group["fused"] = True

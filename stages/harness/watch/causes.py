@@ -32,23 +32,29 @@ def words_on_idle_card(run, steps, shares):
 
     shares: {kind: share of the time}.
     """
-    shares = dict(shares)
     median_ms = 1e3 * statistics.median(step.dt for step in steps)
-    unexplained = run.log.seen.idle_share(median_ms) or 0.0  # 0: no profile
-    for kind in ("data", "evaluation", "rest"):
-        shares[kind] = min(shares[kind], unexplained)
-        unexplained -= shares[kind]
+    idle = run.log.seen.idle_share(median_ms) or 0.0  # 0: no profile
+    shares, unexplained = within_idle_time(shares, idle)
     words = words_on_waits(run, steps, shares)
     if unexplained > LONG:
         words.append(f"{percent(unexplained)} is the card waiting for Python: compile, or take a larger batch")
     return words
 
 
+def within_idle_time(shares, idle):
+    """Return (shares, what is left of idle). Data, evaluation and own code take no more than a card is idle."""
+    shares = dict(shares)
+    for kind in ("data", "evaluation", "rest"):
+        shares[kind] = min(shares[kind], idle)
+        idle -= shares[kind]
+    return shares, idle
+
+
 def words_on_waits(run, steps, shares):
     """Return words on data, evaluation and own code that take long, a list. shares: {kind: share of the time}."""
     words = []
     if shares["data"] > LONG_WAIT and run.habits.loaders:
-        words.append(words_on_loader(run.habits.loaders, shares["data"]))
+        words += words_on_loader(run.habits.loaders, shares["data"])
     if shares["evaluation"] > LONG_WAIT and not run.habits.repeats_forward:  # checkpointing has such forwards, too
         purposes = "an evaluation, a rollout, or a second model"
         share = percent(shares["evaluation"])
@@ -74,7 +80,7 @@ def words_on_cpu(run, shares):
 
 
 def words_on_loader(batches, share):
-    """Return words on the DataLoader from which most batches came, where loaders take this share of the time.
+    """Return words on the DataLoader from which most batches came, a list. share: of the time that all loaders take.
 
     batches: {num_workers of a DataLoader: how many batches came from it}.
     """
@@ -84,7 +90,7 @@ def words_on_loader(batches, share):
         remedy = f"take up to {cores} workers, with persistent_workers=True, or {remedy}"
     elif workers > cores:
         remedy = f"take no more workers than the {cores} cores, or {remedy}"
-    return f"{percent(share)} is waiting for a DataLoader with num_workers={workers}: {remedy}"
+    return [f"{percent(share)} is waiting for a DataLoader with num_workers={workers}: {remedy}"]
 
 
 def words_on_lines(lines, share, what):

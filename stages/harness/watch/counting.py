@@ -25,7 +25,7 @@ NAMES_WITHOUT_IDS = (
     r"gold|(^|_)(y|tags?|outs?|outputs?)(\.|$)",  # tgt_out
 )
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
-CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # the same in graphs, whose nodes are no samples
+CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # of a graph, whose rows are nodes and no samples
 IDS = (torch.int64, torch.int32)  # the dtypes that nn.Embedding takes
 
 
@@ -37,8 +37,8 @@ class Signature:
     layer reads (T, B) in place of (B, T), as nn.LSTM does by default. labels: the names of texts that are labels or
     masks of others, or None before a call had two texts.
 
-    Of its last call: shapes, [(name, shape, dtype)] of its tensors; place, where its largest text stands among them;
-    and batch, its Batch.
+    last_shapes: [(name, shape, dtype)] of the tensors in its last call. last_place: where its largest text stood among
+    them. last_batch: its Batch.
     """
 
     def __init__(self, module, weight):
@@ -49,8 +49,7 @@ class Signature:
         self.has_vocabulary = vocabulary_of(parts) is not None
         self.is_time_major = any(getattr(part, "batch_first", None) is False for part in parts)
         self.labels = None
-        # of the last call
-        self.shapes = self.place = self.batch = None
+        self.last_shapes = self.last_place = self.last_batch = None
 
     def read(self, args, kwargs):
         """Return what a call with these arguments reads, as (tensor, Batch, whether a tensor has a history).
@@ -65,17 +64,17 @@ class Signature:
         if any(tensor.is_nested or pytorch.hides_a_dimension(tensor) for _, tensor in tensors):  # its shape is not all
             return tensors[0][1], Batch(), is_computed
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-        if shapes != self.shapes:  # else all is as in the last call: a module may be called a thousand times in a step
-            self.place, self.batch = self.place_and_batch(tensors)
-            self.shapes = shapes
-        return tensors[self.place][1], self.batch, is_computed
+        if shapes != self.last_shapes:  # else all is as it was: a module may be called a thousand times in a step
+            self.last_place, self.last_batch = self.place_and_batch(tensors)
+            self.last_shapes = shapes
+        return tensors[self.last_place][1], self.last_batch, is_computed
 
     def place_and_batch(self, tensors):
         """Return where the largest text stands among named tensors, 0 without one, and their Batch."""
         texts = self.texts_among(tensors)
         if not texts:
             return 0, self.batch_of_samples(tensors)
-        place = max(texts, key=lambda place: texts[place].numel())
+        place = max(texts, key=lambda each: texts[each].numel())
         shape = texts[place].shape
         count = sum(text.numel() for text in texts.values())
         if self.is_time_major:  # then nobody knows which dimension is which

@@ -217,11 +217,11 @@ def are_shares(micro_batches):
     operations = {operation for _, operation in shares}
     if len(operations) > 1 or len(called_modules(micro_batches)) > 1:
         return False
-    if len(set(factors)) == 1:
-        return True
+    are_equal = len(set(factors)) == 1
+    sum_to_1 = None not in factors and math.isclose(sum(factors), 1)
     tensors = {id(each.call.tensor_ref) for each in micro_batches if each.call}
     have_own_batches = len(tensors) == len(micro_batches)
-    return have_own_batches and None not in factors and math.isclose(sum(factors), 1)
+    return are_equal or (have_own_batches and sum_to_1)
 
 
 def called_modules(micro_batches):

@@ -11,7 +11,7 @@ SHORT_START, LONG_START = 0.01, 10  # seconds before the first step: forwards th
 SMALLEST_SHARE = 0.005  # of the time: a share that is less would be shown as 0 %
 FIX_FIRST = 1 / 3  # of the time: data or own code that takes more comes before all techniques
 INDENT = " " * 8  # under the word that begins a group of lines
-MANY_STEPS = 700  # two rollouts of PPO in Stable-Baselines3, which makes 320 updates of each by default
+MANY_STEPS = 700  # of a script that begins with a rollout: two of PPO in Stable-Baselines3 have 640 updates
 
 
 def words_on_script(run, shares):

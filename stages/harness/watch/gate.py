@@ -21,7 +21,7 @@ def allows(path, steps):
         return False
 
 
-def wait(path, bench_pid, steps):
+def wait_for_step(path, bench_pid, steps):
     """Wait until the bench allows a step after the first `steps`. Return False if it wants no more.
 
     Ends this process if the bench is gone.

@@ -4,7 +4,7 @@ from .leave import leave
 
 
 class Guard:
-    """The guard of a watched script. lost: what can't be seen any more, since our own code failed at it, a set.
+    """The guard of a watched script. lost: what our own code has failed to see, a set.
 
     log: a Log. is_row: whether the script is a row of a bench.
     """
@@ -35,9 +35,9 @@ class Guard:
             return
         self.lost.add(what)
         reason = in_a_line(error)
-        self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {reason}")
         if ends_row and self.is_row:
             self.end_row(f"{what} can't be watched: {reason}")
+        self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {reason}")
 
     def end_row(self, message):
         """End a row of a bench, which reads the reason in its record."""

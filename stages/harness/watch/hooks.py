@@ -28,11 +28,11 @@ def watch_pytorch(watcher):
     """Let PyTorch call the watcher at what the script does, until the process ends."""
     run, timeline, guard = watcher.run, watcher.timeline, watcher.run.guard
     if not run.args.gate:  # a bench prints no lines of a script, and the looks would slow its short steps
-        _thread.start_new_thread(run.own_code.look_now_and_then, ())  # threading would list it: a script may join all
+        look_now_and_then = guard.around(run.own_code.look_now_and_then, "its own code")
+        _thread.start_new_thread(look_now_and_then, ())  # threading would list it: a script may join all
     os.register_at_fork(before=run.profiler.give_up)
     mark = guard.around(timeline.mark, "its time")
     watch_modules(timeline, guard.around(watcher.saw_forward, "its modules"), mark)
-    sys.setrecursionlimit(sys.getrecursionlimit() * 4 // 3)  # a call of a module has four frames in place of three
     for owner, name, hook, what in hooks_of(watcher):
         call_first(owner, name, guard.around(hook, what), timeline, mark)
     # torch.compile would look into these, and skips the others while it traces
@@ -121,5 +121,6 @@ def watch_modules(timeline, saw_forward, mark):
             mark(before)
 
     torch.nn.Module.__call__ = watched_call
+    sys.setrecursionlimit(sys.getrecursionlimit() * 4 // 3)  # a call has four frames in place of three
     # All models would share its code, and of one code torch.compile makes eight graphs at most.
     pytorch.skip_in_compiler(watched_call)

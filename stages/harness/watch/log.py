@@ -84,11 +84,11 @@ class Log:
         may_be_last: whether no other step may follow. Then memory is read once more, so that the peak of all is there.
         """
         now = time.monotonic()
-        # also at the first counted step, since the peak of memory was reset before it
-        if now >= self.next_reading or len(self.steps) == self.warmup or may_be_last:
+        step.step = len(self.steps)
+        is_first_counted = step.step == self.warmup  # before it the peak of memory was reset
+        if now >= self.next_reading or is_first_counted or may_be_last:
             self.next_reading = now + SECONDS_BETWEEN
             self.last_memory = meters.peak_memory(self.device)
-        step.step = len(self.steps)
         step.memory, step.meter = self.last_memory
         self.steps.append(step)
         line = {"kind": "step", **vars(step)}

@@ -29,8 +29,8 @@ def share_of(node):
     """
     if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
         return None
-    operands = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
-    constants = [operand for operand in operands if operand is not None and not operand.requires_grad]
+    saved = [pytorch.saved_by(node, "other"), pytorch.saved_by(node, "self")]
+    constants = [tensor for tensor in saved if tensor is not None and not tensor.requires_grad]
     operations = [each.name() for each, _ in node.next_functions if each]
     if len(constants) != 1 or len(operations) != 1:  # the product of two losses
         return None

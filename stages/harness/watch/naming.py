@@ -10,6 +10,7 @@ from torch import nn
 from .modules import FABRIC, modules_of
 from .threads import is_of_a_library, lies_in_a_library
 
+A_PLACE = re.compile(r"\.(\d+)(?=\.|$)")  # ".0" of "net.layers.0", which one types as [0]
 FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning", "accelerate", "skorch")
 
 
@@ -39,9 +40,9 @@ def name_in_script(module, frame):
         if owner is module:
             return name
     for name, owner in owners:
-        parts = modules_of(owner) if isinstance(owner, nn.Module) else {}
+        parts = modules_of(owner) if is_module(owner) else {}
         if module in parts:
-            return name + re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", parts[module])  # "net.layers[0]", as one types it
+            return name + A_PLACE.sub(r"[\1]", parts[module])
         for part_name, part in list(getattr(owner, "__dict__", {}).items()):
             if part is module:
                 return f"{name}.{part_name}"
@@ -57,14 +58,33 @@ def owners_on_stack(frame):
     owners = []
     for caller, _ in traceback.walk_stack(frame):
         if is_of_a_library(caller):
-            owner = caller.f_locals.get("self")
-            if isinstance(owner, nn.Module) and is_class_of_user(type(owner)):
+            owner = locals_of(caller).get("self")
+            if is_module(owner) and is_class_of_user(type(owner)):
                 owners.append(("self", owner))
         else:
-            owners += [*caller.f_locals.items(), *caller.f_globals.items()]
-        if caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-            caller.f_locals.clear()  # of a function it is a copy, which would hold what the script deletes
+            owners += [*locals_of(caller).items(), *caller.f_globals.items()]
     return owners
+
+
+def locals_of(frame):
+    """Return {name: object} of what a frame holds.
+
+    Before Python 3.13 a function has one dict for it, which would hold what the script deletes, so it is emptied. If a
+    function calls locals(), that dict is the script's, and is left alone.
+    """
+    is_of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if not is_of_function or sys.version_info >= (3, 13):
+        return frame.f_locals
+    if "locals" in frame.f_code.co_names:
+        return {}
+    names = dict(frame.f_locals)
+    frame.f_locals.clear()
+    return names
+
+
+def is_module(owner):
+    """Return whether an object is a module, without a word to it: isinstance() asks its __class__, which may raise."""
+    return issubclass(type(owner), nn.Module)
 
 
 def is_class_of_user(owner_class):

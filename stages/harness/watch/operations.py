@@ -45,26 +45,35 @@ def fields_of_profile(profiled, seen, device):
     matmuls = [operation for operation in operations if is_matmul(operation)]
     in_forward = [operation for operation in matmuls if range_of("forward") in operation.names]
     kernel = kernel_of_attention(operations)
-    is_compiled = seen.compile  # by the marks that torch.compile leaves
-    if matmuls:  # else all of it is in CUDA graphs, or in kernels of Triton
-        is_compiled = any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
+    multiplies_compiled = multiplies_in_compiled_code(matmuls, in_forward, seen.compile)
     fields = {
         "profiled": True,
-        "compile": is_compiled,
+        "compile": multiplies_compiled,
         "sdpa": kernel,
         "attention": kernel is not None or attends_by_hand(operations),
         "attention_drops": attention_drops(operations),
     }
-    if not seen.compile:  # compiled code may multiply in kernels that have no such names
+    if not seen.compile:  # kernels of torch.compile may multiply under any name
         fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
     dtype = dtype_of_most(matmuls)
-    if dtype and seen.weights == "float32" and seen.autocast is None:  # it casts by itself
+    if dtype and seen.weights == "float32" and seen.autocast is None:  # the script casts by itself
         fields |= autocast_of(dtype, device)
-    if seen.unit == "tok" and not is_compiled:  # a compiler has other names for the last matmul
+    if seen.unit == "tok" and not multiplies_compiled:  # a compiler has other names for the last matmul
         fields["vocabulary"] = columns_of_last(in_forward)
     if device.type != "cpu":
         fields |= fields_of_card(profiled)
     return fields
+
+
+def multiplies_in_compiled_code(matmuls, in_forward, has_marks):
+    """Return whether compiled code multiplies in a step. in_forward: those matmuls that are in a forward.
+
+    Without a matmul all of it is in CUDA graphs or in kernels of Triton, and only the marks tell that torch.compile
+    leaves on modules. has_marks: whether there are any.
+    """
+    if not matmuls:
+        return has_marks
+    return any(is_in_compiled_code(operation) for operation in in_forward or matmuls)
 
 
 def fields_of_card(profiled):

@@ -38,7 +38,8 @@ class OwnCode:
             time.sleep(LOOK_EVERY * own_random.uniform(0.5, 1.5))
             with pytorch.lock_of_compiler():  # no thread may walk the frames of torch.compile while it works
                 if self.timeline.is_running and self.timeline.kind == "rest" and len(self.looks) < MOST:
-                    self.looks.append((time.perf_counter(), place_in_script()))
+                    place = place_in_script()
+                    self.looks.append((time.perf_counter(), place))
 
     def read_looks(self, spans):
         """Add the looks so far to the lines. spans: of the time since this was called last."""

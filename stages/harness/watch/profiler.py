@@ -67,15 +67,18 @@ class StepProfiler:
         PyTorch's own range of a step ends after its hooks, and so too late.
         """
         self.range.close()
-        nodes = pytorch.nodes_made() - self.first_node
-        has_enough = nodes > MOST_NODES or (nodes > ENOUGH_NODES and kind == "forward")
-        if self.is_limited and has_enough:
+        if self.is_limited and self.has_enough(kind):
             self.stop()
             return
         self.range.enter_context(torch.profiler.record_function(range_of(kind)))
 
+    def has_enough(self, kind):
+        """Return whether a profile of a CPU has seen enough before this kind begins."""
+        nodes = pytorch.nodes_made() - self.first_node
+        return nodes > MOST_NODES or (nodes > ENOUGH_NODES and kind == "forward")
+
     def stop(self):
-        """End the profile, where one is open, and keep what it saw."""
+        """End the profile, if one is open, and keep what it saw."""
         if self.profile:
             profile, self.profile = self.profile, None  # now, since Ctrl-C may end stop()
             self.range.close()

@@ -96,9 +96,10 @@ def hides_a_dimension(tensor):
 
 
 def saved_by(node, name):
-    """Return what an operation saved for its backward, "self" or "other", or None. PyTorch lists no such names.
+    """Return what an operation saved for its backward, "self" or "other". PyTorch lists no such names.
 
-    It is as packed: to unpack it may run a forward again, as in activation checkpointing.
+    None if it saved nothing, or if a hook would unpack it, which may run a forward again, as in activation
+    checkpointing.
     """
     saved = getattr(node, f"_raw_saved_{name}", None)
     return saved.data if saved is not None and saved.unpack_hook is None else None

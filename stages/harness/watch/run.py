@@ -63,7 +63,7 @@ class Run:
         self.thread_variables = machine.variables_set(THREADS)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
-        self.timeline = Timeline(self.profiler, self.read_lists)
+        self.timeline = Timeline(self.profiler, self.add_up_lists)
         self.own_code = OwnCode(self.timeline)
         self.optimizers = weakref.WeakKeyDictionary()  # {each one that has stepped: its learning rates so far, a set}
         self.habits = events.Habits()
@@ -97,7 +97,7 @@ class Run:
         """Stop the clock of a step, keep it, and begin another one if it is wanted."""
         self.timeline.end_step()
         self.profiler.stop()  # before the loss is read, which would count as a copy of the script's
-        self.read_lists()
+        self.add_up_lists()
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.step.micro_batches))
         if self.profiles_this_step:
@@ -121,7 +121,7 @@ class Run:
             self.first_step = None  # it holds a module, which the script may delete
         self.record(step, micro_batches)
 
-    def read_lists(self):
+    def add_up_lists(self):
         """Add to the sums of the step what its marks and notes say so far, and let go of them.
 
         This happens at the end of a step, and in a step of very many calls before, since these would fill the memory.
@@ -137,7 +137,7 @@ class Run:
     def begin_first_step(self):
         """Begin the first step anew, with its first forward: what came before is no step."""
         self.timeline.mark(self.timeline.kind)
-        self.read_lists()
+        self.add_up_lists()
         self.spent_before, self.lines_before = self.step.spent, self.own_code.lines["rest"]
         self.own_code.forget()
         self.begin_step()
@@ -147,21 +147,20 @@ class Run:
 
         What profiles a card slows all steps that follow, so there the last step is profiled, and on a CPU the second.
         """
-        if self.is_another_wanted():
-            if self.steps_taken == 1 and self.log.device.type == "cpu":
-                self.profiler.start(self.log.device, self.timeline.kind)
-        elif self.profiles_last and self.log.steps:
-            self.profiles_this_step = self.profiler.start(self.log.device, self.timeline.kind)
+        device, kind = self.log.device, self.timeline.kind
+        if not self.is_another_wanted():
+            wants_profile = self.profiles_last and bool(self.log.steps)
+            self.profiles_this_step = wants_profile and self.profiler.start(device, kind)
             self.is_over = not self.profiles_this_step
-        else:
-            self.is_over = True
+        elif self.steps_taken == 1 and device.type == "cpu":
+            self.profiler.start(device, kind)
         if not self.is_over:
             self.begin_step()
 
     def prepare(self):
         """Get ready for the other steps, when the first one has ended. Ranks that nobody watches are refused."""
         self.habits.models.clear()  # a library may call a model when it builds it: what is trained is called again
-        if count_threads_of_script() == 0:  # these would take turns more often than without us
+        if not self.args.gate and count_threads_of_script() == 0:  # else threads would take turns more often
             sys.setswitchinterval(SWITCH_INTERVAL)
         self.notice_late_threads()
         self.reject_own_ranks()
@@ -195,7 +194,7 @@ class Run:
         """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
         steps = len(self.log.steps)
         if self.args.gate:
-            return gate.wait(*self.args.gate, steps)
+            return gate.wait_for_step(*self.args.gate, steps)
         return steps < self.limit
 
     def begin_report(self):
@@ -239,7 +238,7 @@ class Run:
 
     def calls_backward(self):
         """Return whether the script has called backward() since the last step."""
-        self.read_lists()
+        self.add_up_lists()
         return self.step.spent["backward"] > 0
 
     def finish(self):

@@ -17,7 +17,7 @@ def shares_of(log):
 
 
 def mean_shares(steps):
-    """Return {kind: share of the time} of some steps. Own code before backward() is no part of the loss."""
+    """Return {kind: share of the time} of some steps. Own code before backward() moves from the loss to the rest."""
     spent = seconds_of(steps)
     beyond = seconds_beyond_loss(spent)
     spent["rest"] += beyond

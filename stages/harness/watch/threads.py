@@ -13,10 +13,10 @@ from . import pytorch
 IN_CHILD = threading.Event()  # set in processes that the script forks
 os.register_at_fork(after_in_child=IN_CHILD.set)
 MAIN_THREAD = threading.main_thread().ident
-TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # and not torchvision
-NO_FILE = "<"  # how the path of code begins that lies in no file, as "<string>"
 # Where code lies that is not the user's: Python's own, ours and PyTorch's; and what was installed.
-LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), TORCH, NO_FILE)
+FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+NO_FILE = "<"  # how the path of code begins that lies in no file, as "<string>"
+LIBRARIES = (NO_FILE, *(os.path.join(folder, "") for folder in FOLDERS))  # torch/, and not torchvision/
 INSTALLED = re.compile("(site|dist)-packages")
 
 end_process = os._exit  # the hooks replace it for the script

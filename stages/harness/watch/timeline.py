@@ -16,10 +16,10 @@ class Timeline:
     kind begins; else kernels are only queued. is_running: False between two steps.
     """
 
-    def __init__(self, profiler, read_lists):
-        """profiler: a StepProfiler, in which each kind gets a name. read_lists: takes the lists when they are long."""
+    def __init__(self, profiler, add_up_lists):
+        """profiler: a StepProfiler, in which each kind gets a name. add_up_lists: takes long lists."""
         self.profiler = profiler
-        self.read_lists = read_lists
+        self.add_up_lists = add_up_lists
         self.cards = []
         self.kind = "rest"
         self.waits = self.is_running = False
@@ -54,11 +54,11 @@ class Timeline:
         if entered is None or self.cards:
             entered = left
         if self.profiler.is_open:
-            self.profiler.kind_begins(kind)
-            left = time.perf_counter()  # to end a profile may take seconds
+            self.profiler.kind_begins(kind)  # which may take seconds
+            left = time.perf_counter()
         self.marks.append((kind, entered, left))
         if len(self.marks) > MOST:
-            self.read_lists()
+            self.add_up_lists()
 
     def note(self, name, value=None):
         """Note what was seen."""
@@ -66,7 +66,7 @@ class Timeline:
             return
         self.notes.append((name, value))
         if len(self.notes) > MOST:
-            self.read_lists()
+            self.add_up_lists()
 
     def take(self):
         """Return the marks and the notes so far. The last mark stays, since from there the time counts on."""

@@ -153,17 +153,28 @@ class Watcher:
 
     def saw_optimizer_begin(self, optimizer, *call):
         """Note that an optimizer begins its step."""
-        if is_elsewhere() or not has_parameters(optimizer):
-            return
         entered = time.perf_counter()
+        if is_elsewhere() or not self.is_watched(optimizer):
+            return
         if optimizer is self.main_ref():  # another one still belongs to the last step
             self.run.end_script_if_over()
-        if optimizer not in self.run.optimizers:
-            self.run.optimizers[optimizer] = set()
-            self.run.add_devices([p.device for p in parameters_of(optimizers=[optimizer])])
-            self.added.before_first_update(optimizer)
         self.run.optimizers[optimizer].add(learning_rates_of(optimizer))
         self.timeline.mark("update", entered)
+
+    def is_watched(self, optimizer):
+        """Return whether an optimizer is watched, from its first step with parameters on.
+
+        Before, its groups may be empty, or its parameters have no shape, or be on meta.
+        """
+        if optimizer in self.run.optimizers:
+            return True
+        devices = [p.device for p in parameters_of(optimizers=[optimizer])]
+        if not devices:
+            return False
+        self.run.optimizers[optimizer] = set()
+        self.run.add_devices(devices)
+        self.added.before_first_update(optimizer)
+        return True
 
     def saw_optimizer_end(self, optimizer, *call):
         """Note a step of an optimizer.
@@ -183,11 +194,15 @@ class Watcher:
             self.end_step()
         else:
             self.timeline.note("other")
-            self.others[optimizer_ref] += 1
-            if self.others[optimizer_ref] == MOST_WITHOUT_MAIN:
-                self.main_ref = optimizer_ref
-                self.others.clear()
-                self.run.begin_step()  # anew, since what ran so far was ten steps
+            self.count_step_of_other(optimizer_ref)
+
+    def count_step_of_other(self, optimizer_ref):
+        """Count a step of an optimizer that ends no step. After many of them it is the main one."""
+        self.others[optimizer_ref] += 1
+        if self.others[optimizer_ref] == MOST_WITHOUT_MAIN:
+            self.main_ref = optimizer_ref
+            self.others.clear()
+            self.run.begin_step()  # anew, since what ran so far was ten steps
 
     def saw_exit(self, status):
         """Report a script that ends by os._exit(), which then ends it. It may also do so after its end, by atexit."""
@@ -222,11 +237,6 @@ class Watcher:
 def kind_of_loading(*args):
     """Return what the time of a DataLoader counts as: an evaluation loads batches of its own."""
     return "data" if torch.is_grad_enabled() else "evaluation"
-
-
-def has_parameters(optimizer):
-    """Return whether an optimizer trains anything: its groups may be empty, and filled later, or be on meta."""
-    return any(not p.is_meta for group in optimizer.param_groups for p in group["params"])
 
 
 def learning_rates_of(optimizer):
