@@ -43,7 +43,7 @@ def name_in_script(module, frame):
         parts = modules_of(owner) if is_module(owner) else {}
         if module in parts:
             return name + A_PLACE.sub(r"[\1]", parts[module])
-        for part_name, part in list(getattr(owner, "__dict__", {}).items()):
+        for part_name, part in attributes_of(owner).items():
             if part is module:
                 return f"{name}.{part_name}"
     return ""
@@ -80,6 +80,14 @@ def locals_of(frame):
     names = dict(frame.f_locals)
     frame.f_locals.clear()
     return names
+
+
+def attributes_of(owner):
+    """Return {name: object} of what an object holds. A lazy one may raise whatever is asked of it."""
+    try:
+        return dict(owner.__dict__)
+    except Exception:  # also without a __dict__
+        return {}
 
 
 def is_module(owner):
