@@ -60,7 +60,7 @@ def report(round_number, what, results):
 def take_turns(round_number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Return why rows can't take turns, or None. Only the first round can tell why.
+    Return why rows can't take turns, or None. Only the first round looks for a reason.
     """
     processes = []
     with ExitStack() as to_close:
