@@ -38,10 +38,10 @@ setup: $(runtime)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is %d.%d: put 3.11 or newer on the PATH" % sys.version_info[:2])'
 	.venv/bin/python -c 'import pip' 2> /dev/null || python3 -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
-	.venv/bin/python -c 'import numpy, tiktoken, torch' # which are elsewhere if a pip.conf says so
+	.venv/bin/python -c 'import numpy, tiktoken, torch' # a pip.conf may have made pip install them elsewhere
 	touch $@
 
-# By these pip would install elsewhere.
+# If one of these is set, pip installs elsewhere.
 unexport PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER
 
 .venv/dev: requirements-dev.txt .venv/runtime
@@ -71,7 +71,8 @@ scale: $(runtime)
 test: $(dev)
 	@"$(PY)" -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-# The docstring of the stage, and the lines that change below the docstrings of both. git diff ends with 1 if any do.
+# make diff prints the docstring of stage N, and how it differs from stage N - 1 below the docstrings. If N is no number
+# from 2 to 99, 99 takes its place, which no stage has. git diff exits with 1 if files differ.
 stages := $(sort $(wildcard stages/s[0-9][0-9]_*.py))
 number = $(firstword $(filter $(shell seq 2 99),$(N)) 99)
 diff: new = $(word $(number),$(stages))

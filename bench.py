@@ -7,22 +7,22 @@
     python bench.py "s11 --batch-size 16" "s11 --batch-size 64"        one stage with other flags
     python bench.py s12 "torchrun --standalone --nproc_per_node=2 s12" one process and two
 
-A row is a command: a stage or a script, the flags after it, and what launches it before it. The script is the first
-word that is a stage, ends in .py, or is the -m of a module. So write a flag of a launcher as --log-dir=s05, and not as
---log-dir s05. +tf32, +bf16, +fp16, +compile and +fused add a technique to a script from outside; +fp16, without a
-GradScaler, is for the speed alone. A script runs in the current folder, but if that is in this repository and the
-script is not, it runs in its own. If it writes files, put {row} into their names, for example --out=out-{row}: it
-becomes a different number in each process.
+A row is a command: a stage or a script, its flags after it, and a launcher, if it has one, before it. The script is the
+first word that names a stage or ends in .py, or the module after -m. So write a flag of a launcher as --log-dir=s05,
+and not as --log-dir s05. +tf32, +bf16, +fp16, +compile and +fused add a technique to a script from outside. +fp16 adds
+no GradScaler, so it is for the speed alone. A script runs in the current folder. If that is in this repository and the
+script is not, the script runs in its own folder. If it writes files, put {row} into their names, for example
+--out=out-{row}: it becomes a different number in each process.
 
-Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed also seeds scripts. A
-script chooses its own device, so --device cpu hides all cards, and --device cuda:1 all but that one.
+Flags after the rows go to all stages: python stages/s01_baseline.py --help lists them. --seed seeds scripts, too. A
+script chooses its device by itself, so --device cpu hides all cards from it, and --device cuda:1 all other cards.
 Each row is compared with the row above and with the first. Table and verdict go to results/NAME.md, a picture to
 results/NAME.svg, and each step, as it is measured, to results/NAME.jsonl.
 
-Rows run in three rounds of fresh processes. On a CPU all are alive at once in a round. They start two at once, and
-after 4 steps of warm-up they take 7 turns, in reverse order every other time. A turn is one step, or several if these
-are short. On a card, or if memory can't hold all rows, or if one loads its data in workers, they run one after the
-other, each until it has counted 7 steps that took six seconds together, or has taken --steps.
+Rows run in three rounds of fresh processes. On a CPU all rows of a round are alive at once, and start two at a time.
+After 4 steps of warm-up each, they take 7 turns, in reverse order every other time. A turn is one step, or several
+steps if they are short. Rows run one after the other on a card, if memory can't hold all of them, or if one loads its
+data in workers. Then each runs until it has counted 7 steps or more that took six seconds, or has taken --steps.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Task:
 
     options: argparse.Namespace  # the bench's own flags; climb is a Row, or None
     rows: list  # Rows of the commands
-    stage_flags: list  # those after the rows, which no stage has read yet
+    stage_flags: list  # what stands after the rows; it is not parsed yet
     has_stages: bool  # whether any row takes these flags
 
 
@@ -96,9 +96,8 @@ def parse_command(argv):
         refuse("--render draws the page of a bench that ran, and takes nothing else")
     if options.steps and options.steps <= WARMUP + 1:
         refuse(f"--steps {options.steps}: {WARMUP} are warm-up, and one may be profiled: pass {WARMUP + 2} or more")
-    commands = list(itertools.takewhile(is_row, words))
-    rows = [row_of(command) for command in commands]
-    flags = words[len(commands) :]
+    rows = [row_of(command) for command in itertools.takewhile(is_row, words)]
+    flags = words[len(rows) :]
     own_rows = [*rows, options.climb] if options.climb else rows
     for row in own_rows:
         check_row(row)
@@ -123,7 +122,7 @@ def new_parser():
 
 
 def record_name(text):
-    """Return the name of a bench, which may be typed as its record or page. Raises argparse.ArgumentTypeError."""
+    """Return NAME for NAME, NAME.jsonl or NAME.md. Raises argparse.ArgumentTypeError if it is no name of a bench."""
     name = text.removesuffix(".jsonl").removesuffix(".md")
     if name.strip(".") == "" or "/" in name:
         raise argparse.ArgumentTypeError(f"{text!r}: pass a name, since all pages are in results/")
@@ -174,18 +173,18 @@ def run(task, argv):
 
 
 def check_out(path):
-    """Exit with one line if the record of a bench can't be written, or is there already, or its page is."""
+    """Exit with one line if a file of a bench can't be written, or if its record or its page is already there."""
     try:
         path.parent.mkdir(exist_ok=True)
         for file in (path, path.with_suffix(".md"), path.with_suffix(f".svg.{os.getpid()}.unfinished")):
             file.touch(exist_ok=False)
-            file.unlink()  # until there is something to write
+            file.unlink()  # it is written later
     except OSError as error:
         refuse(f"results/{path.stem}: {error.strerror}: pass another --out, or make results/ writable")
 
 
 def probe(task):
-    """Return what the probe found out about the machine, a dict: see probe.py. Exits with its status if it fails."""
+    """Return what the probe found out about the machine, a dict: see probe.py. If it fails, the bench ends, too."""
     command = [sys.executable, str(ROOT / "stages" / "harness" / "bench" / "probe.py")]
     if task.has_stages:
         command.append("--has-stages")
@@ -226,9 +225,9 @@ def new_bench(task, probed, argv):
 
 
 def limits_of_rows(steps, device):
-    """Return the part of a bench's line that says how many steps a row takes in a round, a dict: see results.py.
+    """Return how many steps a row takes in a round, as part of the first line of a record, a dict: see results.py.
 
-    steps: of --steps, or None for the numbers of steps.py.
+    steps: of --steps; None takes the numbers of steps.py.
     """
     if device == "cpu":
         steps = steps or STEPS_OF_ROW_ON_CPU
@@ -238,21 +237,21 @@ def limits_of_rows(steps, device):
         steps = steps or STEPS_OF_ROW
         warmup_of_plain = WARMUP
         turns = 0
-    last = min(steps - 1, WARMUP + TURNS) - 1  # that every row takes; on a card one more may be profiled
+    last = min(steps - 1, WARMUP + TURNS) - 1  # every row takes this step: on a card one later step may be profiled
     return {"warmup": WARMUP, "warmup_of_plain": warmup_of_plain, "steps": steps, "turns": turns, "loss_step": last}
 
 
 def variables_of(device, card):
-    """Return the environment variables of all rows: the memory variables on a CPU, and those that hide cards.
+    """Return the environment variables of all rows, a dict. They hide cards, since a script chooses its own device.
 
-    A script chooses its device by itself. On a CPU all cards are hidden, and on a card all others. If it is the first
-    card, none is hidden, since a script takes that one anyway. device: its kind. card: its number, or None.
+    On a CPU all cards are hidden, and the memory variables are set. On a card all other cards are hidden. If it is the
+    first one, none is, since a script takes the first card anyway. device: "cpu", "cuda" or "mps". card: its number.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""} | CPU_MEMORY
-    if not card:
+    if not card:  # None, or the first one
         return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[card] if visible else str(card)}
 
 
@@ -271,7 +270,7 @@ def render(name):
         refuse(f"results/{path.name}: {error.strerror}; pass the NAME of a bench that ran")
     except OSError as error:
         refuse(f"results/{name}: {error.strerror}")
-    except Exception as error:  # what an older record lacks may be missed anywhere
+    except Exception as error:  # of any kind, since an older record may lack anything
         refuse(f"results/{path.name} is not a record of this version of the bench ({type(error).__name__}: {error})")
 
 

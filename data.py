@@ -47,7 +47,7 @@ class TokenLoader:
             raise TextError(f"{problem}: pass a longer text, or a smaller --seq-len")
 
     def next_batch(self, device):
-        """Return x and y on the device, int64 (batch_size, seq_len), and y holds the token after each one of x.
+        """Return x and y on the device, int64 (batch_size, seq_len). y holds the token after each token of x.
 
         Raises TextError for an id past the vocabulary.
         """
@@ -109,13 +109,13 @@ def ids_of_text(content):
     Raises TextError if GPT-2's vocabulary can't be had, and ValueError if it is no text in UTF-8.
     """
     below_text = sum(content.count(byte) for byte in range(FIRST_OF_TEXT))
-    if below_text > len(content) / 4:  # in UTF-16 it is half of all
+    if below_text > len(content) / 4:  # in UTF-16 about half of all bytes are 0
         raise ValueError("it is no text in UTF-8, and may be one in UTF-16")
     return np.array(gpt2_encoding().encode_ordinary(content.decode("utf-8-sig")), dtype=np.uint16)
 
 
 def import_tiktoken():
-    """Return tiktoken. Not every Python that runs this has it: ids in a file and watch.py need none."""
+    """Return tiktoken. Not every Python that runs this has it: for ids in a file, and in watch.py, it is not needed."""
     try:
         import tiktoken
     except ImportError:
@@ -133,7 +133,7 @@ def gpt2_encoding():
 
 
 def single_bytes():
-    """Return an Encoding of GPT-2's first 256 ids, which are the bytes that can be printed and then the others."""
+    """Return an Encoding of GPT-2's first 256 ids: first the bytes that can be printed, then the others."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     ids = {bytes([byte]): token_id for token_id, byte in enumerate(printable + others)}
@@ -189,7 +189,7 @@ def ids_of_file(path):
         if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError("it is not a row of ids")
     except Exception as error:  # of many kinds, if the head of a .npy is broken
-        reason = getattr(error, "strerror", None) or error  # an OSError would name the path once more
+        reason = getattr(error, "strerror", None) or error  # the text of an OSError names the path, too
         raise TextError(f"--data {path}: {reason}; {REMEDY}") from None
     return ids
 

@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
     def _draw_weights(self):
         """Draw every weight with nanoGPT's standard deviations; gains begin at 1 and biases at 0."""
-        # in reverse, so that wte comes last: the padding of s06 then changes no other weight of the same seed
+        # in reverse, so that wte is drawn last: then s06, which pads it, has all other weights of the same seed
         for name, p in reversed(list(self.named_parameters())):
             if name.endswith("bias"):
                 nn.init.zeros_(p)

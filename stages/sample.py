@@ -56,7 +56,7 @@ def print_text():
     except TextError as error:
         encoding = single_bytes()
         tell(f"{error}; using single bytes")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # the bytes of a letter may be several tokens
     prompt = encoding.encode_ordinary(args.prompt or "\n")
     print(encoding.decode(prompt), end="", flush=True)
     ids = torch.tensor([prompt], device=device)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from data import VOCAB
 from model import SIZES
 
-PADDED_VOCAB = 50304  # s06's: GPT-2's and padding
-AUTOCAST_DTYPES = ("bfloat16", "float16")  # in which it multiplies
+PADDED_VOCAB = 50304  # of s06: GPT-2's ids and padding
+AUTOCAST_DTYPES = ("bfloat16", "float16")  # those in which autocast multiplies
 
 
-# The bytes that all operations but matmuls read and write for each number of a tensor: one operation after the other
-# and fused by a compiler, in float32 and then under autocast. stages/arithmetic.md adds them up.
+# The bytes that all operations but matmuls read and write for each number of a tensor: in float32 (one operation after
+# the other, fused by a compiler), and then the same two under autocast. stages/arithmetic.md adds them up.
 BYTES = {
     "scores": ((68, 20), (34, 10)),
     "logits": ((24, 12), (36, 6)),
@@ -138,7 +138,7 @@ def numbers_in(work):
 
 def bytes_per_number(tensor, work):
     """Return the bytes that a micro-batch reads and writes for each number of a tensor of BYTES."""
-    if work.flash and tensor == "scores":  # they stay inside of the kernel
+    if work.flash and tensor == "scores":  # they stay inside the kernel
         return 0
     in_float32, under_autocast = BYTES_ON_CUDA[tensor] if work.on_cuda else BYTES[tensor]
     one_by_one, fused = under_autocast if work.matmul_dtype in AUTOCAST_DTYPES else in_float32
@@ -177,10 +177,10 @@ def matmul_weights(shape):
 
 
 def shape_of(model, seq_len):
-    """Return the shape of a GPT by its config, at sequences of seq_len tokens; None without GPT-2's names in it.
+    """Return the shape of a GPT by its config, for sequences of seq_len tokens; None if the config lacks GPT-2's names.
 
-    It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, which
-    s06 pads to that.
+    It is a dict with vocab_size, n_layer, n_head, n_embd and seq_len. A vocabulary of 50304 counts as GPT-2's, since
+    s06 pads GPT-2's to that.
     """
     config = getattr(model, "config", None)
     shape = {name: getattr(config, name, None) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
@@ -192,7 +192,7 @@ def shape_of(model, seq_len):
 
 
 def shape_name(shape):
-    """Return "gpt2" for the shape of that size, and the numbers of layers, heads and channels for any other."""
+    """Return the name of a shape in SIZES, as "gpt2"; for any other shape its layers, heads and channels in words."""
     for name, size in SIZES.items():
         if all(shape[key] == number for key, number in size.items()):
             return name

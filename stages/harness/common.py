@@ -11,9 +11,9 @@ AFFINITY = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def set_up_output():
-    """Let each printed line appear at once, also in a file or a pipe: a kill would lose what is not written."""
+    """Let each printed line appear at once, also in a file or a pipe. A kill would lose lines that are buffered."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # None without a console, or an object that a test has put there
+        if hasattr(stream, "reconfigure"):  # without a console it is None, and a test may replace it
             stream.reconfigure(line_buffering=True, errors="replace")  # "?" for what an ASCII terminal can't show
 
 
@@ -24,7 +24,7 @@ def refuse(message):
 
 
 def say(line, file=None, remark=None):
-    """Print a line at once. If that fails, as in `| head` or on a full disk, it and all later lines go nowhere.
+    """Print a line at once. If that fails, as in `| head` or on a full disk, this line and all later ones are dropped.
 
     file: where to print, instead of sys.stdout. remark: what to say on stderr if it fails, before the reason.
     """

@@ -1,4 +1,4 @@
-"""A step, and the figures of some steps, the same for what watch.py prints and for the tables of the bench."""
+"""A step, and the figures of several steps. What watch.py prints and the tables of the bench both use them."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ UNITS = {"tok": "tokens", "sample": "samples", "step": "steps"}  # in which a st
 PER_SECOND = {"tok": "tok/sec", "sample": "samples/sec", "step": "steps/sec"}
 UNEVEN = 1.2  # with a mean of dt above 1.2 medians, no step is typical
 LONG = 0.2  # of the time: a part of a step that takes more is reported
-LONG_WAIT = 0.1  # the same for a DataLoader and for an evaluation, which take nothing in many scripts
+LONG_WAIT = 0.1  # the same for waiting for a DataLoader and for an evaluation, which in many scripts take no time
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Step:
     loss: float | None  # what backward() was called on
     dt: float  # seconds
     spent: dict  # {each of events.KINDS: seconds}
-    graphs: int = 0  # that torch.compile made in it
-    tokens: int = 0  # or what else the unit of a Seen says
+    graphs: int = 0  # how many torch.compile made in it
+    tokens: int = 0  # or samples or steps: what the unit of a Seen says
     step: int = 0  # its number
     memory: int | None = None  # bytes
     meter: str | None = None  # of this memory
@@ -29,7 +29,7 @@ class Step:
         """Return the Step of a line of a record."""
         step = cls(**{name: line[name] for name in cls.__dataclass_fields__ if name in line})
         if step.loss is not None:
-            step.loss = float(step.loss)  # of "nan", too
+            step.loss = float(step.loss)  # in a record it may be "nan" or "inf"
         return step
 
     @property
@@ -47,8 +47,8 @@ def are_uneven(steps):
 def tokens_per_second(steps, uneven):
     """Return the tokens per second of some steps; 0 if no step has any.
 
-    It is by the median time of a token, and without the steps that have no tokens. If steps are uneven, it is all
-    tokens over all seconds.
+    It is by the median time of a token, and leaves out steps without tokens. If steps are uneven, it is all tokens
+    divided by all seconds.
     """
     if uneven:
         return sum(step.tokens for step in steps) / sum(step.dt for step in steps)

@@ -25,8 +25,8 @@ def parse_args(doc):
     """Return the flags of a stage as a namespace. Print its title, its sizes and its notes.
 
     doc: the docstring of the stage, whose first line is its title. Every default is resolved for the device: device is
-    a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong flag. From here on a wrong
-    text, a closed pipe and Ctrl-C end the stage without a traceback.
+    a torch.device, amp_dtype a torch.dtype. Exits with one line and status 2 for a wrong flag. Once it has returned, a
+    TextError, a closed pipe or Ctrl-C ends the stage without a traceback.
     """
     set_up_output()
     ranks.check_ranks()
@@ -48,17 +48,17 @@ def parse_args(doc):
 
 
 def end_in_a_line(save, kind, error, trace):
-    """End the program without a traceback after a wrong text, a closed pipe or Ctrl-C. This is an exception hook.
+    """End the program without a traceback after a TextError, a closed pipe or Ctrl-C. This is an exception hook.
 
-    save: the path of --save, or None. For any other exception there is a traceback.
+    save: the path of --save, or None. After any other exception there is a traceback.
     """
-    if save and save.exists():  # torch.save() has failed, and left a part
+    if save and save.exists():  # torch.save() has failed, and left a part of the file
         save.unlink()
     if kind is TextError:
         refuse(error)
-    if kind is BrokenPipeError:  # for example by `| head`
+    if kind is BrokenPipeError:  # for example after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141)  # as of a program that SIGPIPE ends
+        raise SystemExit(141)  # the status of a program that SIGPIPE ends
     if kind is KeyboardInterrupt:
         print("interrupted" + (f", so {save} was not written" if save else ""), file=sys.stderr)
         raise SystemExit(130)
@@ -69,7 +69,7 @@ def parse(doc, argv):
     """Return the flags in argv as a namespace, every default resolved for the device.
 
     doc: what --help begins with. The namespace also has `notes`, a list of lines for the user: why a default is not
-    what it usually is, and what in the environment changes the speed. Exits with one line and status 2 for a wrong
+    what it usually is, and what in the environment may change the speed. Exits with one line and status 2 for a wrong
     flag.
     """
     args = new_parser(doc).parse_args(argv)
@@ -154,13 +154,13 @@ def fill_in_device(args):
 
 
 def fill_in_sizes(args):
-    """Fill in the sizes that were not given. An accelerator trains GPT-2, a CPU a model that it can train."""
+    """Fill in the sizes that were not given: GPT-2's on an accelerator, smaller ones on a CPU."""
     on_cpu = args.device.type == "cpu"
     world_size = ranks.world_size()
     args.size = args.size or ("micro" if on_cpu else "gpt2")
     args.steps = args.steps or (STEPS_ON_CPU if on_cpu else STEPS)
     micro_batches = 2 if on_cpu else 4
-    args.accum = args.accum or world_size * max(1, micro_batches // world_size)  # each rank as many, at least one
+    args.accum = args.accum or world_size * max(1, micro_batches // world_size)  # the same number on each rank
     if args.batch_size is None and on_cpu:
         args.batch_size = 1
     if args.batch_size is None:
@@ -168,7 +168,7 @@ def fill_in_sizes(args):
 
 
 def fill_in_batch_of_card(args):
-    """Fill in how many sequences fit into the memory of the card, and note why."""
+    """Fill in how many sequences fit into the memory of the card, and add a note that says why."""
     if args.device.type == "cuda" and ranks.world_size() > 1:
         free = machine.memory_of_smallest_card()  # all ranks take what fits into it
     else:
@@ -180,7 +180,7 @@ def fill_in_batch_of_card(args):
 
 
 def fill_in_techniques(args):
-    """Turn on what the device can do, if no flag says otherwise, and note why the others stay off."""
+    """Turn on what the device can do, if no flag says otherwise. Notes say why a technique stays off."""
     native = machine.native_amp_dtype(args.device)
     if args.amp_dtype is None and native == torch.float32:
         args.notes.append("this device has no 16-bit units, so float32 stays")
@@ -194,7 +194,7 @@ def fill_in_techniques(args):
 
 def check_ranks_of_stage(args):
     """Exit with one line if a stage, or its --accum, is not for as many processes as were started."""
-    from . import ladder  # not above, since a stage alone loads 1,000 lines at most: see test_ladder.py
+    from . import ladder  # here, so that a stage in one process does not load it: see test_ladder.py
 
     world_size = ranks.world_size()
     stage = ladder.stage_of(sys.argv[0])

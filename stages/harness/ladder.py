@@ -1,8 +1,8 @@
-"""The ladder: what is known of each stage and of its technique, besides its file, in a class for each.
+"""The ladder: a class for each stage, which says what is known of its technique.
 
-Stage has the questions that watch.py and the bench ask of a technique: whether a script has it or lacks it, what its
-user types, what it does on this machine. Elsewhere are only how it is seen (watch/techniques.py and
-watch/operations.py), how it is added to a script from outside (watch/added.py), and what it computes (Seen.work).
+Stage has the questions that watch.py and the bench ask about a technique: whether a script has it or lacks it, what its
+user types, what it does on this machine. Three things are elsewhere: how it is seen in a script (watch/techniques.py
+and watch/operations.py), how it is added from outside (watch/added.py), and what it computes (Seen.work).
 """
 
 import math
@@ -14,16 +14,16 @@ UNSEEN = "the script profiles itself, starts a process in its step, steps inside
 
 
 class Stage:
-    """A stage and the technique that it adds. What a class below does not say is as it stands here.
+    """A stage and the technique that it adds. The answers here are those of a class below that has none of its own.
 
     name: of its file, without ".py". technique: its name in a sentence, or None for s01, which has none. line: what its
-    user types, in markdown. in_frameworks: {framework: the same in its own words}. for_the_loss: whether it is there
-    for the loss; the others leave the training as it was up to rounding (s11 with --accum 1). unpredictable: True if
+    user types, in markdown. in_frameworks: {framework: what its user types there}. for_the_loss: whether it is there
+    for the loss; the others leave the training as it was, up to rounding (s11 with --accum 1). unpredictable: whether
     its gain does not follow from FLOPs and bytes. added_as: "bf16" if "+bf16 train.py" adds it to a script from
     outside. left_out_by: the flag with which no stage has it. takes_ranks: whether torchrun may start several processes
     of it.
 
-    seen: the Seen of a script. machine: what has the fields of machine.abilities_of(), as a Seen does, too.
+    seen: the Seen of a script. machine: an object with the fields of machine.abilities_of(), for example a Seen.
     """
 
     technique = added_as = left_out_by = None
@@ -47,7 +47,7 @@ class Stage:
         return False
 
     def would_help(self, seen):
-        """Return whether a script lacks it. What does nothing on this machine, or was not seen, is not lacking."""
+        """Return whether a script lacks it. What does nothing on this machine, or could not be seen, is not lacking."""
         return False
 
     def line_for(self, seen):
@@ -59,11 +59,11 @@ class Stage:
         return self.in_frameworks.get(seen.framework) or self.line_for(seen)
 
     def caveat(self, seen):
-        """Return what typing this changes besides the speed, words that follow it, or ""."""
+        """Return what it changes besides the speed, in words that follow what_to_type(), or ""."""
         return ""
 
     def remarks(self, seen):
-        """Return, or yield, why it does nothing in a script and what to mind, texts."""
+        """Return, or yield, texts: why it does nothing in a script, and what to mind."""
         return ()
 
     def why_in_vain(self, seen):
@@ -150,7 +150,7 @@ class BF16(Stage):
         line = f'`with torch.autocast("{seen.device}", torch.{dtype}):`'
         if dtype == "float16":
             line += " and a `GradScaler`"
-        if seen.autocast == "float16":  # which +fp16 has added
+        if seen.autocast == "float16":  # +fp16 has added it
             line += ", without which these losses are not those of a training"
         return line
 
@@ -237,7 +237,7 @@ class Flash(Stage):
             yield f"{no_kernel}: set its dropout to 0 on a CPU, or train on a card, which has one"
         elif seen.sdpa == "math":
             yield "attention ran as matmuls, since PyTorch has no flash kernel for it here"
-        elif seen.device == "cpu" and seen.compile and self.would_help(seen):  # compiled, both look alike
+        elif seen.device == "cpu" and seen.compile and self.would_help(seen):  # compiled code may hide s05
             yield "s05 may be in it with dropout: then set the dropout to 0, which a flash kernel on a CPU needs"
 
     def note(self, seen):
@@ -252,7 +252,7 @@ class Vocab(Stage):
     in_frameworks = {"transformers": "`model.resize_token_embeddings(pad_to_multiple_of=128)`"}
     unpredictable = True
     smallest = 1024  # with fewer columns the last matmul is too small for its tiles to matter
-    tile = 64  # columns of a kernel; some have 128, which s06 takes
+    tile = 64  # columns that a kernel computes at once; for some they are 128, so s06 pads to a multiple of 128
 
     def is_large(self, seen):
         """Return whether the vocabulary is known, and large enough to matter."""
@@ -354,7 +354,7 @@ ADDED = {stage.added_as: stage for stage in STAGES if stage.added_as}
 ADDED["fp16"] = ADDED["bf16"]  # the same in float16, for its speed alone
 
 
-# Where one stands
+# Where a stage stands
 
 
 def stage_of(word):
@@ -372,7 +372,7 @@ def is_beside_the_stages(script):
 
 
 def resolved(path):
-    """Return a Path without links; as it is if the current folder was removed."""
+    """Return an absolute Path without links, or the path as it is if the current folder was removed."""
     try:
         return Path(path).resolve()
     except FileNotFoundError:
@@ -390,8 +390,8 @@ def between(above, stage):
 def has_and_lacks(seen):
     """Return (has, lacks) of a script, two lists of Stages. seen: a Seen.
 
-    What would do nothing on this machine, and what was not seen, is in neither list. Clipping, for example, makes no
-    step faster, so a script may have it, and never lacks it.
+    A technique that would do nothing on this machine, or that could not be seen, is in neither list. One that makes no
+    step faster, as clipping, may be in the first list, and never in the second.
     """
     has = [stage for stage in STAGES if stage.is_in(seen)]
     lacks = [stage for stage in STAGES if stage.would_help(seen)]
@@ -412,7 +412,7 @@ def remarks_on(seen):
 
 
 def names_of(stages):
-    """Return the techniques of some Stages and where they are in the ladder, in words."""
+    """Return the techniques of some Stages in words, each with its stage, as "TF32 (s02), autocast (s03)"."""
     return ", ".join(f"{stage.technique} ({stage.short})" for stage in stages)
 
 

@@ -24,7 +24,7 @@ CHANGE_SPEED = (
     "DNNL_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",  # the same in MKL, which multiplies in float32
     "MKL_CBWR",
-    "OMP_THREAD_LIMIT",  # gives fewer threads than PyTorch asks for, and with one its bfloat16 is wrong
+    "OMP_THREAD_LIMIT",  # gives fewer threads than PyTorch asks for; with one thread its bfloat16 is wrong
     "OMP_DYNAMIC",
     "PYTHONMALLOC",  # checks each allocation
     "ONEDNN_VERBOSE",  # prints a line for each matmul
@@ -43,8 +43,8 @@ CHANGE_SPEED = (
 # The device
 
 
-def find_device(name=None):
-    """Return the torch.device of this name, or the best one there is: a card, mps, or the CPU.
+def find_device(name):
+    """Return the torch.device of this name. For None it is the best one there is: a card, mps, or the CPU.
 
     Under torchrun each rank takes a card of its own if the name has no number. Exits with one line if this machine has
     no such device.
@@ -64,7 +64,7 @@ def find_device(name=None):
 
 
 def why_no_card():
-    """Return why PyTorch can't use the card of this machine, or None if it can, has none, or the user has hidden it."""
+    """Return why PyTorch can't use this machine's card, or None if it can, there is none, or the user has hidden it."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not command_output(["nvidia-smi", "--list-gpus"]):
         return None
@@ -79,7 +79,7 @@ def device_name(device):
     """Return the hardware's own name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type not in ("cpu", "mps"):  # a watched script may have one that is not known here
+    if device.type not in ("cpu", "mps"):  # a watched script may use a device of another type
         return device.type
     match = re.search(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     if match:
@@ -120,10 +120,10 @@ def units_of(device):
 def units_of_cpu():
     """Return what this CPU multiplies in hardware, as units_of() does."""
     units = set()
-    # torch 2.11 knows only the units of Intel and AMD, and Linux lists those of Arm
+    # torch 2.11 knows the units of Intel and AMD, and Linux lists those of Arm
     if torch.cpu._is_avx512_bf16_supported() or " bf16" in read_text("/proc/cpuinfo"):
         units.add("bfloat16")
-    # PyTorch multiplies in TF32 with the units for float16, which torch 2.11 does not list
+    # on a CPU, PyTorch multiplies in TF32 with the units for float16; torch 2.11 does not list them
     if hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_fp16"):
         units |= {"float16", "tf32"}
     return units
@@ -151,10 +151,10 @@ def compile_problem(device):
         return "Python.h is missing: install python3-dev"
     if device.type == "cuda":
         return triton_problem(device)
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # it tries no other one
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # PyTorch tries no other
     if shutil.which(compiler) is None:
         remedy = "unset CXX" if "CXX" in os.environ else "install g++ (Linux) or Xcode's command line tools (macOS)"
-        return f"PyTorch finds no C++ compiler {compiler}: {remedy}"  # "ccache g++" is none to it
+        return f"PyTorch finds no C++ compiler {compiler}: {remedy}"  # "ccache g++" is not found, either
     if " " in torch.__file__:  # PyTorch's command for the linker does not quote its own path
         return f"PyTorch's path has a space ({Path(torch.__file__).parent}): move it"
     return None
@@ -187,16 +187,16 @@ def cores():
     """Return how many CPU cores this process may use, by its affinity and the quotas of the cgroups around it."""
     count = len(AFFINITY) if AFFINITY else os.cpu_count()
     for folder in cgroup_folders():
-        quota, _, period = read_text(folder / "cpu.max").partition(" ")  # microseconds, of so many
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")  # microseconds of CPU time in a period
         if quota.isdecimal():  # "max" without a quota
             count = min(count, max(1, int(quota) // int(period)))
     return count
 
 
 def cgroup_folders():
-    """Return the folder of this process's cgroup, and all folders above it: a limit of any of them counts.
+    """Return the folder of this process's cgroup, and all folders above it. A limit in any of them counts.
 
-    By cgroups Linux limits what a container or a cluster's job may use. Only their version 2 is read.
+    With cgroups Linux limits what a container or a cluster's job may use. Only version 2 of them is read.
     """
     path = re.search(r"^0::/(.*)", read_text("/proc/self/cgroup"), re.MULTILINE)
     if path is None:
@@ -205,7 +205,7 @@ def cgroup_folders():
     return [folder, *folder.parents]
 
 
-# Files, variables and commands, which may be missing
+# Files, variables and commands that may be missing
 
 
 def variables_set(names):

@@ -1,4 +1,4 @@
-"""What can be read of this machine while it trains: its memory, and what a record says of it."""
+"""What is measured of this machine while it trains, and what a record says of the machine."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from . import machine
 
 
 def synchronize(device):
-    """Wait until a device, the current one or another, has done all that it was asked to do."""
-    if device.type == "mps":  # there is one
+    """Wait until a device has done all that it was asked to do. It need not be the current one."""
+    if device.type == "mps":  # there is only one
         torch.mps.synchronize()
     else:
         torch.get_device_module(device).synchronize(device)
@@ -39,8 +39,8 @@ def free_memory():
 def peak_memory(device):
     """Return (bytes, name of the meter): the most that this process held since reset_peak_memory().
 
-    CUDA counts what tensors held, a CPU what the whole process had in memory. MPS keeps no peak, so there it is what
-    the driver holds now. Without a meter, bytes is None.
+    On CUDA it is what tensors held, on a CPU what the whole process had in memory. MPS keeps no peak, so there it is
+    what the driver holds now. Without a meter, bytes is None.
     """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory(), "driver, sampled"
@@ -90,8 +90,8 @@ def environment(device):
 
 
 def commit(folder):
-    """Return the commit of a checkout, with a "+" if tracked files differ; "" for a folder that is no checkout."""
-    if not Path(folder, ".git").exists():  # git would report the repository around it
+    """Return the commit of a checkout, with a "+" if tracked files differ from it; "" if the folder is no checkout."""
+    if not Path(folder, ".git").exists():  # git would look for a repository around the folder
         return ""
     describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     without = [f"-u{name}" for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")]  # they name another repository

@@ -41,8 +41,8 @@ def drop_ranks_if_alone():
 
 
 def set_ranks_if_alone():
-    """Let torch.distributed find a process group of this process alone, if no launcher started several."""
+    """Let torch.distributed make a process group of this process alone, if no launcher started several."""
     if world_size() == 1:
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # by it a process would wait for torchrun's own port
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # with it a process would wait for torchrun
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
         os.environ["MASTER_PORT"] = "0"  # any free one

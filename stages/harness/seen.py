@@ -44,10 +44,11 @@ class Seen:
     multiplies: bool = True  # whether one of them is a matmul, a convolution or the like
     attention: bool = False
     sdpa: str | None = None  # the kernel that scaled_dot_product_attention chose
-    attention_drops: bool = False  # whether it has dropout, if that kernel is "math"
-    # the columns of the last matmul; in compiled code the rows of the largest embedding, if a layer has as many outputs
+    attention_drops: bool = False  # whether that kernel is "math", and has dropout
+    # the columns of the last matmul; in compiled code, which does not show them, the rows of the largest embedding, if
+    # a layer has as many outputs
     vocabulary: int | None = None
-    busy_ms: float | None = None  # milliseconds of the profiled step in which a kernel ran on the card
+    busy_ms: float | None = None  # for how many milliseconds of the profiled step a kernel ran on the card
     reads: int = 0  # copies from the card to the CPU in a step
 
     @classmethod
@@ -61,7 +62,7 @@ class Seen:
         return self.sdpa not in (None, "math")
 
     def idle_share(self, dt_ms):
-        """Return for which share of a step of dt_ms a card has nothing to do; None if that is not known."""
+        """Return the share of a step of dt_ms in which a card has nothing to do; None if that is not known."""
         return None if self.busy_ms is None else max(0.0, 1 - self.busy_ms / dt_ms)
 
     @property

@@ -17,9 +17,9 @@ HELD_OUT_AT_MOST = 2**20  # tokens, since a held-out loss needs no billion of th
 
 
 def load(path, attention):
-    """Return a GPT, in float32 on the CPU.
+    """Return a GPT with weights from a file or from OpenAI, in float32 on the CPU.
 
-    path: what --save wrote, or one of PUBLISHED. Exits with one line if it is neither, or if a tensor is missing.
+    path: a file that --save wrote, or one of PUBLISHED. Exits with one line if it is neither, or if it is no GPT-2.
     """
     try:
         if path in PUBLISHED:
@@ -64,7 +64,7 @@ def gpt_like(reference, attention):
 def held_out_ids(corpus):
     """Return the first million held-out tokens of a Corpus, a 1-D integer array.
 
-    Raises TextError below 2 ids, and for an id past GPT-2's vocabulary.
+    Raises TextError if there are fewer than 2 of them, or if one is no id of GPT-2's vocabulary.
     """
     ids = corpus.held_out[:HELD_OUT_AT_MOST]
     if len(ids) < 2:

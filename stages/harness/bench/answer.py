@@ -3,11 +3,11 @@
 from .cells import quoted, ratio_cell
 from .ratios import NOT_SHOWN_TO_DIFFER, Verdict, distance, judge
 
-WIDE = 0.25  # of a ratio: a ± that shows that the machine was busy
+WIDE = 0.25  # of its ratio: with a ± as large as this, the machine was busy
 
 
 def answer(table):
-    """Return what a bench has shown, as a list of (heading, text). The largest gains and losses come first."""
+    """Return what a bench has shown, a list of (heading, text). In each text the largest gains or losses come first."""
     lines = []
     for verdict in Verdict:
         rows = [outcome for outcome in table.shown if outcome.verdict is verdict]
@@ -19,8 +19,8 @@ def answer(table):
     if reason:
         lines.append(("busy machine", f"{reason}: close other programs, and measure again"))
     elif any(outcome.verdict is Verdict.UNCLEAR for outcome in table.shown):
-        rounds = 2 * table.bench["rounds"]
-        lines.append(("to tell more", f"--rounds {rounds} makes each ± smaller, and takes twice as long"))
+        advice = f"--rounds {2 * table.bench['rounds']} makes each ± smaller, and takes twice as long"
+        lines.append(("to tell more", advice))
     fastest = fastest_row(table)
     if fastest:
         lines.append(("fastest row", fastest))
@@ -39,7 +39,7 @@ def why_busy(table):
 
 
 def words_on_verdict(outcome):
-    """Return what a row changes, by which ratio, and the reason if one is known."""
+    """Return what a row changes, its ratio if that differs from 1, and the reason if one is known."""
     words = quoted(outcome.change.label)
     if outcome.verdict is not Verdict.SAME:
         words += f" {ratio_cell(outcome.ratio)}"
@@ -48,7 +48,7 @@ def words_on_verdict(outcome):
 
 
 def reason_of_verdict(outcome):
-    """Return why a row has its verdict, or None if its ± alone says it."""
+    """Return why a row has its verdict, or None if there is nothing to say but its ratio and ±."""
     is_same_computation = outcome.change.is_same_computation
     stage = outcome.row.stage
     if is_same_computation and outcome.verdict is Verdict.UNCLEAR:
@@ -63,22 +63,31 @@ def reason_of_verdict(outcome):
 
 
 def fastest_row(table):
-    """Return how fast the fastest row of one process is beside the first, maybe `plain`.
+    """Return how many times as fast as the first row the fastest row is, in words, or None if that says nothing new.
 
-    Of rows that compute the same it is the first. None if that says no more than the second row does, or if no ± is
-    known.
+    Only rows of one process count. Of rows that compute the same, the first one is called the fastest.
     """
     first, *others = table.shown
     compared = [outcome for outcome in others if outcome.ratio_to_first and outcome.seen.world_size == 1]
     if not compared:
         return None
     fastest = max(compared, key=lambda outcome: outcome.ratio_to_first.value)
-    while fastest.change.is_same_computation and fastest.base in [first, *compared]:
-        fastest = fastest.base
+    fastest = first_that_computes_the_same(fastest, [first, *compared])
     ratio = fastest.ratio_to_first
-    if fastest in table.shown[:2] or ratio.spread is None or ratio.value < 1:  # below 1: the first row is the fastest
+    if fastest in table.shown[:2]:  # the ratio of the second row to the one above says it already
+        return None
+    if ratio.spread is None:
+        return None
+    if ratio.value < 1:  # the first row is the fastest
         return None
     title = quoted(fastest.row.title)
-    if fastest.row.added and fastest.base.row.added:  # of a climb: it has what its base adds, too
+    if fastest.row.added and fastest.base.row.added:  # in a climb a row has what its base adds, too
         title = f"up to {title}"
     return f"{title}: {ratio_cell(ratio, judge(ratio, table.disturbance))} times as fast as {quoted(first.row.title)}"
+
+
+def first_that_computes_the_same(outcome, candidates):
+    """Return the first of the candidates that a row leads back to, from base to base, while both compute the same."""
+    while outcome.change.is_same_computation and outcome.base in candidates:
+        outcome = outcome.base
+    return outcome

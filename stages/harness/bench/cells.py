@@ -1,4 +1,4 @@
-"""What is said of a row of the table, in the terminal and on a page: cells, and words for a note."""
+"""What is said of a row of the table, in the terminal and on a page: its cells, and its note."""
 
 import re
 
@@ -9,7 +9,7 @@ from .rows import runs_the_same, shortened
 
 NOTHING = "–"  # a cell without a figure
 MOST_OF_A_REASON = 300  # characters of a cell that says why a row failed
-LONG_WARMUP = 10  # seconds beyond those of as many later steps, which are worth a word
+LONG_WARMUP = 10  # seconds more than as many later steps take: a longer warm-up is told
 
 
 # Figures
@@ -84,13 +84,13 @@ def note_cell(outcome, bench):
         parts.append(f"the card waits for Python or for data for {100 * idle:.0f} % of a step")
     if outcome.change.is_same_computation:
         parts.append(f"same computation as {outcome.base.row.title}")
-    if outcome.dt_ms and not bench["turns"]:  # else two rows started at once, and shared the machine
+    if outcome.dt_ms and not bench["turns"]:  # before turns two rows warm up at once, and share the machine
         parts += words_on_warmup(outcome)
     return escaped("; ".join(parts))
 
 
 def words_on_warmup(outcome):
-    """Return how long the warm-up of a row took, a list, if that is much more than as many later steps."""
+    """Return how long the warm-up of a row took, if that is much longer than for as many later steps, a list."""
     run = outcome.runs[0]
     seconds = sum(step.dt for step in run.steps[: run.warmup])
     if seconds - run.warmup * outcome.dt_ms / 1000 > LONG_WARMUP:
@@ -101,7 +101,7 @@ def words_on_warmup(outcome):
 def remarks(outcome):
     """Return what both the terminal and the page say of a row, a list of words.
 
-    They say why it failed, with which row it is compared, and what a script has and lacks.
+    They say why it failed, with which other row it is compared, and what a script has and lacks.
     """
     words = [failure(outcome)] if outcome.error else words_on_base(outcome)
     early = [len(run.steps) for run in outcome.runs if run.ended_early]
@@ -115,7 +115,7 @@ def remarks(outcome):
 
 
 def words_on_base(outcome):
-    """Return with which row a row is compared, if that is not the row above, or why it is not compared, a list."""
+    """Return with which row a row is compared if that is not the row above, or why it is not compared, a list."""
     base, ratio = outcome.base, outcome.ratio
     if ratio and not outcome.is_with_row_above:
         return [f"compared with {base.row.title}, and not with the row above"]
@@ -130,8 +130,8 @@ def words_on_base(outcome):
 def remarks_on_script(outcome):
     """Return what is said of a script, a list of words: what it has of the ladder, lacks, and waits for.
 
-    Neither a stage nor a row that runs the same script as its base has words on the ladder, except on a technique that
-    was added to it and took no effect.
+    What it has and lacks is left out for a stage, and for a row that runs the same script as its base. That a technique
+    was added to it and took no effect is always said.
     """
     seen, change, base = outcome.seen, outcome.change, outcome.base
     words = []
@@ -139,8 +139,7 @@ def remarks_on_script(outcome):
         words.append(f"it already has {name}" if ADDED[name].is_in(seen) else words_in_vain(name, seen))
     is_known = base and base.seen and runs_the_same(outcome.row, base.row)
     if not (outcome.row.stage or is_known):
-        has, lacks = has_and_lacks(seen)
-        words_on_has, words_on_lacks = words_on_techniques(has, lacks)
+        words_on_has, words_on_lacks = words_on_techniques(*has_and_lacks(seen))
         words += [f"has {words_on_has}", f"lacks {words_on_lacks}", *remarks_on(seen)]
     if outcome.counted and waiting_share(outcome.counted) > LONG_WAIT:
         words.append(f"it waits for a DataLoader for {100 * waiting_share(outcome.counted):.0f} % of its time")

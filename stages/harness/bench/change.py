@@ -16,7 +16,7 @@ class Change:
     label: what the answer and the picture call it: the title of the row, and what it adds if that does not say it.
     typed: the cell with what its user types, in markdown. stages: those whose techniques its command adds, even if
     they do nothing here. in_vain: the names of what was added to a script from outside, and does nothing there.
-    is_same_computation: whether both should be equally fast.
+    is_same_computation: whether both should be equally fast, since they compute the same.
     """
 
     label: str
@@ -40,8 +40,7 @@ def change_of(outcome):
     stages = stages_added(row, base_row)
     if not stages:  # another script, or other flags
         return Change(row.title, code(shortened(row.name, MOST_OF_A_COMMAND)))
-    used, used_by_base = techniques_of(outcome), techniques_of(base)
-    effective = [stage for stage in stages if stage in used and stage not in used_by_base]
+    effective = [stage for stage in stages if is_seen_in(outcome, stage) and not is_seen_in(base, stage)]
     is_same = computes_the_same(outcome, stages, effective)
     if row.added:
         return change_of_script(outcome, stages, effective, is_same)
@@ -57,7 +56,10 @@ def change_of_script(outcome, stages, effective, is_same):
 
 
 def change_of_stage(row, stages, effective, is_same):
-    """Return the Change of a stage. Those between it and its base come first: the ratio includes their gains."""
+    """Return the Change of a row that runs a stage.
+
+    Between its stage and that of its base may be others. They are named first, since the ratio includes their gains.
+    """
     label, typed = row.title, row.stage.line
     if row.stage.technique:
         label = f"{row.title} {row.stage.technique}"
@@ -71,13 +73,15 @@ def change_of_stage(row, stages, effective, is_same):
 def stages_added(row, base_row):
     """Return the Stages whose techniques the command of a row adds to that of its base, a list.
 
-    A stage that is compared with an earlier one adds all in between, too. The list is empty if another script, other
-    flags or another launcher may be what makes a row faster. base_row: None for the first row.
+    A stage that is compared with an earlier one also adds all stages in between. The list is empty if the rows differ
+    in anything else that may change the speed: the script, the flags or the launcher. base_row: None for the first row.
     """
     if base_row is None:
         is_a_stage_alone = row.stage and not (row.flags or row.launcher or row.added)
         return [row.stage] if is_a_stage_alone else []
-    if (row.flags, row.launcher) != (base_row.flags, base_row.launcher) or set(base_row.added) - set(row.added):
+    runs_alike = (row.flags, row.launcher) == (base_row.flags, base_row.launcher)
+    keeps_what_base_adds = set(base_row.added) <= set(row.added)
+    if not (runs_alike and keeps_what_base_adds):
         return []
     added = [ladder.ADDED[name] for name in row.added if name not in base_row.added]
     if row.stage and base_row.stage:
@@ -85,18 +89,16 @@ def stages_added(row, base_row):
     return added if row.script == base_row.script else []
 
 
-def techniques_of(outcome):
-    """Return the Stages whose techniques are seen in a row. None are if it never ran, or if there is no row."""
-    if outcome is None or outcome.seen is None:
-        return []
-    return [stage for stage in ladder.STAGES if stage.is_in(outcome.seen)]
+def is_seen_in(outcome, stage):
+    """Return whether the technique of a Stage is seen in a row. outcome: None if there is no row."""
+    return outcome is not None and outcome.seen is not None and stage.is_in(outcome.seen)
 
 
 def computes_the_same(outcome, stages, effective):
     """Return whether a row should be as fast as its base, since what it adds changes nothing that takes time.
 
-    Not if scaled_dot_product_attention took another kernel: even its matmuls are not those of explicit attention.
-    stages: those that it adds. effective: those of them that do something here.
+    With another kernel of scaled_dot_product_attention it need not be as fast: even the kernel "math" has other matmuls
+    than explicit attention. stages: those that it adds. effective: those of them that do something here.
     """
     base = outcome.base
     if base is None or any(stage.unpredictable for stage in stages):

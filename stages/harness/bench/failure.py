@@ -5,7 +5,7 @@ import signal
 
 LAST_LINES = 20  # of what a row printed, shown if it failed
 TORCHRUNS_REPORT = re.compile(r"^.*torch/distributed/elastic/", re.MULTILINE)  # how its report of failed ranks begins
-# What this report says of each of them. The one that failed first is the last one in it.
+# What this report says of each failed rank. The last one in it is the one that failed first.
 FAILED_RANK = re.compile(r"^ *rank *: (\d+).*\n *exitcode *: (-?\d+)", re.MULTILINE)
 # How Python, PyTorch, cuBLAS and NCCL say that memory is short when they raise a plain error. The last one is oneDNN's.
 # With "a primitive descriptor" it says that it has no kernel, so the pattern leaves that out.
@@ -18,8 +18,8 @@ OUT_OF_MEMORY = re.compile(
 def error_of(status, printed, errors):
     """Return the line of a record that says why a process failed. status: of its exit, not 0.
 
-    printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks the first to
-    fail counts, by torchrun's report: the others may only have lost their peer.
+    printed: the end of what it printed. errors: {rank: the line "error" of its record}. Of several ranks only the first
+    to fail counts, by torchrun's report, since the others may have failed because they lost it.
     """
     rank, status_of_rank, prefix = 0, status, ""
     failed_ranks = FAILED_RANK.findall(printed)
@@ -41,7 +41,7 @@ def error_of(status, printed, errors):
 
 
 def error_in_words(message, details):
-    """Return the line of a failure by a message that the script chose, which may say that memory was short."""
+    """Return the line of a record for a message of the script, or of a library, which may say that memory is short."""
     if OUT_OF_MEMORY.search(message):
         return error_line("out of memory", details or message, out_of_memory=True)
     return error_line(message, details)

@@ -17,25 +17,24 @@ from .ratios import FEWEST_ROUNDS, NOT_SHOWN_TO_DIFFER
 
 TERMINAL_WIDTH = 80  # columns
 NARROWEST = 14  # columns of the last cell, however much stands before it
-WIDTH_OF_A_HEADING = 15  # columns: of those in the answer, "no difference" is the longest
+WIDTH_OF_A_HEADING = 15  # columns; the longest heading of the answer is "no difference"
 
 
 # The tables
 
 
 def short_table(table, path_to_stages=None):
-    """Yield the lines of a terminal's table; on a page its rows are linked. path_to_stages: from that page."""
+    """Yield the lines of the short table. path_to_stages: from a page, which links the rows to the stages."""
     yield ["row", "tok/sec", "x row above", "x first row", "GB", "what you type"]
     for outcome in table.shown:
         title = quoted(outcome.row.title)
         if path_to_stages and outcome.row.stage:
             title = f"[{title}]({path_to_stages}{outcome.row.stage.name}.py)"
-        ratio_to_first = outcome.ratio_to_first
         yield [
             title,
             speed_cell(outcome),
             ratio_cell(outcome.ratio, outcome.verdict),
-            number_cell(ratio_to_first.value if ratio_to_first else None, "{:.2f}"),
+            number_cell(outcome.ratio_to_first.value if outcome.ratio_to_first else None, "{:.2f}"),
             number_cell(outcome.memory, "{:.2f}", scale=1e-9),
             outcome.change.typed,
         ]
@@ -43,8 +42,7 @@ def short_table(table, path_to_stages=None):
 
 def full_table(table):
     """Yield the lines of the second table of a page, which adds to the short one."""
-    loss = escaped(f"loss, step {table.bench['loss_step']}")
-    yield ["row", "predicted", "dt ms", "% of peak", loss, "note"]
+    yield ["row", "predicted", "dt ms", "% of peak", f"loss, step {table.bench['loss_step']}", "note"]
     for outcome in table.shown:
         yield [
             quoted(outcome.row.title),
@@ -67,7 +65,7 @@ def markdown(lines):
 
 
 def aligned(lines):
-    """Return a table for a terminal. The last column is one of words, which wrap."""
+    """Return a table for a terminal. In the last column words wrap."""
     lines = [[title.replace("`", ""), *others] for title, *others in lines]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     drawn = []
@@ -80,12 +78,12 @@ def aligned(lines):
 
 
 def beside(start, text):
-    """Return a start, and right of it a text that wraps at the terminal's width.
+    """Return a start, and to the right of it a text that wraps at the terminal's width.
 
     Code loses its backticks, and stays on one line, so that it can be copied.
     """
     text = re.sub("`(.*?)`", lambda match: match[1].replace(" ", "\u00a0"), text)
-    text = text.replace("+ ", "+\u00a0")  # "+ bf16" stays on one line, too
+    text = text.replace("+ ", "+\u00a0")  # so does "+ bf16"
     width = max(TERMINAL_WIDTH - len(start), NARROWEST)
     lines = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
     return start + ("\n" + " " * len(start)).join(lines).replace("\u00a0", " ")
@@ -165,7 +163,7 @@ def conditions(table):
 
 
 def how_it_ran(bench):
-    """Return how the rows ran. bench: the first line of a record."""
+    """Return how the rows ran: in turns or one after the other. bench: the first line of a record."""
     rounds = f"Rounds of fresh processes: {bench['rounds']}. In each"
     if bench["turns"]:
         return f"{rounds}, the rows took at least {bench['warmup']} steps of warm-up, and then {bench['turns']} turns."
@@ -197,18 +195,17 @@ def what_ran(table):
 
 
 def noise_line(table):
-    """Return how much runs of one computation differed, pair by pair."""
+    """Return how many times as fast one row was as the other, of each two that should be equally fast."""
     pairs = []
     for outcome in table.outcomes.values():
-        base, ratio = outcome.base, outcome.ratio
-        if ratio and outcome.change.is_same_computation:
-            words = f"was {ratio.value:.3f} times as fast as"
-            pairs.append(f"{quoted(outcome.row.title)} {words} {quoted(base.row.title)}")
+        if outcome.ratio and outcome.change.is_same_computation:
+            words = f"was {outcome.ratio.value:.3f} times as fast as"
+            pairs.append(f"{quoted(outcome.row.title)} {words} {quoted(outcome.base.row.title)}")
     return f"Rows that should be equally fast: {', '.join(pairs) or 'none was measured'}."
 
 
 def rates_line(rates):
-    """Return what the columns "% of peak" and "predicted" divide by. rates: of the probe."""
+    """Return the rates that the columns "% of peak" and "predicted" divide by. rates: of the probe."""
     peaks = [f"{rate / 1e12:.2f} TFLOP/s in {dtype}" for dtype, rate in sorted(rates["peak"].items())]
     copied = rates["copy"] / 1e9
     return f"Before the rows, large matmuls sustained {', '.join(peaks)}, and a large copy moved {copied:,.1f} GB/s."

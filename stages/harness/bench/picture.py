@@ -11,7 +11,7 @@ LETTER = 8.4  # of a wide font, as DejaVu Sans
 LINE = 20  # from one row to the next
 TOP = 60  # of the first bar
 BAR = 13
-BASELINE = 11  # of a text, below the top of its bar
+BASELINE = 11  # of a text: how far it is below the top of its bar
 MOST_LETTERS = 28  # left of a bar
 MOST_LETTERS_OF_A_BASE = 12
 MOST_LETTERS_OF_A_FAILURE = 44
@@ -35,22 +35,21 @@ def svg(table, name):
 
 
 def bars(outcomes, unit):
-    """Return elements of SVG with a line for each row. unit: what the first row counts.
+    """Return elements of SVG, a list, with a label, a bar and words for each row. unit: what the first row counts.
 
-    A bar is as long as the speed. A row that failed, or counts something else, has words alone.
+    A bar is as long as the speed. A row that failed, or counts something else, has no bar.
     """
-    with_speed = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error]
-    with_bars = [outcome for outcome in with_speed if outcome.seen.unit == unit]
+    drawn = [outcome for outcome in outcomes if outcome.tok_per_sec and not outcome.error and outcome.seen.unit == unit]
     labels = [shortened(outcome.change.label, MOST_LETTERS) for outcome in outcomes]
     start_of_bars = 16 + LETTER * max(len(label) for label in labels)
-    end_of_bars = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in with_bars), default=0)
-    scale = (end_of_bars - start_of_bars) / max((outcome.tok_per_sec for outcome in with_bars), default=1)
+    end_of_bars = WIDTH - 8 - LETTER * max((len(words_beside(outcome)) for outcome in drawn), default=0)
+    scale = (end_of_bars - start_of_bars) / max((outcome.tok_per_sec for outcome in drawn), default=1)
     y = TOP
     parts = []
     for outcome, label in zip(outcomes, labels, strict=True):
         parts.append(text(start_of_bars - 8, y, label, anchor="end"))
         end = start_of_bars
-        if outcome in with_bars:
+        if outcome in drawn:
             end += scale * outcome.tok_per_sec
             parts.append(f'<rect x="{start_of_bars:.1f}" y="{y}" width="{end - start_of_bars:.1f}" height="{BAR}"/>')
         parts.append(text(end + 6, y, words_beside(outcome)))

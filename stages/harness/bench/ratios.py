@@ -13,8 +13,9 @@ FEWEST_ROUNDS = 3  # with fewer, nothing is said of how far a ratio may be off
 class Ratio(NamedTuple):
     """How many times as fast one row is as another.
 
-    spread: how far the true ratio may be from value, with a probability of 95 % if all rows scatter alike, and a lower
-    one in a row that scatters more than the others; None below three rounds.
+    spread: the true ratio is between value - spread and value + spread, with a probability of 95 % if all rows scatter
+    alike. For a row that scatters more than the others the probability is lower. None if there are fewer than three
+    rounds.
     """
 
     value: float
@@ -36,21 +37,21 @@ NOT_SHOWN_TO_DIFFER = (Verdict.SAME, Verdict.UNCLEAR)
 def logs_of_rounds(speeds, speeds_of_base):
     """Return the logarithm of the ratio of two speeds in each round that both rows have ended, a list.
 
-    speeds, speeds_of_base: {round: tokens per second in each turn}. Both took a turn one after the other, on a machine
-    that was as busy for one as for the other, so a round's ratio is the median of those of its turns.
+    speeds, speeds_of_base: {round: tokens per second in each turn}. In a turn the two rows ran shortly one after the
+    other, on a machine that was about as busy for both. So each turn has a ratio, and a round has the median of them.
     """
     logs = []
     for number in speeds.keys() & speeds_of_base.keys():
-        turns = zip(speeds[number], speeds_of_base[number], strict=False)  # one may have ended sooner
+        turns = zip(speeds[number], speeds_of_base[number], strict=False)  # a script may have ended after fewer turns
         logs.append(statistics.median(math.log(ours / base) for ours, base in turns))
     return logs
 
 
 def scatter_of(logs_of_all):
-    """Return how far the ratios of a typical row lie apart from round to round, by the median of all rows' variances.
+    """Return how far the ratios of a typical row lie apart from round to round: (sd, degrees of freedom).
 
-    It is (the standard deviation of their logarithms, its degrees of freedom), or None if no row has two rounds.
-    logs_of_all: the lists of logs_of_rounds() of all rows.
+    sd is the standard deviation of their logarithms, by the median of all rows' variances. None if no row has two
+    rounds. logs_of_all: the lists of logs_of_rounds() of all rows.
     """
     lists = [logs for logs in logs_of_all if len(logs) > 1]
     freedom = sum(len(logs) - 1 for logs in lists)
@@ -68,8 +69,8 @@ def scatter_of(logs_of_all):
 def ratio_of(logs, scatter):
     """Return the Ratio of two rows by logs_of_rounds(), or None without a round. scatter: of scatter_of().
 
-    Its value is the geometric mean of the rounds. A row scatters as a typical row, or as it did itself if that is more:
-    by three rounds of its own alone, the ± would be twice as wide.
+    Its value is the geometric mean of the rounds. For its spread a row is taken to scatter as a typical row, or as it
+    did itself if that is more. By its own three rounds alone, the spread would be twice as wide.
     """
     if not logs:
         return None
@@ -84,8 +85,8 @@ def ratio_of(logs, scatter):
 def students_t(freedom):
     """Return the 97.5 % quantile of Student's t, to 0.4 %, for 2 degrees of freedom or more.
 
-    It is that of the normal distribution and three corrections. The first one is of Abramowitz and Stegun, 26.7.5. The
-    other two are fitted to the tables, since theirs are 3 % too low for 2 degrees of freedom.
+    It is that of the normal distribution and three corrections. The first one is from Abramowitz and Stegun, 26.7.5.
+    The other two are fitted to tables of t: with those of 26.7.5 it would be 3 % too low for 2 degrees of freedom.
     """
     return 1.96 + 2.37 / freedom + 2.52 / freedom**2 + 4.22 / freedom**3
 
@@ -99,11 +100,11 @@ def distance(ratio):
 
 
 def judge(ratio, disturbance=0.0, is_same_computation=False):
-    """Return the Verdict on a Ratio; None without one, and below three rounds.
+    """Return the Verdict on a Ratio; None without one, and with fewer than three rounds.
 
     A ratio that is nearer to 1 than its spread, than the disturbance, or than LEAST shows nothing. A row that should be
     as fast as its base is never called faster or slower: if it comes out so, it was disturbed. disturbance: how far
-    from 1 the control came out, if chance can't explain that. is_same_computation: whether both rows should be as fast.
+    from 1 the control came out, if chance can't explain that. is_same_computation: whether the row should be as fast.
     """
     if ratio is None or ratio.spread is None:
         return None

@@ -10,15 +10,15 @@ results/NAME.jsonl holds all runs of a bench, a JSON object in each line. The fi
 
 "rows" are all that is started: see rows.Row. A process takes at most "steps", and the first "warmup" of them
 ("warmup_of_plain" in the row `plain`) are not counted. "turns" is how many turns a row takes in a round; 0 if one row
-runs after the other. "loss_step" is the step whose loss is shown; every row takes it. "flags" are those of all stages,
-and "variables" of the environment those of all rows. A "remark" in markdown may be added by hand, and stands first on
-the page.
+runs after the other. "loss_step" is the step whose loss is shown; every row takes it. "flags" are for all stages, and
+"variables" are environment variables for all rows. A "remark" in markdown may be added by hand, and stands first on the
+page.
 
 A line {"kind": "apart", "reason": ...} says that the bench began again without turns, and why. Every other line belongs
-to a process, and has three keys more: "name", of its row, "round" and "turn", which count from 0. "turn" is null before
-the first turn. A process begins with a line "start". The lines of its record follow, which harness/watch/log.py
-describes. Of the ranks but the first there are only the steps, as lines "step of another rank". A line "early end" says
-that the script ended before it had taken all steps that were wanted.
+to a process, and has three keys more: the "name" of its row, its "round" and its "turn". Both count from 0, and "turn"
+is null before the first turn. A process begins with a line "start". The lines of its record follow, which
+harness/watch/log.py describes. Of ranks other than 0 there are only the steps, as lines "step of another rank". A line
+"early end" says that the script ended before it had taken all steps that were wanted.
 """
 
 import json
@@ -33,7 +33,7 @@ from .rows import Row, does_as_much
 
 @dataclass
 class Run:
-    """The lines of its record that one process wrote so far. warmup: how many steps are not counted."""
+    """What one process has written so far. warmup: how many of its first steps are not counted."""
 
     round: int
     warmup: int
@@ -43,7 +43,7 @@ class Run:
     steps_of_other_ranks: list = field(default_factory=list)
     summary: dict | None = None
     error: dict | None = None
-    ended_early: bool = False  # whether it ended by itself, before it had taken all steps that were wanted
+    ended_early: bool = False  # whether it has a line "early end"
 
     @property
     def counted(self):
@@ -55,7 +55,7 @@ class Results:
     """All that was measured in one bench.
 
     bench: the first line of its record. rows: {name: Row} of all that it starts. runs: {(name, round): Run}. began:
-    when the first of these runs did, by time.monotonic(). file: where each line goes at once, or None.
+    when the first of these runs began, by time.monotonic(). file: where each line is written at once, or None.
     """
 
     def __init__(self, bench, file=None):
@@ -122,15 +122,21 @@ class Results:
         return [run for (name_of_row, _), run in self.runs.items() if name_of_row == name]
 
     def error(self, row):
-        """Return the line of the first run of a row that failed, or None.
+        """Return the line "error" of the first run of a row that failed, or why the row is not started, or None."""
+        errors = [run.error for run in self.runs_of(row.name) if run.error]
+        return errors[0] if errors else self.error_at_the_start(row)
 
-        A row that never ran has that of a row whose script ended before its first step: it would end so, too. It might
-        not if memory was short.
+    def error_at_the_start(self, row):
+        """Return why a row that never ran is not started: the line "error" of a row that failed before its first step.
+
+        None if the row ran, or if there is no such other row. The other one runs the same script, and adds no technique
+        that the row does not add, so the row would fail, too. It might not if memory was short.
         """
-        runs = self.runs_of(row.name)
-        errors = [run.error for run in runs if run.error]
-        if not runs:
-            others = [other for other in self.rows.values() if does_as_much(row, other)]
-            runs = [run for other in others for run in self.runs_of(other.name) if not run.steps]
-            errors = [run.error for run in runs if run.error and not run.error["out_of_memory"]]
-        return errors[0] if errors else None
+        if self.runs_of(row.name):
+            return None
+        for other in self.rows.values():
+            if does_as_much(row, other):
+                for run in self.runs_of(other.name):
+                    if run.error and not run.steps and not run.error["out_of_memory"]:
+                        return run.error
+        return None

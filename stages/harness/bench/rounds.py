@@ -4,12 +4,12 @@ In a round all rows are alive at once and take turns, each of a step or of sever
 after the other, each until it has enough.
 """
 
-import contextlib
 import itertools
 import math
 import os
 import time
 import traceback
+from contextlib import ExitStack, closing
 
 from .. import meters
 from ..common import say, tell
@@ -19,8 +19,8 @@ from .row_process import STEPS_OF_A_START, RowProcess
 from .table import table_of
 
 ROUNDS = FEWEST_ROUNDS
-SHORTEST_TURN = 0.02  # seconds, which a script with shorter steps fills with several
-SPARE_MEMORY = 1.5  # of the largest row: so much must be free for the next one
+SHORTEST_TURN = 0.02  # seconds; a script with shorter steps takes several in a turn
+SPARE_MEMORY = 1.5  # for the next row, this many times the memory of the largest row so far must be free
 
 
 def measure(results, path):
@@ -49,7 +49,8 @@ def measure_round(round_number, results):
 
 def report(round_number, what, results):
     """Report what was done in a round, and how long the bench should still take, by the processes so far."""
-    to_come = sum(results.bench["rounds"] - len(results.runs_of(row.name)) for row in in_order(round_number, results))
+    rows = [row for row in results.rows.values() if not results.error(row)]
+    to_come = sum(results.bench["rounds"] - len(results.runs_of(row.name)) for row in rows)
     seconds_of_one = (time.monotonic() - results.began) / len(results.runs)
     minutes = math.ceil(to_come * seconds_of_one / 60)
     time_left = f"; about {minutes} min left" if minutes else ""
@@ -59,10 +60,10 @@ def report(round_number, what, results):
 def take_turns(round_number, results):
     """Take fresh processes of all rows through their warm-up, one after the other, and then through turns.
 
-    Return why rows can't take turns, or None. The first round decides for all.
+    Return why rows can't take turns, or None. Only the first round looks for a reason.
     """
     processes = []
-    with contextlib.ExitStack() as to_close:
+    with ExitStack() as to_close:
         reason = warm_up(round_number, results, processes, to_close)
         if reason:
             return reason
@@ -83,14 +84,15 @@ def take_turns(round_number, results):
 def warm_up(round_number, results, processes, to_close):
     """Start a process of each row, and take it through its warm-up. Return why rows can't take turns, or None.
 
-    Two rows start at once, since a start and a compilation take one core. The first one starts alone, so that a script
-    which fails at its start fails once. processes: a list, to which they are added. to_close: an ExitStack.
+    Two rows start at once, since a start and a compilation take one core. The first row starts alone, so that a script
+    that fails at its start fails once. processes: a list, to which the processes are added. to_close: an ExitStack.
     """
     rows = in_order(round_number, results)
-    while next_rows := list(itertools.islice(rows, max(1, rows_that_fit(processes)))):
-        started = [
-            to_close.enter_context(contextlib.closing(RowProcess(row, results, round_number))) for row in next_rows
-        ]
+    while True:
+        next_rows = list(itertools.islice(rows, max(1, rows_that_fit(processes))))
+        if not next_rows:
+            return None
+        started = [to_close.enter_context(closing(RowProcess(row, results, round_number))) for row in next_rows]
         processes += started
         for process in started:
             process.wait()
@@ -104,13 +106,12 @@ def warm_up(round_number, results, processes, to_close):
                 process.steps_per_turn = process.steps_in(SHORTEST_TURN)
             if not process.has_ended:
                 report(round_number, f"{process.row.title} has warmed up: {process.speed}", results)
-    return None
 
 
 def rows_that_fit(processes):
-    """Return how many more rows fit into memory: 0, 1 or 2, which is as many as start at once.
+    """Return how many more rows fit into memory: 0, 1 or 2, since no more than two start at once.
 
-    processes: the RowProcesses so far. 1 if nothing is known of them, or the system has no meter.
+    processes: the RowProcesses so far. If their memory is not known, it is 1.
     """
     largest = max((process.memory for process in processes), default=0)
     if not largest:
@@ -131,7 +132,7 @@ def why_not_in_turn(process, processes, results):
 def run_one_after_the_other(round_number, results):
     """Run a fresh process of each row, until it has counted enough steps."""
     for row in in_order(round_number, results):
-        with contextlib.closing(RowProcess(row, results, round_number)) as process:
+        with closing(RowProcess(row, results, round_number)) as process:
             process.take(process.run.warmup - STEPS_OF_A_START)
             process.take_enough()
             process.let_end()
@@ -142,7 +143,7 @@ def run_one_after_the_other(round_number, results):
 def in_order(round_number, results):
     """Yield the Rows in the order of a round, in reverse every other time, so that a drift of speed affects all alike.
 
-    One that has failed is left out, also if it failed since the first of them was yielded.
+    A row that has failed is left out, also if it failed after an earlier row was yielded.
     """
     rows = list(results.rows.values())
     if round_number % 2:
@@ -156,7 +157,7 @@ def in_order(round_number, results):
 
 
 def show(results, path):
-    """Draw the page. If that fails, it costs this page alone, and nothing that is measured. path: of the record."""
+    """Draw the page. If that fails, only the page is lost, and the bench goes on. path: of the record."""
     try:
         draw(results, path)
     except Exception:
@@ -167,10 +168,10 @@ def show(results, path):
 def draw(results, path):
     """Print the short table and the verdict, and write the page and its picture. path: of the record."""
     table = table_of(results)
-    drawn, written = picture.svg(table, path.stem), page.page(table, path.stem)  # both, before a file is replaced
+    svg, markdown = picture.svg(table, path.stem), page.page(table, path.stem)  # both before a file is replaced
     say(page.terminal(table))
-    write(path.with_suffix(".svg"), drawn)
-    write(path.with_suffix(".md"), written)
+    write(path.with_suffix(".svg"), svg)
+    write(path.with_suffix(".md"), markdown)
     tell(f"written to results/{path.stem}.md, from the steps in results/{path.name}")
 
 

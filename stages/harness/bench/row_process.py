@@ -1,4 +1,4 @@
-"""A process of a row: it is started, allowed steps, watched, and ended with all that it has started."""
+"""A process of a row: it is started, allowed steps, watched, and ended with all processes that it has started."""
 
 import contextlib
 import json
@@ -16,29 +16,30 @@ from ..figures import tokens_per_second, words_on_speed
 from ..steps import TURNS
 from .failure import error_line, error_of, last_lines
 
-ENOUGH_SECONDS = 6.0  # of counted steps, in which a card's clock settles
+ENOUGH_SECONDS = 6.0  # of counted steps; a card's clock settles within them
 # Seconds without a step after which a row is stopped. The first step includes the start and
 # the compilation, and NCCL waits 600 s for a rank before it says which one is missing.
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
 PAUSE = 0.01  # seconds between two polls of a row
-POLLS_BETWEEN_LOOKS = 300  # at the disk, while a row is silent
-STEPS_OF_A_START = 2  # for which a row starts and compiles: with the second one it says what it is
-MOST_OUTPUT = 20_000  # bytes of the end of what a row printed, in which its reason to fail is looked for
+POLLS_BETWEEN_LOOKS = 300  # while a row is silent, the disk is looked at after this many polls
+STEPS_OF_A_START = 2  # a row starts and compiles in the first one, and says what it is with the second one
+MOST_OUTPUT = 20_000  # bytes: why a row failed is looked for in the end of what it printed
 
 
 class RowProcess:
     """A process of a row in a round. It gives the Results the lines of its record, and why it failed.
 
-    allowed: how many steps it may take: at first those of a start. may_end: whether no more are wanted. steps_per_turn:
-    how many it takes in a turn. turn: the number of its turn; None before the first one, and if it takes none.
-    has_ended: whether it has ended, or was stopped.
+    allowed: how many steps it may take so far. may_end: whether no more steps are wanted. steps_per_turn: how many it
+    takes in a turn. turn: the number of its turn; None before the first one, and if it takes none. has_ended: whether
+    it has ended, or was stopped.
     """
 
     def __init__(self, row, results, round_number):
         self.row, self.results, self.round_number = row, results, round_number
-        self.folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
-        self.output, self.gate = Path(self.folder.name, "output"), Path(self.folder.name, "gate")
+        self.temporary_folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        self.folder = Path(self.temporary_folder.name)
+        self.output, self.gate = self.folder / "output", self.folder / "gate"
         self.allowed = STEPS_OF_A_START
         with contextlib.suppress(OSError):  # if the disk is full, wait() finds that out
             self.gate.write_bytes(b"." * self.allowed)
@@ -48,12 +49,12 @@ class RowProcess:
         self.steps_per_turn = 1
         self.turn = None
         self.has_ended = False
-        self.keep({"kind": "start"})  # makes its Run, and counts the process: the command has its number
+        self.keep({"kind": "start"})  # makes its Run, and counts the process, whose number is in the command
         self.run = results.runs[row.name, round_number]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
-                # env runs also a launcher without #!, as a shell does, and has an exit status for one that can't run
-                ["env", *row.command(results.bench, results.processes, Path(self.folder.name))],
+                # env also runs a launcher without #!, as a shell does, and exits with a status if it can't run one
+                ["env", *row.command(results.bench, results.processes, self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -70,9 +71,9 @@ class RowProcess:
 
     @property
     def steps_taken(self):
-        """How many steps its ranks have taken, by their mean, rounded down; 0 before rank 0 has reported what it saw.
+        """How many steps a rank has taken: the mean, rounded down; 0 before rank 0 has reported what it saw.
 
-        No rank takes more than the gate allows. So this reaches what the gate allows only when all ranks have.
+        No rank takes more steps than the gate allows. So the mean is as large only when all ranks have taken them.
         """
         if self.run.seen is None:
             return 0
@@ -91,7 +92,7 @@ class RowProcess:
         return max(1, math.ceil(seconds / statistics.median(dts))) if dts else 1
 
     def take_enough(self):
-        """Let it take TURNS counted steps, and more if they fill less than ENOUGH_SECONDS, but not more than it may."""
+        """Let it take TURNS counted steps, and more until they fill ENOUGH_SECONDS, but no more than --steps allows."""
         most = self.results.bench["steps"] - self.run.warmup
         if self.results.bench["environment"]["device"] != "cpu":
             most -= 1  # the last one is left for the profile that watch.py makes on a card
@@ -111,12 +112,12 @@ class RowProcess:
     def let_end(self):
         """Let it stop. On a card it takes one more step first, which is profiled."""
         self.may_end = True
-        self.gate.unlink(missing_ok=True)  # there is none after a failure
+        self.gate.unlink(missing_ok=True)  # on a full disk there was none
 
     def wait(self):
         """Wait until it has taken all steps that it may take, or has ended. If it hangs, it is stopped.
 
-        Polls are counted, and no clock is read, since that goes on while the whole machine is paused.
+        Polls are counted. A clock would go on while the whole machine is paused, and a row would seem to hang.
         """
         polls = 0  # since the last line of its record
         while not self.has_ended and (self.may_end or self.steps_taken < self.allowed):
@@ -132,24 +133,23 @@ class RowProcess:
 
     def error_at_its_end(self, status):
         """Return the line of the record that says why it failed, or None. status: of its exit."""
-        taken, warmup = len(self.run.steps), self.run.warmup
         if status:
             return error_of(status, self.printed(), self.errors)
-        if taken <= warmup:
-            details = last_lines(self.printed())
-            return error_line(f"ended after {taken} steps, and the first {warmup} are warm-up", details)
-        return None
+        taken, warmup = len(self.run.steps), self.run.warmup
+        if taken > warmup:
+            return None
+        message = f"ended after {taken} steps, and the first {warmup} are warm-up"
+        return error_line(message, last_lines(self.printed()))
 
     def error_of_silence(self, polls):
-        """Return the line of the record that says why nothing more is to be expected of it, or None."""
+        """Return the line of the record that says why a silent row is stopped, or None. polls: since its last line."""
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
         if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
-            folder = Path(self.folder.name)
-            try:
-                longest = max((path.stat().st_size for path in folder.glob("record*")), default=0)
-                with (folder / "test").open("wb") as file:
-                    file.seek(longest)  # a hole, which counts for a limit of the size of a file, and takes no disk
+            try:  # to write a file that is longer than each of its records
+                longest = max((path.stat().st_size for path in self.folder.glob("record*")), default=0)
+                with (self.folder / "test").open("wb") as file:
+                    file.seek(longest)  # what is skipped counts for a limit on the size of a file, and takes no disk
                     file.write(bytes(8192))
             except OSError as error:
                 reason = f"nothing can be written to {tempfile.gettempdir()}: {error.strerror}"
@@ -163,9 +163,9 @@ class RowProcess:
             return file.read().decode("utf-8", "replace")
 
     def read(self):
-        """Keep the new lines of its records, one of each rank. Return whether there were some."""
+        """Keep the new lines of its records, of which each rank has one. Return whether there were new lines."""
         has_news = False
-        for path in Path(self.folder.name).glob("record*"):
+        for path in self.folder.glob("record*"):
             rank = int(path.suffix[1:] or "0")
             if rank not in self.records:
                 self.records[rank] = path.open("rb")
@@ -180,27 +180,27 @@ class RowProcess:
         return has_news
 
     def fail(self, error):
-        """Keep why it failed, a line of the record, and end what is left of it, which would disturb the others."""
+        """Keep why it failed, a line of the record, and end what is left of it, which would disturb other rows."""
         self.keep(error)
         tell(f"{self.row.title} failed: {error['message']}")
         if error["traceback"] and not error["out_of_memory"]:
             tell(error["traceback"])
-        self.close()
+        end_group(self.process)
 
     def keep(self, line):
         """Give the Results a line."""
         self.results.add(line | {"name": self.row.name, "round": self.round_number, "turn": self.turn})
 
     def close(self):
-        """End it and what it has started."""
+        """End it and what it has started, and remove its folder."""
         end_group(self.process)
         for file in self.records.values():
             file.close()
-        self.folder.cleanup()
+        self.temporary_folder.cleanup()
 
 
 def new_lines(file):
-    """Yield the new lines of a file of JSON. One without its end is left for later."""
+    """Yield the new lines of a file of JSON. A line that is not yet complete is left for later."""
     while True:
         place = file.tell()
         line = file.readline()

@@ -17,25 +17,25 @@ LONGEST_TITLE = 32  # characters
 # On a CPU, glibc gives the pages of a freed tensor back to Linux, which clears new ones for the next tensor. With these
 # variables glibc keeps them, as PyTorch does on a GPU, and the pages are larger: see stages/memory.md.
 CPU_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "THP_MEM_ALLOC_ENABLE": "1"}
-# By these, OpenMP's threads spin while they wait. So would rows that wait for their turns, and slow down the others.
+# With these, OpenMP's threads spin while they wait. Rows that wait for their turns would slow down the others by that.
 SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# What a program becomes that is the first word of a row.
+# What the first word of a row becomes if it is one of these programs.
 PYTHON = [sys.executable]
 THIS_PYTHON = {"python": PYTHON, "python3": PYTHON, "torchrun": [*PYTHON, "-m", "torch.distributed.run"]}
-# Programs and packages that start a Python for the script after them, for example by python3 and accelerate.
+# Programs and modules that start a Python for the script after them, for example python3.12 and torch.distributed.run.
 LAUNCHERS = re.compile(r"python(\d(\.\d+)?)?|torchrun|(accelerate|deepspeed|torch\.distributed)(\..*)?")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the bench starts once in each round: a row of the table, or the second run of one.
+    """What the bench starts once in each round: a row of the table, or the control, which runs a row once more.
 
-    name: the command as it was typed, or what a row of ours is called. No two rows share a name. title: what it is
-    called everywhere. script: the name of a stage, the path of another script, or the name of a module.
-    launcher, flags: the words before and after it in the command. added: the techniques that are added to a script from
-    outside, for example "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a bench that sets them.
-    base: the name of the row that it is compared with. control_of: in a second run, the name of the row that it
-    repeats, which is its base.
+    name: the command as it was typed, or what the bench calls a row of its own, as `plain`. No two rows share a name.
+    title: what all tables and messages call it. script: the name of a stage, the path of another script, or the name of
+    a module. launcher, flags: the words before and after the script in the command. added: the techniques that are
+    added to a script from outside, for example "bf16". keeps_memory: whether it has the variables of CPU_MEMORY, in a
+    bench that sets them. base: the name of the row that it is compared with. control_of: in the control, the name of
+    the row that it repeats, which is its base.
     """
 
     name: str
@@ -59,26 +59,26 @@ class Row:
         return self.stage is not None or ladder.is_beside_the_stages(self.script)
 
     def warmup(self, bench):
-        """Return how many steps of it are not counted. bench: the first line of a record.
+        """Return how many of its first steps are not counted. bench: the first line of a record.
 
-        `plain` gets faster for longer than any other row.
+        They are more in `plain`, which gets faster for longer than any other row.
         """
         return bench["warmup"] if self.keeps_memory else bench["warmup_of_plain"]
 
     def command(self, bench, process_number, folder):
-        """Return the command line as a list: watch.py runs it. bench: the first line of a record.
+        """Return the command line of a process as a list, with watch.py before the script.
 
-        folder: where this process writes its record, and finds the gate that allows its steps.
+        bench: the first line of a record. folder: where this process writes its record, and finds the gate that allows
+        its steps. process_number: what {row} becomes, another one in each process, since two may not write one file.
 
         As the first word, python, python3 and torchrun become this Python. After another word they stay as typed, since
-        `conda run -n A python` is the Python of A. If the launcher starts no Python at all, as env does not, this
-        Python stands between it and the script. {row} becomes the number of the process, which no other one of the
-        bench has: two may not write one file.
+        `conda run -n A python` is the Python of A. If the launcher starts no Python, as env for example, this Python
+        stands between it and the script.
         """
         launcher = list(self.launcher)
         if launcher and launcher[0] in THIS_PYTHON:
             launcher[:1] = THIS_PYTHON[launcher[0]]
-        if not any(is_launcher(Path(word).name) for word in self.launcher if "=" not in word):
+        if not any(LAUNCHERS.fullmatch(Path(word).name) for word in self.launcher if "=" not in word):
             launcher.append(sys.executable)
         watch = [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
         watch += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
@@ -91,7 +91,7 @@ class Row:
         return numbered(launcher, process_number) + watch + script + numbered(self.flags, process_number)
 
     def variables(self, bench):
-        """Return the environment of its process: the bench's own, what it adds to it, and not what it leaves out."""
+        """Return the environment of its process: ours and the bench's variables, without those that disturb it."""
         variables = os.environ | bench["variables"]
         left_out = list(SPINNING) if bench["turns"] else []
         if not self.keeps_memory:
@@ -106,18 +106,13 @@ def numbered(words, process_number):
     return [word.replace("{row}", str(process_number)) for word in words]
 
 
-def is_launcher(name):
-    """Return whether a program or a module of this name starts a Python, as python3.12 and torch.distributed.run do."""
-    return LAUNCHERS.fullmatch(name) is not None
-
-
-def runs_the_same(row, above):
+def runs_the_same(row, other):
     """Return whether two Rows run one script with the same flags and launcher."""
-    return (row.launcher, row.script, row.flags) == (above.launcher, above.script, above.flags)
+    return (row.launcher, row.script, row.flags) == (other.launcher, other.script, other.flags)
 
 
 def does_as_much(row, other):
-    """Return whether a Row does all that another one does, and maybe more."""
+    """Return whether a Row runs the same as another one, with all techniques that are added to it, and maybe more."""
     return runs_the_same(row, other) and set(other.added) <= set(row.added)
 
 
@@ -152,16 +147,16 @@ def row_of(command):
 def place_of_script(words, command):
     """Return the place of the script among the words of a command: the first stage, .py file or -m of a module.
 
-    A word with = is none of these, so that a launcher's flag may have a value that looks like a script: --flag=value.
-    Nor is the -m of a launcher, for example torch.distributed.run, or one with a number, which is numactl's. Exits with
-    one line if there is none.
+    A word with = in it is no script, so that a launcher's flag may have a value that looks like one: --flag=value. A -m
+    counts only before the name of a module that is no launcher, as torch.distributed.run is: the -m of numactl has a
+    number after it. Exits with one line if there is no script.
     """
     for place, (word, next_word) in enumerate(pairwise([*words, ""])):
         if ladder.stage_of(word):
             return place
         if word.endswith(".py") and "=" not in word:
             return place
-        if word == "-m" and next_word[:1].isidentifier() and not is_launcher(next_word):
+        if word == "-m" and next_word[:1].isidentifier() and not LAUNCHERS.fullmatch(next_word):
             return place
     refuse(f"{command!r} names no stage and no script: pass a stage as s01, a .py file, or a command in quotes")
 
@@ -172,8 +167,8 @@ def place_of_script(words, command):
 def rows_of_ladder(device, peak):
     """Return the Rows of all stages that run on a device, "cuda", "mps" or "cpu".
 
-    All from s03 on are slow if it is slow in 16 bits. Then one row more is what a page recommends there: s10 in
-    float32. peak: {dtype: FLOP/s}, of the probe.
+    If the device is slow in 16 bits, all stages from s03 on are slow. Then there is one more row, with what the page
+    recommends for such a device: s10 in float32. peak: {dtype: FLOP/s}, of the probe.
     """
     rows = [row_of(stage.short) for stage in ladder.STAGES if device != "mps" or not stage.takes_ranks]
     if "bfloat16" in peak and ladder.ADDED["bf16"].is_slow(peak):
@@ -184,39 +179,37 @@ def rows_of_ladder(device, peak):
 def rows_of_climb(script, probed):
     """Return the Rows in which a script climbs the ladder: each adds a technique to those of the row above.
 
-    script: its Row. probed: what the probe wrote. What does nothing here is left out, with a line that says why. What
-    is slow here comes last, so that no other row is as slow.
+    script: its Row. probed: what the probe wrote. A technique that does nothing here is left out, with a line that says
+    why. One that is slow here comes last, so that it makes no other row slow.
     """
     machine, peak = SimpleNamespace(**probed["abilities"]), probed["rates"]["peak"]
     rows = with_plain([script], probed["environment"]["device"])
-    stages = [stage for stage in ladder.STAGES if stage.added_as]
+    has_already = [ladder.ADDED[name] for name in script.added]
+    stages = [stage for stage in ladder.STAGES if stage.added_as and stage not in has_already]
     for stage in sorted(stages, key=lambda stage: stage.is_slow(peak)):
         name = stage.added_as
         if name == "bf16" and machine.amp_dtype == "float16":
             name = "fp16"
-        if stage in [ladder.ADDED[each] for each in script.added]:
-            continue
         useless = stage.why_useless(machine)
         if useless:
             tell(f"+{name} is left out: {useless}")
         else:
-            added = [*rows[-1].added, name]
-            rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=added))
+            rows.append(replace(script, name=f"+ {name}", title=f"+ {name}", added=[*rows[-1].added, name]))
     return rows
 
 
 def with_plain(rows, device):
-    """Return Rows and, on a CPU, `plain` above them: the first one without the memory variables."""
+    """Return Rows, on a CPU with `plain` above them: the first row, run without the memory variables."""
     if device != "cpu":
         return rows
     return [replace(rows[0], name="plain", title="plain", keeps_memory=False), *rows]
 
 
 def all_rows(rows):
-    """Return all that the bench starts for the rows of a table: these, and the control.
+    """Return all Rows that the bench starts: those of the table, and the control.
 
-    Each row gets its base, and its command as its title if another row has the same script. The control is a second run
-    of the row in the middle. Exits with one line if two rows have one name.
+    Each row gets its base. Rows whose titles are the same get their commands as titles. The control is a second run of
+    the row in the middle. Exits with one line if two rows have the same name.
     """
     short_titles = [row.title for row in rows]
     in_order = []
@@ -237,8 +230,8 @@ def all_rows(rows):
 def base_of(row, rows_above):
     """Return the name of the row that a row is compared with, or None for the first.
 
-    It is the one above. A row that adds techniques to a script is compared with the nearest row of this script that has
-    no other ones.
+    It is the row above. But a row that adds techniques to a script is compared with the nearest row above in which this
+    script has none of them, or some of them.
     """
     for above in reversed(rows_above):
         if row.added and does_as_much(row, above):

@@ -26,7 +26,7 @@ class Outcome:
     error: dict | None  # the line of its first run that failed
     seen: Seen | None
     work: Work | None = None  # of a GPT's micro-batch
-    words: str = ""  # what the technique of its stage does here, or which other device a script chose
+    words: str = ""  # what the technique of its stage does here, or that a script chose another device
     # {round: tokens per second in each turn, or in the whole round}; empty if the row failed or diverged
     speeds: dict = field(default_factory=dict)
     dt_ms: float | None = None  # of the median step
@@ -34,7 +34,7 @@ class Outcome:
     memory: int | None = None  # bytes
     loss: float | None = None  # of its first run, at the step that every row has to take, the mean of its ranks
     peak_share: float | None = None  # of the machine's fastest matmuls, from 0 to 1
-    # how it differs from its base, known as soon as all rows are
+    # how it differs from its base, which is filled in once all rows have their figures
     base: "Outcome | None" = None  # of the row that its row is compared with
     change: Change | None = None
     predicted: float | None = None  # what the ratio should be
@@ -62,7 +62,7 @@ class Outcome:
     def size(self):
         """The size of its model. Rows whose sizes differ have no ratio."""
         shape = self.seen.shape
-        # the parameters of a GPT are more if its vocabulary is padded, or its sequences are longer
+        # of a GPT not the parameters: they are more with a padded vocabulary, or with longer sequences
         return (shape["n_layer"], shape["n_head"], shape["n_embd"]) if shape else self.seen.parameters
 
 
@@ -88,13 +88,15 @@ def table_of(results):
     """Return the Table of the Results of a bench."""
     bench = results.bench
     outcomes = {row.name: outcome_of(row, results) for row in results.rows.values()}
-    # if a script has its speed by the mean, all have: a mean beside a median is no ratio
-    scripts_are_uneven = any(is_uneven_script(outcome) for outcome in outcomes.values())
+    # If the steps of one script are uneven, all scripts have their speeds by the mean, since a mean divided by a median
+    # is no ratio. Steps of a stage are never uneven: a long one was disturbed.
+    scripts = [outcome for outcome in outcomes.values() if outcome.row.stage is None]
+    scripts_are_uneven = any(are_uneven(script.counted) for script in scripts if script.counted)
     for outcome in outcomes.values():
         outcome.base = outcomes.get(outcome.row.base)
-        by_mean = outcome.row.stage is None and scripts_are_uneven
+        uneven = scripts_are_uneven and outcome in scripts
         if outcome.counted:
-            add_figures(outcome, bench, by_mean)
+            add_figures(outcome, bench, uneven)
     shown = [outcome for outcome in outcomes.values() if not outcome.row.control_of]
     logs = {name: logs_of(outcome, outcome.base) for name, outcome in outcomes.items()}
     scatter = ratios.scatter_of(logs.values())
@@ -115,7 +117,7 @@ def table_of(results):
 
 
 def outcome_of(row, results):
-    """Return the Outcome of a row, without its figures, and not compared with its base."""
+    """Return the Outcome of a row, still without its figures and without its base."""
     runs = results.runs_of(row.name)
     seen_of_runs = [run.seen for run in runs if run.seen]
     seen = seen_of_runs[0] if seen_of_runs else None
@@ -126,11 +128,6 @@ def outcome_of(row, results):
         outcome.work = seen.work
         outcome.words = row.stage.note(seen) if row.stage else ""
     return outcome
-
-
-def is_uneven_script(outcome):
-    """Return whether a row is a script whose steps are uneven. Those of a stage are alike: a long one was disturbed."""
-    return outcome.row.stage is None and bool(outcome.counted) and are_uneven(outcome.counted)
 
 
 def add_figures(outcome, bench, uneven):
@@ -148,7 +145,7 @@ def add_figures(outcome, bench, uneven):
 def speeds_of_rounds(runs, uneven):
     """Return {round: the tokens per second in each turn, or in the whole round if the row took no turns}.
 
-    A run has none if it did not end, ended in its warm-up, or had a turn without tokens. uneven: see figures.py.
+    A run that did not end, ended in its warm-up, or had a turn without tokens is left out. uneven: see figures.py.
     """
     speeds = {}
     for run in runs:
@@ -167,8 +164,8 @@ def loss_of(run, step):
 def peak_share(outcome, rates):
     """Return the FLOP/s of a row as a share of the machine's fastest matmuls, from 0 to 1.
 
-    None for a model that is not a GPT or does not count tokens, for a script on another device, and for several ranks,
-    because the probe measures what one process can do. rates: of the probe.
+    None for a model that is not a GPT, for a script that does not count tokens or is on another device, and for several
+    ranks, because the probe measures what one process can do. rates: of the probe.
     """
     is_known = outcome.work and outcome.seen.unit == "tok" and outcome.tok_per_sec
     if not is_known or outcome.seen.world_size > 1:
@@ -190,9 +187,9 @@ def disturbance_of(outcomes):
 def logs_of(outcome, base):
     """Return the logarithm of the ratio of two rows in each round that both ended, a list. base: an Outcome, or None.
 
-    It is empty if one of them has no speeds. Two models are not compared, nor are tokens with samples of another kind.
-    Steps are compared only if both rows run the same script with the same flags, since with another batch a step is of
-    another size.
+    It is empty if one of them has no speeds, if they train different models, or if they count different things, as
+    tokens and samples. It is also empty if they count steps, and do not run the same script with the same flags: with
+    another batch a step is of another size.
     """
     if base is None or base is outcome or not (base.speeds and outcome.speeds):
         return []
@@ -215,6 +212,6 @@ def predicted_ratio(outcome, rates):
     if any(stage.unpredictable for stage in change.stages):
         return None
     if not change.stages and (outcome.row.script != base.row.script or outcome.work == base.work):
-        return None  # more differs than two Works know of, or no FLOP and no byte does, as between s01 and `plain`
+        return None  # the Works do not hold all that differs, or are equal, as those of s01 and `plain`
     before, after = seconds_per_token(base.work, rates), seconds_per_token(outcome.work, rates)
     return before / after if before and after else None  # None: a rate is not known
