@@ -40,10 +40,32 @@ def batch_of(module, **inputs):
         ({"x": nn.utils.rnn.pack_padded_sequence(OTHER, [9, 5, 3, 2], batch_first=True)}, 19),
         ({"batch": (OTHER, OTHER.masked_fill(OTHER < 20, -100))}, 36),  # only what is masked is predicted
         ({"x": OTHER, "valid": (OTHER > 5).long()}, 36),
+        ({"batch": {"input_ids": TEXT, "attention_mask": TEXT}}, 32),
     ],
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):
     assert batch_of(LANGUAGE_MODEL, **inputs).count == count
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = LANGUAGE_MODEL
+
+    def forward(self, labels, input_ids):
+        """Only its signature is read."""
+
+
+def test_arguments_by_position_have_their_names_also_in_a_wrapper():
+    wrapper = nn.Sequential(Text())
+    wrapper.forward = lambda *args, **kwargs: None
+    _, batch, _ = Signature(wrapper, LINEAR.weight).read((LONG_TEXT, TEXT), {})
+    assert batch.count == 32
+
+
+def test_one_dimension_is_a_text_of_a_language_model_and_else_no_batch():
+    assert batch_of(LANGUAGE_MODEL, x=TEXT[0]) == Batch("tok", 1, 8, 8)
+    assert batch_of(LINEAR, x=VECTORS[0]) == Batch()
 
 
 def test_a_layer_that_may_read_time_first_leaves_open_which_is_the_batch():

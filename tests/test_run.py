@@ -171,3 +171,12 @@ def test_what_takes_much_of_the_time_on_a_cpu_is_told(spent, told):
     run.habits.loaders = {0: 1, 2: 9}  # batches of loaders by their workers
     shares = [words for words in causes(run) if "%" in words]  # without one on a card that this machine may have
     assert [words[: len(begin)] for words, begin in zip(shares, told, strict=True)] == told
+
+
+def test_groups_with_equal_settings_are_told_if_there_are_many():
+    run = run_that_spent("cpu", forward=0.05, update=0.05)
+    for count, is_told in ((10, False), (11, True)):
+        run.optimizers = [torch.optim.AdamW([{"params": [torch.zeros(3)]} for _ in range(count)])]
+        assert (
+            "11 parameter groups have the same settings: one group makes the update faster" in causes(run)
+        ) == is_told

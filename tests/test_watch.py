@@ -244,12 +244,11 @@ def test_what_may_load_data_is_counted(tmp_path):
     assert ended.of_kind("seen")[0]["loaders"] == 2
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_what_is_counted_and_told_of_a_loop(tmp_path, name):
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
+def test_what_is_counted_and_told_of_a_loop(tmp_path, loop):
     """Each loop is told its own causes, and none of the others. Its loss is the one that it prints."""
-    if name == "casts by hand" and torch.__version__.startswith("2.11"):
+    if loop.name == "casts by hand" and torch.__version__.startswith("2.11"):
         pytest.skip("torch 2.11 does not show the dtypes of operations")
-    loop = LOOPS[name]
     ended = watch_in_a_fork(tmp_path, loop.text, "--steps", str(loop.steps))
     assert "Traceback" not in ended.err, ended.err
     assert len(ended.of_kind("step")) == loop.steps
