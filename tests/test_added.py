@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 from conftest import can_compile
-from fixtures.loops import Loop, watch_in_a_fork
+from fixtures.forks import watch_in_a_fork
+from fixtures.loops import Loop
 
 SETTING = """ids = torch.arange(36).view(4, 9) % 50
 model, held = [nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)) for part in range(2)]

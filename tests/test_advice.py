@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SMALL, WATCH, can_compile, lines_of, python
-from fixtures.loops import LEARN, Loop, run_in_a_fork, watch_in_a_fork
+from fixtures.forks import run_in_a_fork, watch_in_a_fork
+from fixtures.loops import LEARN, Loop
 from fixtures.records import SEEN
 from torch import nn
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, STAGE_FILES, WATCH, python, run_script
-from fixtures.loops import LEARN, Loop, run_in_a_fork, watch_in_a_fork
+from fixtures.forks import run_in_a_fork, watch_in_a_fork
+from fixtures.loops import LEARN, Loop
 
 # It calls whatever is noted, and ends by itself.
 SETTING = """scaler = torch.amp.GradScaler("cpu")

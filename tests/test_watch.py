@@ -15,7 +15,8 @@ import statistics
 import pytest
 import torch
 from conftest import ROOT, WATCH, lines_of, python, run_by_the_bench, run_script
-from fixtures.loops import LEARN, LOOPS, WORDS, Loop, run_in_a_fork, watch_in_a_fork
+from fixtures.forks import run_in_a_fork, watch_in_a_fork
+from fixtures.loops import LEARN, LOOPS, WORDS, Loop
 
 # Four sequences of 8 tokens in each of 2 micro-batches. It keeps its own sum of losses.
 START, PAUSE = "own = []", "time.sleep(0.1)"  # lines that a test replaces
