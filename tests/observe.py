@@ -80,7 +80,7 @@ class Watch:
     def note_batch(self, loader, device):
         self.card.now += PART  # the CPU makes it
 
-    def note_zero_grad(self, of, set_to_none=True):
+    def note_zero_grad(self, optimizer, set_to_none=True):
         self.calls.append("zero_grad" if set_to_none else "zero_grad that keeps the gradients")
 
     def note_attention(self, query, key, value, **options):

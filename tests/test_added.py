@@ -2,7 +2,7 @@
 
 from harness.watch.added import Added
 
-import re
+import json
 
 import pytest
 import torch
@@ -20,10 +20,13 @@ hidden = model(ids[:, :-1])
 scores = hidden @ torch.ones(50, 50)  # outside of the model
 loss = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
 loss.backward()
-others = torch.ones(2, 2) @ torch.ones(2, 2), next(model.parameters())
+after = torch.ones(2, 2) @ torch.ones(2, 2)
 optimizer.step()
-dtypes = [each.dtype for each in (evaluated, hidden, scores, loss, *others)]
-print(*dtypes, optimizer.param_groups[0].get("fused"), torch.get_float32_matmul_precision())"""
+made = {"evaluated": evaluated, "hidden": hidden, "scores": scores, "loss": loss, "after": after}
+made["weight"] = next(model.parameters())
+dtypes = {name: str(tensor.dtype) for name, tensor in made.items()}
+fused, precision = optimizer.param_groups[0].get("fused"), torch.get_float32_matmul_precision()
+print(json.dumps(dtypes | {"fused": fused, "precision": precision}))"""
 
 
 def watch(tmp_path, *words, change=""):
@@ -32,16 +35,16 @@ def watch(tmp_path, *words, change=""):
 
 
 def printed_last(ended):
-    """What the script printed of its last step."""
-    return re.findall(r"^torch\.float32 .*$", ended.out, re.MULTILINE)[-1].replace("torch.", "").split()
+    """What the script printed of its last step, a dict."""
+    return json.loads([line for line in ended.out.splitlines() if line.startswith("{")][-1])
 
 
 @pytest.mark.parametrize("name, dtype", [("+bf16", "bfloat16"), ("+fp16", "float16")])
 def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_evaluation(tmp_path, name, dtype):
     ended = watch(tmp_path, name)
-    held, hidden, scores, loss, after, weights = printed_last(ended)[:6]
-    assert (hidden, scores) == (dtype, dtype)
-    assert (held, loss, after, weights) == ("float32",) * 4
+    printed = printed_last(ended)
+    assert [printed[name] for name in ("hidden", "scores")] == 2 * [f"torch.{dtype}"]
+    assert [printed[name] for name in ("evaluated", "loss", "after", "weight")] == 4 * ["torch.float32"]
     [seen, *_] = ended.of_kind("seen")
     assert seen["autocast"] == dtype and seen["fused"] is False
     assert ("losses are not those of a training" in ended.out) == (dtype == "float16")
@@ -49,7 +52,8 @@ def test_autocast_is_in_force_from_the_first_forward_until_backward_and_not_in_e
 
 def test_tf32_and_fused_are_set_where_the_script_chose_nothing(tmp_path):
     ended = watch(tmp_path, "+tf32", "+fused")
-    assert printed_last(ended)[-2:] == ["True", "high"]
+    printed = printed_last(ended)
+    assert printed["fused"] is True and printed["precision"] == "high"
     [seen, *_] = ended.of_kind("seen")
     assert seen["tf32"] and seen["fused"]
     assert "+fused had no effect" not in ended.out

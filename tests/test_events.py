@@ -80,24 +80,24 @@ def test_a_look_stands_for_all_own_code_since_the_look_before():
         ([call(), backward(0.5, HALF), call(), backward(0.25, HALF)], "sample", 8, 0.75),
         ([call(), backward(), call(), backward()], "sample", 8, None),  # a sum or a mean?
         ([call("encoder", batch=TEXT), call("head"), backward()], "tok", 16, 1.0),
-        ([call(tensor="x"), call(tensor="y", batch=EIGHT), call(tensor="x"), backward()], "sample", 12, 1.0),
+        ([call(tensor="x"), call(tensor="y", batch=EIGHT), call(tensor="x"), backward()], "sample", 12, 1.0),  # x twice
         ([call(), call(batch=EIGHT, is_training=False), backward()], "sample", 4, 1.0),  # a validation
-        ([call(), solve("y"), solve("z", EIGHT), backward()], "sample", 4, 1.0),
+        ([call(), solve("y"), solve("z", EIGHT), backward()], "sample", 4, 1.0),  # an ODE
         ([call("table", batch=Batch()), solve("y"), solve("z", EIGHT), backward()], "sample", 8, 1.0),  # learned codes
         ([call(batch=TEXT), solve("y", TEXT), backward()], "tok", 32, 1.0),  # a text in two parts
-        ([call("encoder", batch=TEXT), solve("y", TEXT, "decoder"), backward()], "tok", 32, 1.0),
+        ([call("encoder", batch=TEXT), solve("y", TEXT, "decoder"), backward()], "tok", 32, 1.0),  # a translation
         ([call("table", batch=TEXT), solve("x", TEXT), backward()], "tok", 16, 1.0),  # the same ids
         ([call(), backward(3.0), call(version=1), backward(9.0)], "sample", 4, 3.0),  # SAM
         ([call(), backward(), ("other", None), call("maker", batch=EIGHT), backward(5.0)], "sample", 8, 5.0),  # a GAN
-        ([("other", None), call(), backward()], "sample", 4, 1.0),
-        ([call(), ("scaled", [(2.0, HALF)]), backward(4096.0)], "sample", 4, 2.0),
+        ([("other", None), call(), backward()], "sample", 4, 1.0),  # it has stepped before
+        ([call(), ("scaled", [(2.0, HALF)]), backward(4096.0)], "sample", 4, 2.0),  # by a GradScaler
         ([call(), ("scaled", [(2.0, None)]), ("scaled", [(1.0, None)]), backward(4096.0)], "sample", 4, None),  # a sum
         ([call(), backward(0.5, HALF), call(version=1), backward(0.2, HALF)], "sample", 4, 0.5),  # LBFGS
         ([call(), backward(0.5, HALF), call(tensor="y", version=1), backward(0.2, HALF)], "sample", 8, 0.7),  # max_norm
-        ([call(), backward(0.5, HALF), call("other"), backward(0.2, HALF)], "sample", 8, None),
+        ([call(), backward(0.5, HALF), call("other"), backward(0.2, HALF)], "sample", 8, None),  # two models
         ([call()], "sample", 4, None),  # without backward()
         ([backward(7.0)], "step", 0, 7.0),  # the model is called by a compiled function
-        ([call(batch=Batch()), backward(float("inf"))], "step", 0, float("inf")),
+        ([call(batch=Batch()), backward(float("inf"))], "step", 0, float("inf")),  # a graph, whose loss diverges
         ([], "step", 0, None),
     ],
 )
