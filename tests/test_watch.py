@@ -160,9 +160,7 @@ def test_how_a_script_ends_is_one_line_and_what_was_timed_is_told(tmp_path, line
         assert ended.of_kind("error")[0]["traceback"] in ended.err
 
 
-RANKS = """import os
-import torch.distributed as dist
-LAUNCH
+RANKS = """import torch.distributed as dist
 dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(model)"""
 TWICE = """with model.no_sync():
@@ -172,7 +170,7 @@ learn(model(x).sum())"""
 
 def test_all_ranks_of_torchrun_are_counted(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    (tmp_path / "train.py").write_text(Loop(TWICE, RANKS.replace("LAUNCH", "")).text)
+    (tmp_path / "train.py").write_text(Loop(TWICE, RANKS).text)
     ended = python(*launcher, WATCH, "--steps", "3", "--record", "r.jsonl", "train.py", folder=tmp_path)
     assert ended.status == 0, ended.err
     ended.lines = lines_of(tmp_path / "r.jsonl")
@@ -180,7 +178,9 @@ def test_all_ranks_of_torchrun_are_counted(tmp_path):
     assert ended.out.count("samples/sec | memory") == 1
 
 
-LAUNCH = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='0', WORLD_SIZE='1', RANK='0')"
+ALONE = """import os
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", WORLD_SIZE="1", RANK="0")
+"""
 PRETENDS = "\ndist.get_world_size = lambda: 2"
 
 
@@ -188,7 +188,7 @@ PRETENDS = "\ndist.get_world_size = lambda: 2"
     "text, told",
     [
         (
-            Loop(TWICE, RANKS.replace("LAUNCH", LAUNCH) + PRETENDS).text,
+            Loop(TWICE, ALONE + RANKS + PRETENDS).text,
             "torchrun --standalone --nproc_per_node=2 stages/watch.py train.py",
         ),
         ("import torch\ntorch.multiprocessing.spawn(fn=print)", "starts ranks by torch.multiprocessing.spawn"),
@@ -253,25 +253,37 @@ def test_what_is_counted_and_told_of_a_loop(tmp_path, loop):
     ended = watch_in_a_fork(tmp_path, loop.text, "--steps", str(loop.steps))
     assert "Traceback" not in ended.err, ended.err
     assert len(ended.of_kind("step")) == loop.steps
+    check_count(loop, ended)
+    check_time(loop, ended)
+    check_words(loop, ended)
+    own = [float(number) for number in re.findall(r"^own (.*)$", ended.out, re.MULTILINE)]
+    if own:  # the losses that it prints
+        assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
+
+
+def check_count(loop, ended):
     if loop.counted:
         unit, count = loop.counted
         assert ended.of_kind("seen")[0]["unit"] == unit
         assert ended.figures("tokens") == [count] * loop.steps
-    slow = "\n".join(line for line in ended.out.splitlines() if line.startswith("slow"))
-    told = {cause for cause, words in WORDS.items() if words in slow}
-    assert set(loop.causes) <= told <= {*loop.causes, "own code"}, ended.out  # on a busy machine any line may take long
+
+
+def check_time(loop, ended):
     counted = [Step.of_line(line) for line in ended.of_kind("step")[WARMUP:]]
     if loop.time:
         assert ended.summary["shares"] == pytest.approx(mean_shares(counted))
     for kind, least in loop.time.items():  # in the median step: on a busy machine one may take long elsewhere
         assert statistics.median(mean_shares([step])[kind] for step in counted) > least
+
+
+def check_words(loop, ended):
+    slow = "\n".join(line for line in ended.out.splitlines() if line.startswith("slow"))
+    told = {cause for cause, words in WORDS.items() if words in slow}
+    assert set(loop.causes) <= told <= {*loop.causes, "own code"}, ended.out  # on a busy machine any line may take long
     for words in loop.says:
         assert words in ended.out
     for words in loop.never_says:
         assert words not in ended.out
-    own = [float(number) for number in re.findall(r"^own (.*)$", ended.out, re.MULTILINE)]
-    if own:  # the losses that it prints
-        assert ended.figures("loss")[: len(own)] == pytest.approx(own[: loop.steps])
 
 
 @pytest.mark.parametrize(
