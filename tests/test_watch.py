@@ -303,12 +303,6 @@ def test_what_a_script_begins_late_it_has(tmp_path, step, has):
     assert early != late
 
 
-def test_threads_that_a_script_asks_for_too_late_are_told(tmp_path):
-    setting = "import os\nos.environ['OMP_NUM_THREADS'] = '7'"
-    ended = watch_in_a_fork(tmp_path, Loop(LEARN, setting).text, "--steps", "5")
-    assert "OMP_NUM_THREADS or MKL_NUM_THREADS after watch.py has imported torch, too late" in ended.err
-
-
 A_FOLD = """if step % 3 == 0:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

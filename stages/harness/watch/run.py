@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from .. import machine
 from ..common import say
 from ..figures import Step
 from . import events, gate, pytorch
@@ -23,7 +22,6 @@ from .techniques import find_techniques, seen_at_the_end
 from .threads import count_threads_of_script
 from .timeline import Timeline
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # which are read when torch is imported
 SWITCH_INTERVAL = 1e-4  # seconds after which Python lets a waiting thread run, here the one that looks; usually 5 ms
 
 
@@ -60,7 +58,6 @@ class Run:
         self.args = args
         self.log = log
         self.guard = Guard(log, is_row=bool(args.gate))
-        self.thread_variables = machine.variables_set(THREADS)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
         self.timeline = Timeline(self.profiler, self.add_up_lists)
@@ -162,14 +159,7 @@ class Run:
         self.habits.models.clear()  # a library may call a model when it builds it: what is trained is called again
         if not self.args.gate and count_threads_of_script() == 0:  # else threads would take turns more often
             sys.setswitchinterval(SWITCH_INTERVAL)
-        self.notice_late_threads()
         self.reject_own_ranks()
-
-    def notice_late_threads(self):
-        """Say so if the script sets its number of threads when it is too late, since torch is imported already."""
-        if machine.variables_set(THREADS) != self.thread_variables:
-            names = " or ".join(THREADS)
-            self.log.notice(f"it sets {names} after watch.py has imported torch, too late: set it before")
 
     def reject_own_ranks(self):
         """Exit if the script started ranks by itself, where nobody watches the others."""
