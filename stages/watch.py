@@ -54,7 +54,7 @@ def main(argv):
     # copies, which stay open if the script closes its own, under numbers that none of its files gets
     copies = [os.dup2(number, 200 + number, inheritable=False) for number in (1, 2)]
     out, err = (os.fdopen(number, "w", encoding="utf-8", errors="replace") for number in copies)
-    log = Log(args.record_path, args.warmup, out, err)
+    log = Log(args.record_path, args.warmup, bool(args.gate), out, err)
     run = Run(script, args, log)
     limit = "" if args.gate else f" for {args.steps} steps"
     log.say(f"watching {script.title} in {script.folder}{limit}")

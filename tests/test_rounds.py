@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import signal
 import time
 from unittest import mock
@@ -107,22 +106,6 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch):
     """It and its child are deaf to SIGTERM, and the fixture `fakes` looks for what is left."""
     monkeypatch.setattr(row_process, "PATIENCE", 2)
     assert outcome_of(do="hang", at=1).error["message"] == "no step within 2 s, so it was stopped"
-
-
-def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
-    """The fake hangs, as a row does that has taken its steps and could not write them.
-
-    Its first line has its environment in it, which may be long.
-    """
-    short = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("FAKE_")}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
-    try:
-        with mock.patch.dict(os.environ, short, clear=True):
-            message = outcome_of(do="hang", at=1).error["message"]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.fullmatch("its record ends, since nothing can be written to /.*: File too large", message)
 
 
 def test_a_second_ctrl_c_leaves_no_row():

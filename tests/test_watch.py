@@ -9,6 +9,7 @@ from harness.steps import WARMUP
 from harness.watch.shares import mean_shares
 
 import json
+import os
 import re
 import statistics
 
@@ -301,6 +302,17 @@ def test_what_a_script_begins_late_it_has(tmp_path, step, has):
     assert has in ended.out
     early, late = ended.of_kind("seen")[0], ended.of_kind("seen")[-1]
     assert early != late
+
+
+SMALL_FILES = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
+
+
+def test_a_row_whose_record_can_not_be_written_ends(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "gate").write_bytes(bytes(99))
+    words = ("--record", "r.jsonl", "--gate", "gate", os.getpid(), "train.py")
+    ended = run_in_a_fork(tmp_path, *words, change=SMALL_FILES)
+    assert ended.status == 1 and re.search(r"--record .*r.jsonl ends here: File too large\n$", ended.err)
 
 
 A_FOLD = """if step % 3 == 0:

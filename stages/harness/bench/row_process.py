@@ -22,7 +22,6 @@ ENOUGH_SECONDS = 6.0  # of counted steps; a card's clock settles within them
 PATIENCE = 660
 PATIENCE_AT_THE_END = 35  # seconds that a row has to end when it is asked to; torchrun gives its ranks 30
 PAUSE = 0.01  # seconds between two polls of a row
-POLLS_BETWEEN_LOOKS = 300  # while a row is silent, the disk is looked at after this many polls
 STEPS_OF_A_START = 2  # a row starts and compiles in the first one, and says what it is with the second one
 MOST_OUTPUT = 20_000  # bytes: why a row failed is looked for in the end of what it printed
 
@@ -41,7 +40,7 @@ class RowProcess:
         self.folder = Path(self.temporary_folder.name)
         self.output, self.gate = self.folder / "output", self.folder / "gate"
         self.allowed = STEPS_OF_A_START
-        with contextlib.suppress(OSError):  # if the disk is full, wait() finds that out
+        with contextlib.suppress(OSError):  # on a full disk the row ends by itself
             self.gate.write_bytes(b"." * self.allowed)
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
@@ -145,15 +144,6 @@ class RowProcess:
         """Return the line of the record that says why a silent row is stopped, or None. polls: since its last line."""
         if polls * PAUSE > PATIENCE:
             return error_line(f"no step within {PATIENCE} s, so it was stopped", last_lines(self.printed()))
-        if polls % POLLS_BETWEEN_LOOKS == POLLS_BETWEEN_LOOKS - 1:
-            try:  # to write a file that is longer than each of its records
-                longest = max((path.stat().st_size for path in self.folder.glob("record*")), default=0)
-                with (self.folder / "test").open("wb") as file:
-                    file.seek(longest)  # what is skipped counts for a limit on the size of a file, and takes no disk
-                    file.write(bytes(8192))
-            except OSError as error:
-                reason = f"nothing can be written to {tempfile.gettempdir()}: {error.strerror}"
-                return error_line(f"its record ends, since {reason}")
         return None
 
     def printed(self):

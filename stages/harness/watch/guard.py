@@ -6,12 +6,11 @@ from .leave import leave
 class Guard:
     """The guard of a watched script. lost: what our own code has failed to see, a set.
 
-    log: a Log. is_row: whether the script is a row of a bench.
+    log: a Log.
     """
 
-    def __init__(self, log, is_row):
+    def __init__(self, log):
         self.log = log
-        self.is_row = is_row
         self.lost = set()
 
     def around(self, function, what, ends_row=False):
@@ -35,7 +34,7 @@ class Guard:
             return
         self.lost.add(what)
         reason = in_a_line(error)
-        if ends_row and self.is_row:
+        if ends_row and self.log.is_row:
             self.end_row(f"{what} can't be watched: {reason}")
         self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {reason}")
 

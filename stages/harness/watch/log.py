@@ -29,6 +29,7 @@ from ..arithmetic import flops_per_token
 from ..common import refuse, say
 from ..figures import UNITS, are_uneven, most_memory, tokens_per_second, words_on_speed
 from ..seen import words_on_model
+from .leave import leave
 
 SECONDS_BETWEEN = 0.5  # two readings of the memory, which are on no step's clock, but would make a run take longer
 FIRST_TO_WAIT = 2  # the number of the first step in which each kind of time may wait for the card
@@ -41,13 +42,14 @@ class Log:
     first step, and seen, a Seen, at the second step.
     """
 
-    def __init__(self, record_path, warmup, out=sys.stdout, err=sys.stderr):
+    def __init__(self, record_path, warmup, is_row=False, out=sys.stdout, err=sys.stderr):
         """Open the file of --record, a new one. Rank 1 writes FILE.1, since it trains on other text.
 
-        warmup: how many steps are not counted. out, err: where to print. Exits with one line if the file is there
-        already or can't be written.
+        warmup: how many steps are not counted. is_row: whether a bench reads the record. out, err: where to print.
+        Exits with one line if the file is there already or can't be written.
         """
         self.out, self.err = out, err
+        self.is_row = is_row
         self.warmup = warmup
         self.is_rank_0 = ranks.is_rank_0()
         self.record_path = None
@@ -170,7 +172,7 @@ class Log:
         self.write({"kind": "error", "message": message, "traceback": traceback})
 
     def write(self, entry):
-        """Write a line of the record. If that fails, the training goes on, which is worth more than its record.
+        """Write a line of the record. If that fails, the training goes on, which is worth more, but a row ends.
 
         The file is not kept open: a script may close all files, and then its own would have the number of this one.
         """
@@ -181,3 +183,5 @@ class Log:
             except OSError as error:
                 self.notice(f"--record {self.record_path} ends here: {error.strerror}")
                 self.record_path = None
+                if self.is_row:
+                    leave(1)

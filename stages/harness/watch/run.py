@@ -57,7 +57,7 @@ class Run:
         self.script = script
         self.args = args
         self.log = log
-        self.guard = Guard(log, is_row=bool(args.gate))
+        self.guard = Guard(log)
         self.was_launched = "WORLD_SIZE" in os.environ  # by torchrun: a script may set it later
         self.profiler = StepProfiler()
         self.timeline = Timeline(self.profiler, self.add_up_lists)
