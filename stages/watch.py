@@ -102,7 +102,8 @@ class Script:
     """What is watched.
 
     path: of its file, or the name of a module. argv: its own flags. title: the script as it was typed. folder: where it
-    runs. climb: the command that measures what it lacks, or None.
+    runs. climb: the command that measures what it lacks, or None. saves: whether it is a stage that writes its weights
+    at the end.
     """
 
     path: str
@@ -111,11 +112,7 @@ class Script:
     title: str
     folder: Path
     climb: str | None
-
-    @property
-    def saves(self):
-        """Whether it is a stage that writes its weights at the end."""
-        return ladder.is_beside_the_stages(self.path) and any(word.split("=")[0] == "--save" for word in self.argv)
+    saves: bool
 
 
 def script_of(args):
@@ -128,7 +125,8 @@ def script_of(args):
     folder = folder_of(path)
     if folder != Path.cwd():
         path = str(folder / Path(path).name)
-    return Script(path, argv, args.is_module, title, folder, climb)
+    saves = ladder.is_beside_the_stages(path) and any(word.split("=")[0] == "--save" for word in argv)
+    return Script(path, argv, args.is_module, title, folder, climb, saves)
 
 
 def climb_of(args):

@@ -359,7 +359,7 @@ ADDED["fp16"] = ADDED["bf16"]  # the same in float16, for its speed alone
 
 def stage_of(word):
     """Return the Stage that a word names: s05, s05_flash, or the path of its file. None for any other word or file."""
-    path = resolved(word)
+    path = Path(word).resolve()
     for stage in STAGES:
         if word in (stage.name, stage.short) or path == stage.path:
             return stage
@@ -368,15 +368,7 @@ def stage_of(word):
 
 def is_beside_the_stages(script):
     """Return whether a script is a file in stages/: a stage, or a thirteenth one that takes the same flags."""
-    return script.endswith(".py") and resolved(script).parent == ROOT / "stages"
-
-
-def resolved(path):
-    """Return an absolute Path without links, or the path as it is if the current folder was removed."""
-    try:
-        return Path(path).resolve()
-    except FileNotFoundError:
-        return Path(path)
+    return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
 
 
 def between(above, stage):
