@@ -71,17 +71,20 @@ scale: $(runtime)
 test: $(dev)
 	@"$(PY)" -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-# make diff prints the docstring of stage N, and how it differs from stage N - 1 below the docstrings. If N is no number
-# from 2 to 99, 99 takes its place, which no stage has. git diff exits with 1 if files differ.
+# make diff prints the docstring of stage N, and how it differs from stage N - 1 below the docstrings.
 stages := $(sort $(wildcard stages/s[0-9][0-9]_*.py))
+# If N is no number from 2 to 99, 99 takes its place, which no stage has.
 number = $(firstword $(filter $(shell seq 2 99),$(N)) 99)
 diff: new = $(word $(number),$(stages))
 diff: old = $(word $(number),none $(stages))
+# git diff exits with 1 if files differ.
 diff:
-	@test -e '$(old)' -a -e '$(new)' || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }
+	@test -e '$(old)' && test -e '$(new)' || { echo 'make diff N=$(N): N is the number of a stage, from 2 on' >&2; exit 2; }
 	@sed -n '1,/^"""$$/p' $(new)
 	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
-	for stage in $(old) $(new); do sed '1,/^"""$$/d' $$stage > "$$folder/$$(basename $$stage)"; done && \
+	for stage in $(old) $(new); do \
+		sed '1,/^"""$$/d' $$stage > "$$folder/$$(basename $$stage)"; \
+	done && \
 	cd "$$folder" && { git --no-pager diff --no-ext-diff --no-index --no-prefix -w $(notdir $(old) $(new)); test $$? = 1; }
 
 clean:

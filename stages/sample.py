@@ -9,7 +9,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(__file__))  # as Python does unless PYTHONSAFEPATH is set
-from harness import machine  # first: it makes data and model importable from here
+from harness import machine, ranks  # first: it makes data and model importable from here
 from harness.arithmetic import PADDED_VOCAB
 from harness.common import refuse, set_up_output, tell
 from harness.flags import Parser, end_in_a_line, non_negative, positive, seed
@@ -42,6 +42,7 @@ add("--device", metavar="D", help="cuda, cuda:1, mps or cpu (the best one there 
 args = parser.parse_args()
 sys.excepthook = lambda *failure: end_in_a_line(None, *failure)
 
+ranks.drop_ranks_if_alone()
 device = machine.find_device(args.device)
 model = load(args.weights, attention).to(device)
 if not VOCAB <= model.config.vocab_size <= PADDED_VOCAB:

@@ -1,4 +1,4 @@
-"""What a call of a module reads: tokens or samples, and how many."""
+"""What a call of a module reads: tokens or samples, and how many. And by what a loss was scaled."""
 
 from harness.figures import words_on_speed
 from harness.watch.counting import Signature, names_of_labels
@@ -20,8 +20,7 @@ LINEAR = nn.Linear(3, 1)
 
 
 def batch_of(module, **inputs):
-    _, batch, _ = Signature(module, next(module.parameters())).read((), inputs)
-    return batch
+    return Signature(module, next(module.parameters())).read((), inputs).batch
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,7 @@ class Text(nn.Module):
 def test_arguments_by_position_have_their_names_also_in_a_wrapper():
     wrapper = nn.Sequential(Text())
     wrapper.forward = lambda *args, **kwargs: None
-    _, batch, _ = Signature(wrapper, LINEAR.weight).read((LONG_TEXT, TEXT), {})
-    assert batch.count == 32
+    assert Signature(wrapper, LINEAR.weight).read((LONG_TEXT, TEXT), {}).batch.count == 32
 
 
 def test_one_dimension_is_a_text_of_a_language_model_and_else_no_batch():
@@ -85,8 +83,9 @@ def test_users_and_items_of_one_column_are_no_labels():
 
 def test_a_call_tells_whether_its_input_was_computed():
     signature = Signature(LINEAR, LINEAR.weight)
-    read = [signature.read((x,), {}) for x in (VECTORS, VECTORS.requires_grad_(), 2 * VECTORS)]
-    assert [is_computed for _, _, is_computed in read] == [False, False, True]
+    trained = torch.rand(5, 3, requires_grad=True)
+    readings = [signature.read((x,), {}) for x in (VECTORS, trained, 2 * trained)]
+    assert [reading.is_computed for reading in readings] == [False, False, True]
 
 
 def test_a_share_is_read_from_what_scaled_the_loss_last():

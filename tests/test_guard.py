@@ -63,6 +63,7 @@ def losses(tmp_path_factory):
         ("watcher.Watcher.saw_optimizer_begin", "its steps"),
         ("watcher.Watcher.saw_optimizer_end", "its steps"),
         ("run.find_techniques", "its steps"),
+        ("run.fields_of_profile", "its operations"),
         ("run.seen_at_the_end", "its figures"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The private names that watch.py needs are there in the installed PyTorch, and do what they are for."""
+"""The private names that watch.py needs are there in the installed PyTorch, and do what they are for.
+
+Those of `-m`, of DataLoaders, TorchScript and saved tensors are tried by scripts: test_watch.py and test_guard.py.
+"""
 
 from harness.watch import pytorch
 

@@ -138,12 +138,7 @@ def test_a_number_of_the_row_keeps_the_files_of_two_rows_apart_when_they_start()
     assert (command[:2], command[-2]) == (["env", "A=r5"], "a{row}.py")
 
 
-def test_a_script_may_remove_its_folder(tmp_path):
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    row = row_of("mine.py")
-    assert (row.stage, row.takes_flags) == (None, False)
+LONG = "mine.py 0123456789ab"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +148,7 @@ def test_a_script_may_remove_its_folder(tmp_path):
         (["mine.py --a=1", "+bf16 mine.py --a=1"], ["mine.py --a=1", "+bf16 mine.py --a=1"]),
         (["my/train.py", "mine/train.py", "mine.py"], ["my/train.py", "mine/train.py", "mine.py"]),
         (["mine.py", f"mine.py {'x' * 31}"], ["mine.py", "mine.py xxxxxxx…xxxxxxxxxxxxxxx"]),
+        ([f"{LONG} 1 {LONG}", f"{LONG} 2 {LONG}"], ["mine.py 0123456…py 0123456789ab", f"{LONG} 2 {LONG}"]),
     ],
 )
 def test_a_title_is_the_script_or_the_command_if_two_rows_have_the_same_script(words, titles):
@@ -185,7 +181,7 @@ def test_where_16_bits_are_slow_the_ladder_ends_with_s10_in_float32():
         ),
         ("+bf16 mine.py", "cuda", False, "bfloat16", 9, None, "+bf16 mine.py, bf16 compile, bf16 compile fused"),
         ("mine.py", "cpu", False, "float32", None, "no compiler", "plain, mine.py, fused"),
-        ("mine.py", "mps", False, "float16", None, None, "mine.py, compile, compile fused, compile fused fp16"),
+        ("mine.py", "mps", False, "float16", None, None, "mine.py, fp16, fp16 compile, fp16 compile fused"),
         ("mine.py", "cpu", False, "bfloat16", 1, None, "plain, mine.py, compile, compile fused, compile fused bf16"),
     ],
 )

@@ -16,19 +16,18 @@ UNSEEN = "the script profiles itself, starts a process in its step, steps inside
 class Stage:
     """A stage and the technique that it adds. The answers here are those of a class below that has none of its own.
 
-    name: of its file, without ".py". technique: its name in a sentence, or None for s01, which has none. line: what its
-    user types, in markdown. in_frameworks: {framework: what its user types there}. for_the_loss: whether it is there
-    for the loss; the others leave the training as it was, up to rounding (s11 with --accum 1). unpredictable: whether
-    its gain does not follow from FLOPs and bytes. added_as: "bf16" if "+bf16 train.py" adds it to a script from
-    outside. left_out_by: the flag with which no stage has it. takes_ranks: whether torchrun may start several processes
-    of it.
-
     seen: the Seen of a script. machine: an object with the fields of machine.abilities_of(), for example a Seen.
     """
 
-    technique = added_as = left_out_by = None
-    for_the_loss = unpredictable = takes_ranks = False
-    in_frameworks = {}
+    name: str  # of its file, without ".py"
+    line: str  # what its user types, in markdown
+    technique = None  # its name in a sentence; s01 has none
+    in_frameworks = {}  # {framework: what its user types there}
+    for_the_loss = False  # the others leave the training as it was, up to rounding (s11 with --accum 1)
+    unpredictable = False  # whether its gain does not follow from FLOPs and bytes
+    added_as = None  # "bf16" if "+bf16 train.py" adds it to a script from outside
+    left_out_by = None  # the flag with which no stage has it
+    takes_ranks = False  # whether torchrun may start several processes of it
 
     @property
     def short(self):
@@ -178,7 +177,8 @@ class BF16(Stage):
         return None if machine.amp_dtype != "float32" else "this device has no 16-bit units"
 
     def is_slow(self, peak):
-        return max(peak.get("bfloat16", 0), peak.get("float16", 0)) < peak["float32"]
+        measured = [peak[dtype] for dtype in ("bfloat16", "float16") if dtype in peak]
+        return bool(measured) and max(measured) < peak["float32"]
 
 
 class Compile(Stage):
@@ -367,7 +367,7 @@ def stage_of(word):
 
 
 def is_beside_the_stages(script):
-    """Return whether a script is a file in stages/: a stage, or a thirteenth one that takes the same flags."""
+    """Return whether a script is a file in stages/, and so is taken for one that takes the flags of a stage."""
     return script.endswith(".py") and Path(script).resolve().parent == ROOT / "stages"
 
 

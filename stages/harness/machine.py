@@ -166,7 +166,9 @@ def triton_problem(device):
         return "Triton needs a GPU of compute capability 7.0 or more"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang")):
+    if "CC" in os.environ and shutil.which(os.environ["CC"]) is None:
+        return f"Triton finds no C compiler {os.environ['CC']}: unset CC"
+    if "CC" not in os.environ and not (shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler: install gcc"
     return None
 

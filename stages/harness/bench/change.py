@@ -34,7 +34,8 @@ def change_of(outcome):
         return Change(row.title, "", is_same_computation=True)
     if not row.keeps_memory:  # `plain`
         return Change(row.title, "without the memory variables")
-    if base and not base_row.keeps_memory and runs_the_same(row, base_row):  # the row below `plain`
+    is_below_plain = base_row and not base_row.keeps_memory and runs_the_same(row, base_row)
+    if is_below_plain:
         settings = " ".join(code(f"{name}={value}") for name, value in CPU_MEMORY.items())
         return Change(f"{row.title} with memory variables", f"{settings} in front of `python`")
     stages = stages_added(row, base_row)
@@ -101,9 +102,11 @@ def computes_the_same(outcome, stages, effective):
     than explicit attention. stages: those that it adds. effective: those of them that do something here.
     """
     base = outcome.base
-    if base is None or any(stage.unpredictable for stage in stages):
+    if base is None or base.seen is None or outcome.seen is None:
         return False
-    if outcome.seen is None or base.seen is None or outcome.seen.sdpa != base.seen.sdpa:
+    if any(stage.unpredictable for stage in stages):
+        return False
+    if outcome.seen.sdpa != base.seen.sdpa:
         return False
     if not effective:
         return True

@@ -39,9 +39,8 @@ class RowProcess:
         self.temporary_folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self.folder = Path(self.temporary_folder.name)
         self.output, self.gate = self.folder / "output", self.folder / "gate"
-        self.allowed = STEPS_OF_A_START
-        with contextlib.suppress(OSError):  # on a full disk the row ends by itself
-            self.gate.write_bytes(b"." * self.allowed)
+        self.allowed = 0
+        self.allow(STEPS_OF_A_START)
         self.records = {}  # {rank: the open file of its record}
         self.errors = {}  # {rank: the line "error" of its record}
         self.may_end = False
@@ -50,14 +49,19 @@ class RowProcess:
         self.has_ended = False
         self.keep({"kind": "start"})  # makes its Run, and counts the process, whose number is in the command
         self.run = results.runs[row.name, round_number]
+        self.process = self.start()
+
+    def start(self):
+        """Start its process, and return the Popen."""
+        bench, number = self.results.bench, self.results.processes
         with self.output.open("wb") as out:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 # env also runs a launcher without #!, as a shell does, and exits with a status if it can't run one
-                ["env", *row.command(results.bench, results.processes, self.folder)],
+                ["env", *self.row.command(bench, number, self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=row.variables(results.bench),
+                env=self.row.variables(bench),
                 start_new_session=True,  # Ctrl-C reaches the bench alone
             )
 
@@ -103,10 +107,17 @@ class RowProcess:
         """Let it take some more steps, and wait until it has."""
         if self.has_ended:
             return
-        self.allowed += steps
-        with contextlib.suppress(OSError), self.gate.open("ab") as gate:
-            gate.write(b"." * steps)
+        self.allow(steps)
         self.wait()
+
+    def allow(self, steps):
+        """Allow it some more steps, by a byte of the gate for each: see watch/gate.py."""
+        self.allowed += steps
+        try:
+            with self.gate.open("ab") as gate:
+                gate.write(b"." * steps)
+        except OSError:  # the disk is full: without a gate the row ends
+            self.gate.unlink(missing_ok=True)
 
     def let_end(self):
         """Let it stop. On a card it takes one more step first, which is profiled."""

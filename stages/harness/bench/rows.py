@@ -71,15 +71,7 @@ class Row:
         bench: the first line of a record. folder: where this process writes its record, and finds the gate that allows
         its steps. process_number: what {row} becomes, another one in each process, since two may not write one file.
 
-        As the first word, python, python3 and torchrun become this Python. After another word they stay as typed, since
-        `conda run -n A python` is the Python of A. If the launcher starts no Python, as env for example, this Python
-        stands between it and the script.
         """
-        launcher = list(self.launcher)
-        if launcher and launcher[0] in THIS_PYTHON:
-            launcher[:1] = THIS_PYTHON[launcher[0]]
-        if not any(LAUNCHERS.fullmatch(Path(word).name) for word in self.launcher if "=" not in word):
-            launcher.append(sys.executable)
         watch = [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
         watch += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
         watch += ["--gate", str(folder / "gate"), str(os.getpid())]
@@ -88,7 +80,9 @@ class Row:
         script = [path] if path.endswith(".py") else ["-m", path]
         if self.takes_flags:
             script += bench["flags"]
-        return numbered(launcher, process_number) + watch + script + numbered(self.flags, process_number)
+        return (
+            numbered(with_python(self.launcher), process_number) + watch + script + numbered(self.flags, process_number)
+        )
 
     def variables(self, bench):
         """Return the environment of its process: ours and the bench's variables, without those that disturb it."""
@@ -99,6 +93,21 @@ class Row:
         for name in left_out:
             variables.pop(name, None)
         return variables
+
+
+def with_python(launcher):
+    """Return the words before the script of a row, with a Python that runs it.
+
+    As the first word, python, python3 and torchrun become this Python. After another word they stay as typed, since
+    `conda run -n A python` is the Python of A. If the launcher starts no Python, as env for example, this Python stands
+    after it.
+    """
+    words = list(launcher)
+    if words and words[0] in THIS_PYTHON:
+        words[:1] = THIS_PYTHON[words[0]]
+    if not any(LAUNCHERS.fullmatch(Path(word).name) for word in launcher if "=" not in word):
+        words.append(sys.executable)
+    return words
 
 
 def numbered(words, process_number):
@@ -171,7 +180,7 @@ def rows_of_ladder(device, peak):
     recommends for such a device: s10 in float32. peak: {dtype: FLOP/s}, of the probe.
     """
     rows = [row_of(stage.short) for stage in ladder.STAGES if device != "mps" or not stage.takes_ranks]
-    if "bfloat16" in peak and ladder.ADDED["bf16"].is_slow(peak):
+    if ladder.ADDED["bf16"].is_slow(peak):
         rows.append(replace(row_of("s10 --amp-dtype float32"), base="s10"))
     return with_plain(rows, device)
 
@@ -217,14 +226,21 @@ def all_rows(rows):
         title = row.title
         if short_titles.count(title) > 1:
             title = shortened(row.name, LONGEST_TITLE)
+        if title in [above.title for above in in_order]:  # they differ in the middle
+            title = row.name
         in_order.append(replace(row, title=title, base=row.base or base_of(row, in_order)))
     middle = (len(in_order) - 1) // 2  # of two rows the first, since the second may not fit into memory
     in_order.insert(middle + 1, second_run(in_order[middle]))
-    names = [row.name for row in in_order]
+    refuse_equal_names(in_order)
+    return in_order
+
+
+def refuse_equal_names(rows):
+    """Exit with one line if two rows have the same name."""
+    names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             refuse(f"two rows are {name!r}: leave one out, since the bench repeats a row anyway, as a control")
-    return in_order
 
 
 def base_of(row, rows_above):

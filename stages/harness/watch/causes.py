@@ -34,8 +34,8 @@ def words_on_idle_card(run, steps, shares):
     """
     median_ms = 1e3 * statistics.median(step.dt for step in steps)
     idle = run.log.seen.idle_share(median_ms) or 0.0  # 0: no profile
-    shares, unexplained = within_idle_time(shares, idle)
-    words = words_on_waits(run, steps, shares)
+    idle_shares, unexplained = within_idle_time(shares, idle)
+    words = words_on_waits(run, steps, idle_shares)
     if unexplained > LONG:
         words.append(f"{percent(unexplained)} is the card waiting for Python: compile, or take a larger batch")
     return words

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Mapping
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,18 @@ NAMES_WITHOUT_IDS = (
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
 CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # of a graph, whose rows are nodes and no samples
 IDS = (torch.int64, torch.int32)  # the dtypes that nn.Embedding takes
+
+
+class Reading(NamedTuple):
+    """What a call of a module reads.
+
+    tensor: its largest text or first tensor, by which its input is known again; None without one. is_computed: whether
+    one of its tensors has a history.
+    """
+
+    tensor: torch.Tensor | None
+    batch: Batch
+    is_computed: bool
 
 
 class Signature:
@@ -52,22 +65,19 @@ class Signature:
         self.last_shapes = self.last_place = self.last_batch = None
 
     def read(self, args, kwargs):
-        """Return what a call with these arguments reads, as (tensor, Batch, whether a tensor has a history).
-
-        tensor: its largest text or first tensor, by which its input is known again; None without one.
-        """
+        """Return the Reading of a call with these arguments."""
         names = [*self.names, *range(len(self.names), len(args))]  # the last ones are of a *args
         tensors = named_tensors([*zip(names, args, strict=False), *kwargs.items()])
         if not tensors:
-            return None, Batch(), False
+            return Reading(None, Batch(), is_computed=False)
         is_computed = any(tensor.grad_fn is not None for _, tensor in tensors)
         if any(tensor.is_nested or pytorch.hides_a_dimension(tensor) for _, tensor in tensors):  # its shape is not all
-            return tensors[0][1], Batch(), is_computed
+            return Reading(tensors[0][1], Batch(), is_computed)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.last_shapes:  # else all is as it was: a module may be called a thousand times in a step
             self.last_place, self.last_batch = self.place_and_batch(tensors)
             self.last_shapes = shapes
-        return tensors[self.last_place][1], self.last_batch, is_computed
+        return Reading(tensors[self.last_place][1], self.last_batch, is_computed)
 
     def place_and_batch(self, tensors):
         """Return where the largest text stands among named tensors, 0 without one, and their Batch."""
@@ -100,8 +110,8 @@ class Signature:
             return self.has_vocabulary  # without such a layer these are users or products
         if tensor.dim() != 2 or tensor.numel() == 0:
             return False
-        is_table = self.embeddings % tensor.shape[1] == 0  # as many embeddings for each of its columns
-        return self.has_vocabulary or not is_table
+        is_table = self.embeddings % tensor.shape[1] == 0  # of categories: as many embeddings for each column
+        return self.has_vocabulary or (self.embeddings > 0 and not is_table)
 
     def batch_of_samples(self, tensors):
         """Return the Batch of named tensors without a text: samples if all agree in their first dimension, or a step.
@@ -189,7 +199,7 @@ def parts_of(name, value):
     if isinstance(value, Mapping):
         return value.items()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         return zip(value._fields, value, strict=True)
     if isinstance(value, (list, tuple)):

@@ -139,7 +139,7 @@ def micro_batches_of(notes):
                 micro_batches.append(micro_batch)
             calls, scaled = [], []
         elif name == "other":
-            are_of_other = has_calls(micro_batches)
+            are_of_other = has_calls(micro_batches)  # without a call nobody knows whose they are
     if calls and not has_calls(micro_batches):  # the script calls no backward()
         micro_batches.append(micro_batch_of(calls, []))
     return micro_batches
@@ -245,7 +245,7 @@ def loss_of(micro_batches):
     values = [value for micro_batch in micro_batches for value, _ in micro_batch.losses]
     if len(values) > 1 and not are_shares(micro_batches):
         return None
-    return float(sum(values)) if values else None
+    return sum(float(value) for value in values) if values else None
 
 
 def unit_of(micro_batches):

@@ -16,11 +16,13 @@ class Guard:
     def around(self, function, what, ends_row=False):
         """Return a function of ours that can't end the script. If it raises, that is said, and it returns None.
 
-        what: can't be seen any more then. ends_row: whether a row of a bench can't be timed without it.
+        what: can't be seen then. ends_row: a row of a bench ends if this fails, and elsewhere it is not called again.
         KeyboardInterrupt, which is no Exception, is meant for the script.
         """
 
         def guarded(*args, **kwargs):
+            if ends_row and what in self.lost:
+                return None
             try:
                 return function(*args, **kwargs)
             except Exception as error:

@@ -96,10 +96,7 @@ def call_first(owner, name, hook, timeline, mark):
 
 
 def watch_modules(timeline, saw_forward, mark):
-    """Let each call of an outermost module call saw_forward() first, as call_first() does for a function.
-
-    Its end is that of call_first() once more, since torch.compile has to skip this very code.
-    """
+    """Let each call of an outermost module call saw_forward() first, as call_first() does for a function."""
     call_module = torch.nn.Module.__call__
     is_inside = False
 
@@ -122,5 +119,6 @@ def watch_modules(timeline, saw_forward, mark):
 
     torch.nn.Module.__call__ = watched_call
     sys.setrecursionlimit(sys.getrecursionlimit() * 4 // 3)  # a call has four frames in place of three
-    # All models would share its code, and of one code torch.compile makes eight graphs at most.
+    # All models would share its code, and of one code torch.compile makes eight graphs at most. That is why it does
+    # itself what call_first() does, too.
     pytorch.skip_in_compiler(watched_call)

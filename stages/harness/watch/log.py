@@ -42,13 +42,13 @@ class Log:
     first step, and seen, a Seen, at the second step.
     """
 
-    def __init__(self, record_path, warmup, is_row=False, out=sys.stdout, err=sys.stderr):
+    def __init__(self, record_path, warmup, is_row=False, out=None, err=None):
         """Open the file of --record, a new one. Rank 1 writes FILE.1, since it trains on other text.
 
         warmup: how many steps are not counted. is_row: whether a bench reads the record. out, err: where to print.
         Exits with one line if the file is there already or can't be written.
         """
-        self.out, self.err = out, err
+        self.out, self.err = out or sys.stdout, err or sys.stderr
         self.is_row = is_row
         self.warmup = warmup
         self.is_rank_0 = ranks.is_rank_0()
@@ -102,6 +102,8 @@ class Log:
 
     def read_last_meters(self):
         """Read the meters again for the last step, which was not known to be the last when it was recorded."""
+        if len(self.steps) == self.warmup:  # they were read, and then reset
+            return
         last = self.steps[-1]
         last.memory, last.meter = meters.peak_memory(self.device)
 
@@ -140,6 +142,10 @@ class Log:
         uneven = are_uneven(steps)
         if uneven:
             lines.append(f"mean {statistics.mean(dts):.2f} ms: some steps take far longer, so the speed is by the mean")
+        return [*lines, self.line_of_speed(steps, uneven)]
+
+    def line_of_speed(self, steps, uneven):
+        """Return a line with the speed of some steps, their memory, and how long the warm-up was."""
         speed = tokens_per_second(steps, uneven)
         words = [words_on_speed(speed, self.seen.unit)]
         if self.seen.shape:
@@ -148,7 +154,7 @@ class Log:
         words.append(f"memory {memory / 1e9:.2f} GB ({meter})" if memory else meter)
         seconds_of_warmup = sum(step.dt for step in self.steps[: self.warmup])
         words.append(f"warm-up {seconds_of_warmup:.1f} s")
-        return [*lines, " | ".join(words)]
+        return " | ".join(words)
 
     # where it goes
 

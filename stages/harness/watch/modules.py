@@ -10,7 +10,7 @@ FABRIC = ("lightning.fabric", "lightning_fabric")  # Lightning's package for loo
 
 
 def modules_of(module):
-    """Return {a module, and each one in it: its name there}, the outermost first."""
+    """Return {a module, and each one in it: its path there, as ".layers.0"}, the outermost first."""
     names = {module: ""}
     parents = [module]
     for parent in parents:  # which grows

@@ -11,9 +11,11 @@ from .techniques import autocast_of
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATH_KERNEL = "aten::_scaled_dot_product_attention_math"
+# How PyTorch and MKL name matmuls
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
-# All that autocast may compute in 16 bits; what a graph of CUDA has in it is not seen
-IN_16_BITS = r".*(mm|mv|conv|linear|matmul|rnn|lstm|gru|attention|attn|GraphLaunch)"
+# What autocast may compute in 16 bits, and not lgamma, hamming, mvlgamma, convert or interpolation by bilinear and the
+# like. A graph of CUDA does not show what it has in it.
+IN_16_BITS = r"mm(?!a|ing)|mv(?!l)|conv(?!ert)|(?<!i)linear(?!1d)|matmul|rnn|lstm|gru|attention|attn|GraphLaunch"
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
@@ -54,7 +56,7 @@ def fields_of_profile(profiled, seen, device):
         "attention_drops": attention_drops(operations),
     }
     if not seen.compile:  # kernels of torch.compile may multiply under any name
-        fields["multiplies"] = any(re.match(IN_16_BITS, operation.name) for operation in operations)
+        fields["multiplies"] = any(re.search(IN_16_BITS, operation.name) for operation in operations)
     dtype = dtype_of_most(matmuls)
     if dtype and seen.weights == "float32" and seen.autocast is None:  # the script casts by itself
         fields |= autocast_of(dtype, device)

@@ -98,7 +98,7 @@ class Run:
         self.steps_taken += 1
         self.habits.accum = max(self.habits.accum, events.accumulated(self.step.micro_batches))
         if self.profiles_this_step:
-            self.is_over = True  # also if the profile can't be read
+            self.is_over = True
             self.add_profile()
         else:
             self.keep(self.step.timed(), self.step.micro_batches)
@@ -145,12 +145,13 @@ class Run:
         What profiles a card slows all steps that follow, so there the last step is profiled, and on a CPU the second.
         """
         device, kind = self.log.device, self.timeline.kind
-        if not self.is_another_wanted():
-            wants_profile = self.profiles_last and bool(self.log.steps)
-            self.profiles_this_step = wants_profile and self.profiler.start(device, kind)
-            self.is_over = not self.profiles_this_step
-        elif self.steps_taken == 1 and device.type == "cpu":
+        wants_another = self.wait_for_decision()
+        if wants_another and self.steps_taken == 1 and device.type == "cpu":
             self.profiler.start(device, kind)
+        if not wants_another:
+            if self.profiles_last and self.log.steps:
+                self.profiles_this_step = self.profiler.start(device, kind)
+            self.is_over = not self.profiles_this_step
         if not self.is_over:
             self.begin_step()
 
@@ -180,8 +181,8 @@ class Run:
         """How many steps are recorded, if there is no gate."""
         return self.args.steps - 1 if self.profiles_last else self.args.steps
 
-    def is_another_wanted(self):
-        """Return whether another step is to be recorded. A bench, if there is one, decides, and lets it wait."""
+    def wait_for_decision(self):
+        """Return whether another step is to be recorded. A bench, if there is one, decides, and may let it wait."""
         steps = len(self.log.steps)
         if self.args.gate:
             return gate.wait_for_step(*self.args.gate, steps)
@@ -199,9 +200,10 @@ class Run:
         self.profiler.forget()
 
     def add_profile(self):
-        """Add to what was seen what the profiled step has shown, if there was one."""
+        """Add to what was seen what the profiled step has shown, if there was one. The steps go on if that fails."""
         if self.profiler.events is not None:
-            fields = fields_of_profile(self.profiler.events, self.log.seen, self.log.device)
+            read = self.guard.around(fields_of_profile, "its operations")
+            fields = read(self.profiler.events, self.log.seen, self.log.device) or {}
             self.log.seen = replace(self.log.seen, **fields)
 
     def record(self, step, micro_batches):

@@ -51,7 +51,8 @@ class Timeline:
         if self.waits and not is_captured():
             self.wait_for_cards()
         left = time.perf_counter()
-        if entered is None or self.cards:
+        is_on_clock = entered is None or self.cards
+        if is_on_clock:
             entered = left
         if self.profiler.is_open:
             self.profiler.kind_begins(kind)  # which may take seconds

@@ -202,6 +202,7 @@ class Watcher:
         if self.others[optimizer_ref] == MOST_WITHOUT_MAIN:
             self.main_ref = optimizer_ref
             self.others.clear()
+            self.run.add_up_lists()  # for what the script does in general
             self.run.begin_step()  # anew, since what ran so far was ten steps
 
     def saw_exit(self, status):
