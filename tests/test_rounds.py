@@ -132,10 +132,6 @@ def test_a_second_ctrl_c_leaves_no_row():
     assert [call.args[1] for call in kill.call_args_list] == [signal.SIGTERM, signal.SIGKILL]
 
 
-def test_a_row_that_fails_between_what_it_saw_and_its_first_step_costs_only_itself():
-    assert outcome_of(do="crash", at=0).error["message"] == "RuntimeError: boom"
-
-
 def test_a_pause_of_the_machine_fails_no_row(monkeypatch):
     """At each look at the clock a day has gone by."""
     monkeypatch.setattr(time, "monotonic", itertools.count(step=86400).__next__)

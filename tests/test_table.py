@@ -3,13 +3,14 @@
 from harness import ladder
 from harness.bench.answer import answer
 from harness.bench.cells import note_cell, remarks
+from harness.bench.failure import error_line
 from harness.bench.page import terminal
 from harness.bench.ratios import Verdict
 from harness.figures import Step, tokens_per_second
 from harness.steps import WARMUP
 
 import pytest
-from fixtures.records import CPU, MINI, failure, probed, row, rows_of_names, run, table_from
+from fixtures.records import CPU, MINI, probed, row, rows_of_names, run, table_from
 
 # figures
 
@@ -22,7 +23,7 @@ def test_the_speed_of_steps_with_different_tokens_is_that_of_the_median_step():
 
 def test_a_rows_figures_are_those_of_all_its_runs():
     first = run("s01", [4.0, 1.0], memory=2)
-    second = run("s01", [9.0, 16.0, 25.0], memory=1, number=1, end=None)
+    second = run("s01", [9.0, 16.0, 25.0], memory=1, round_number=1, end=None)
     for line in second:
         line["loss"] = 0.5
     s01 = table_from(first, second).outcomes["s01"]
@@ -218,7 +219,7 @@ def test_the_fastest_row_is_the_first_of_those_that_compute_the_same(seconds, fa
 
 
 def test_the_fastest_row_is_of_one_process_and_trains_the_first_rows_model():
-    others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=failure("boom"))]
+    others = [run("d", [0.1], shape=None), run("e", [0.1], world_size=2), run("f", [0.1], end=error_line("boom"))]
     runs = [run(name, [dt]) for name, dt in {"a": 1.0, "a again": 1.0, "b": 0.75, "c": 0.5, "g": 0.6}.items()]
     assert dict(answer(table_from(*runs, *others)))["fastest row"] == "c: 2.00 ± 0.00 times as fast as a"
 
