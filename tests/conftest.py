@@ -195,21 +195,6 @@ def run_by_the_bench(row, flags, steps):
     return Ended(0, "", "", lines)
 
 
-@pytest.fixture(scope="session")
-def stages(tmp_path_factory):
-    """Return a function that runs a stage and returns its Ended. The same stage with the same flags runs only once."""
-    folder = tmp_path_factory.mktemp("stages")
-    runs = {}
-
-    def run_once(stage, *flags):
-        if (stage, flags) not in runs:
-            runs[stage, flags] = run_stage(stage, *flags, folder=folder)
-            runs[stage, flags].scope.clear()  # it holds the model
-        return runs[stage, flags]
-
-    return run_once
-
-
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     """Let all downloads fail: a test has no network."""
