@@ -28,8 +28,8 @@ for name in VARIABLES_OF_TORCHRUN + VARIABLES_OF_MAKE:
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts two processes
 os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # the user's own settings may color what git prints
 
-from harness import machine, meters
-from harness.bench import row_process
+from harness import ladder, machine, meters
+from harness.bench import row_process, rows
 from harness.bench.results import Results
 from harness.bench.row_process import STEPS_OF_A_START, RowProcess
 from harness.steps import WARMUP
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from fixtures.fake_card import FakeCard
 from fixtures.fake_watch import all_have_ended
+from fixtures.records import SEEN
 from torch.nn import functional as F
 
 WATCH = ROOT / "stages" / "watch.py"
@@ -145,7 +146,7 @@ def definitions(stage, *names, **scope):
     scope: values of the names that these definitions use, as F=F.
     """
     for statement in ast.parse(STAGE_FILES[stage].read_text("utf-8")).body:
-        bound = set()
+        bound = set()  # the names that this statement binds
         if isinstance(statement, ast.FunctionDef):
             bound = {statement.name}
         elif isinstance(statement, ast.Assign):
@@ -208,13 +209,22 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """Prepare what fake_watch.py needs, give the bench little patience, and hold that no fake outlives the test."""
+    """Let the bench run a fake in place of watch.py, with little patience. Return the folder that is its repository.
+
+    No fake may outlive the test.
+    """
+    folder = tmp_path / "a folder"  # with a blank in its name
+    (folder / "stages").mkdir(parents=True)
+    (folder / "stages" / "watch.py").symlink_to(FAKE_WATCH)
+    for module in (ladder, rows):
+        monkeypatch.setattr(module, "ROOT", folder)
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setenv("FAKE_LOCK", str(lock))
+    monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
     monkeypatch.setattr(row_process, "PATIENCE", 60)
     monkeypatch.setattr(row_process, "PATIENCE_AT_THE_END", 0.5)
-    yield
+    yield folder
     assert all_have_ended(lock)
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 from conftest import FAKE_WATCH, ROOT, Ended, lines_of, python
-from fixtures.records import A100, CPU, RATES, SEEN
+from fixtures.records import A100, CPU, RATES
 
 import bench
 
@@ -29,11 +29,10 @@ class Repository:
     """A folder whose stages are fakes. The bench runs on it in this process."""
 
     def __init__(self, folder, capsys):
-        self.folder = folder
         self.capsys = capsys
         self.records = folder / "results" / "x.jsonl"
         self.page = folder / "results" / "x.md"
-        self.flags = ["--device", "cpu", "--data", str(folder / "ids.bin")]
+        self.flags = ["--device", "cpu", "--data", "ids.bin"]
 
     def plan(self, **plans):
         """Say what the fakes do, by the names of their rows: see fake_watch.py."""
@@ -66,16 +65,13 @@ class Repository:
 
 
 @pytest.fixture
-def repo(fakes, tmp_path, monkeypatch, capsys):
-    """A Repository, in a folder with a blank in its name."""
-    folder = tmp_path / "a folder"
-    (folder / "stages" / "harness" / "bench").mkdir(parents=True)
-    for stage in ladder.STAGES:
-        (folder / "stages" / f"{stage.name}.py").touch()
-    (folder / "stages" / "watch.py").symlink_to(FAKE_WATCH)
-    (folder / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_WATCH)
-    (folder / "ids.bin").write_bytes(bytes(20_000))
-
+def repo(fakes, monkeypatch, capsys):
+    """Return a Repository with the stages, a script mine.py and a fake of the probe. The test runs in its folder."""
+    for path in [*(stage.path for stage in ladder.STAGES), fakes / "mine.py"]:
+        path.touch()
+    (fakes / "stages" / "harness" / "bench").mkdir(parents=True)
+    (fakes / "stages" / "harness" / "bench" / "probe.py").symlink_to(FAKE_WATCH)
+    monkeypatch.chdir(fakes)
     command = rows.Row.command
     starts = Counter()
 
@@ -85,12 +81,11 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         starts[row.name] += 1
         return command(row, *arguments)
 
-    os.environ |= {"FAKE_SEEN": json.dumps(SEEN), "FAKE_PROBE": json.dumps(PROBED)}
-    for module in (bench, ladder, rows):
-        monkeypatch.setattr(module, "ROOT", folder)
+    os.environ["FAKE_PROBE"] = json.dumps(PROBED)
+    monkeypatch.setattr(bench, "ROOT", fakes)
     monkeypatch.setattr(rows.Row, "command", command_of_named_row)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    yield Repository(folder, capsys)
+    yield Repository(fakes, capsys)
     for number, handler in handlers.items():  # which bench.main() has replaced
         signal.signal(number, handler)
 
@@ -113,9 +108,7 @@ def repo(fakes, tmp_path, monkeypatch, capsys):
         (["--render=old", "--out=x"], "--render draws the page of a bench that ran, and takes nothing else"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(repo, monkeypatch, words, message):
-    monkeypatch.chdir(repo.folder)
-    (repo.folder / "mine.py").touch()
+def test_a_mistake_is_one_line_before_anything_starts(repo, words, message):
     repo.records.parent.mkdir()
     (repo.records.parent / "old.jsonl").write_text('{"kind": "bench", "in_turn": true}\n')
     ended = repo.command(*words, status=2)
@@ -161,6 +154,7 @@ def test_rows_take_turns_in_three_rounds_there_and_back_on_the_flags_of_all(repo
 
 def test_rows_of_a_cpu_keep_their_memory_see_no_card_and_do_not_spin_while_they_wait(repo):
     os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "9", "KMP_BLOCKTIME": "9", "OF_THE_READER": "9"}
+    os.environ["MALLOC_MMAP_MAX_"] = "9"  # a row has the bench's own
     repo.run("s01", flags=("--rounds=1",))
     expected = rows.CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": "", "OF_THE_READER": "9"}
     for seen in repo.lines("seen"):
@@ -202,9 +196,7 @@ def test_a_failure_costs_its_own_row_and_exit_status_1_if_memory_was_not_short(r
     assert repo.steps_taken() == dict.fromkeys(EVERYONE, [STEPS]) | {row: [at]}
 
 
-def test_a_script_that_ends_before_its_first_step_fails_once(repo, monkeypatch):
-    monkeypatch.chdir(repo.folder)
-    (repo.folder / "mine.py").touch()
+def test_a_script_that_ends_before_its_first_step_fails_once(repo):
     repo.flags = []
     repo.plan(plain={"do": "refuse", "at": "start"})
     ended = repo.run("--climb=mine.py", status=1)

@@ -1,7 +1,6 @@
 """Rows run to their end, take no turns where memory is short, and one that fails says why."""
 
-from harness import ladder
-from harness.bench import rounds, row_process, rows
+from harness.bench import rounds, row_process
 from harness.bench.cells import remarks
 from harness.bench.rows import THIS_PYTHON
 from harness.bench.table import table_of
@@ -17,30 +16,20 @@ import time
 from unittest import mock
 
 import pytest
-from conftest import FAKE_WATCH
-from fixtures.records import SEEN, results_of, row
+from fixtures.records import results_of, row
 
+pytestmark = pytest.mark.usefixtures("fakes")
 TWO_RANKS = (*THIS_PYTHON["torchrun"], "--standalone", "--nproc_per_node=2")
 
 
-@pytest.fixture(autouse=True)
-def fake_of_watch(fakes, tmp_path, monkeypatch):
-    """A fake in place of watch.py."""
-    (tmp_path / "stages").mkdir()
-    (tmp_path / "stages" / "watch.py").symlink_to(FAKE_WATCH)
-    monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
-    for module in (ladder, rows):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-
-
 def planned(plan, launcher=(), script="s01_baseline"):
-    """Return a Row that does as planned: of a stage, or of another script."""
+    """Return a Row whose fake does as planned. plan: see fake_watch.py. launcher: words before the script."""
     env = ["env", "FAKE_ROW=a", f"FAKE_PLANS={json.dumps({'a': plan})}"]
     return row("a", script=script, launcher=[*env, *launcher])
 
 
 def outcome_of(launcher=(), steps=WARMUP + 2, **plan):
-    """Return the Outcome of one round of a row that does as planned."""
+    """Return the Outcome of one round of a row whose fake does as planned. steps: the most that it may take."""
     results = results_of(rows=[planned(plan, launcher)], steps=steps)
     rounds.run_one_after_the_other(0, results)
     return table_of(results).outcomes["a"]
@@ -104,7 +93,7 @@ def test_a_row_that_fails_says_what_happened_to_it(do, message, out_of_memory):
 
 
 def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch):
-    """It and its child are deaf to SIGTERM, and the fixture `fakes` looks for what is left."""
+    """It and its child are deaf to SIGTERM. The fixture `fakes` holds that none is left."""
     monkeypatch.setattr(row_process, "PATIENCE", 2)
     assert outcome_of(do="hang", at=1).error["message"] == "no step within 2 s, so it was stopped"
 
@@ -112,7 +101,7 @@ def test_a_row_that_hangs_is_gone_with_its_children(monkeypatch):
 def test_a_row_whose_record_ends_since_no_file_may_be_as_large_fails_at_once():
     """The fake hangs, as a row does that has taken its steps and could not write them.
 
-    Its first line has its environment in it, which may be long.
+    It writes its environment into its record, so that is made short.
     """
     short = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("FAKE_")}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -85,12 +85,12 @@ def test_this_python_runs_a_command_that_names_no_other(launcher, started):
     assert row_of(f"{launcher} mine.py").command(BENCH, 0, FOLDER) == [*started, *WATCH_PY, "mine.py"]
 
 
-def test_a_rows_environment_is_its_own_but_for_what_is_the_same_for_all(monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")  # the reader's own is not that of the bench
-    bench = {"turns": 0, "variables": CPU_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}}
-    assert row_of("mine.py").variables(bench) == os.environ | bench["variables"]
-    plain, *_ = rows_of_ladder("cpu", {})
+def test_plain_has_no_memory_variables_and_without_turns_a_row_may_spin():
+    os.environ |= {"OMP_WAIT_POLICY": "active", "MALLOC_MMAP_MAX_": "9"}
+    plain, s01, *_ = rows_of_ladder("cpu", {})
+    bench = {"turns": 0, "variables": CPU_MEMORY}
     assert not CPU_MEMORY.keys() & plain.variables(bench).keys()
+    assert s01.variables(bench) == os.environ | CPU_MEMORY
 
 
 @pytest.mark.parametrize(

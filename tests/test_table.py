@@ -95,13 +95,17 @@ def test_a_prediction_is_by_all_stages_between_two_rows():
     assert predicted == [None, pytest.approx(s06 / s07), pytest.approx(s07 / s10), None]
 
 
+SCRIPT = row("t.py")
+SCRIPT_IN_BF16 = row("+bf16", script="t.py", added=("bf16",), base="t.py")
+
+
 @pytest.mark.parametrize("device, gain", [("cpu", pytest.approx(2, rel=0.05)), ("cuda", None)])
 def test_what_a_technique_should_bring_a_script_is_predicted_by_its_work(device, gain):
     """In bfloat16 the matmuls, which are nearly all of a step, should take half the time.
 
     It ran on the CPU. If the bench was for a card, the rates are those of the card, and nothing is predicted.
     """
-    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py"), row("other.py", base="+bf16")]
+    rows = [SCRIPT, SCRIPT_IN_BF16, row("other.py", base="+bf16")]
     runs = [run("t.py", [1.0]), run("+bf16", [1.0], autocast="bfloat16"), run("other.py", [1.0])]
     rates = probed(float32=1e9, bfloat16=2e9, copy=1e15)
     table = table_from(*runs, rows=rows, rates=rates, environment=CPU | {"device": device})
@@ -166,8 +170,7 @@ def test_a_row_that_should_be_as_fast_as_its_base_is_never_called_slower(dt, ver
 
 def test_steps_are_compared_only_between_rows_of_one_command():
     """They count steps, since their batches are not seen, and a batch may be of any size."""
-    rows = [row("t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
-    rows.append(row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16"))
+    rows = [SCRIPT, SCRIPT_IN_BF16, row("t.py --b 2", script="t.py", flags=("--b", "2"), base="+bf16")]
     table = table_from(*[run(each.name, [1.0], unit="step", tokens=1) for each in rows], rows=rows)
     assert [outcome.ratio is not None for outcome in table.shown] == [False, True, False]
 
@@ -264,7 +267,7 @@ def test_a_warm_up_that_takes_much_longer_than_as_many_later_steps_is_told():
 
 
 def test_a_row_whose_base_is_not_right_above_says_so():
-    rows = [row("t.py"), row("a.py", base="t.py"), row("+bf16", script="t.py", added=("bf16",), base="t.py")]
+    rows = [SCRIPT, row("a.py", base="t.py"), SCRIPT_IN_BF16]
     table = table_from(*[run(each.name, [1.0]) for each in rows], rows=rows)
     assert remarks(table.shown[2])[0].startswith("compared with t.py")
 
