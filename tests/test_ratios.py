@@ -62,7 +62,7 @@ ROUNDS, TURNS = 3, 7
 BENCHES = 400
 GAIN = 0.03  # of a row that is faster than the one above
 OFFSET = 0.01  # sd of how much slower one process is than others, for its whole life
-NOISY = 4  # times as large is this sd for the processes of a noisy row
+NOISY = 4  # how many times as large this sd is for the processes of a noisy row
 
 
 def simulated_logs(generator, rows, drift=0.0, disturbed=0.0, noisy=None):

@@ -49,7 +49,7 @@ def test_a_row_counts_7_steps_and_six_seconds_and_60_steps_at_most(dt, counted):
 
 
 def test_a_script_that_ends_early_has_the_turns_that_it_took():
-    """Four of its steps are a turn, and that the first two were slower makes it no shorter."""
+    """Four of its steps make a turn. Its first two steps are much slower, and do not count for that."""
     plan = {"dt": 0.005, "first_dt": 3.0, "do": "end", "at": WARMUP + 6}
     results = results_of(rows=[planned(plan, script="a.py")], turns=3)
     rounds.take_turns(0, results)
