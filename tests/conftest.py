@@ -19,17 +19,17 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # as for a stage, from whatever folder pytest was started in
+sys.path[:0] = [str(ROOT / "stages"), str(ROOT)]  # a stage finds its modules there
 
-OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS")
-for name in OF_TORCHRUN + OF_MAKE:
-    os.environ.pop(name, None)  # these tests are one process, whatever started them
+VARIABLES_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES_OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PY", "ARGS")
+for name in VARIABLES_OF_TORCHRUN + VARIABLES_OF_MAKE:
+    os.environ.pop(name, None)  # whatever started the tests, a stage in one of them is a single process
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny, and make test starts two processes
-os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # a user's own git may color diffs and sign tags
+os.environ["GIT_CONFIG_GLOBAL"] = os.devnull  # the user's own settings may color what git prints
 
-from harness import machine, meters
-from harness.bench import row_process
+from harness import ladder, machine, meters
+from harness.bench import row_process, rows
 from harness.bench.results import Results
 from harness.bench.row_process import STEPS_OF_A_START, RowProcess
 from harness.steps import WARMUP
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from fixtures.fake_card import FakeCard
 from fixtures.fake_watch import all_have_ended
+from fixtures.records import SEEN
 from torch.nn import functional as F
 
 WATCH = ROOT / "stages" / "watch.py"
@@ -51,13 +52,16 @@ can_compile = pytest.mark.skipif(
 
 # the smallest run that has a step after the warm-up, on a text that needs no network
 SMALL = ("--size", "tiny", "--device", "cpu", "--seq-len", "24", "--batch-size", "2", "--accum", "4", "--data", "docs")
-SMALL = (*SMALL, "--steps", str(WARMUP + 1))
+SMALL += ("--steps", str(WARMUP + 1))
 FLOAT32 = (*SMALL, "--no-compile", "--amp-dtype", "float32")
 
 
 @dataclass
 class Ended:
-    """A script that has run: its exit status, what it printed, the lines of its record, and what it bound to names."""
+    """A script that has ended.
+
+    status: of its exit. out, err: what it printed. lines: of its record, dicts. scope: its variables by their names.
+    """
 
     status: int
     out: str
@@ -66,20 +70,24 @@ class Ended:
     scope: dict = field(default_factory=dict)
 
     def of_kind(self, kind):
-        """The lines of one kind."""
+        """Return the lines of one kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
     @property
     def summary(self):
+        """The last line of a run that ended well."""
         return self.of_kind("summary")[0]
 
     def figures(self, name):
-        """The figure of this name at each step."""
+        """Return the figure of this name at each step, a list."""
         return [step[name] for step in self.of_kind("step")]
 
 
 def run_script(script, *flags, folder=None):
-    """The Ended of `python SCRIPT FLAGS`, run in this process, whose arguments, variables and folder are put back."""
+    """Run `python SCRIPT FLAGS` in this process, and return its Ended. folder: where it runs; None stays where we are.
+
+    Its changes to sys.argv, to the environment and to the current folder end with it.
+    """
     out, err = io.StringIO(), io.StringIO()
     status, scope = 0, {}
     with contextlib.ExitStack() as stack:
@@ -107,7 +115,7 @@ def run_script(script, *flags, folder=None):
 
 
 def run_stage(stage, *flags, folder):
-    """The Ended of a stage, "s05", run in a folder, with the steps that it printed as lines."""
+    """Run a stage, as "s05", in a folder, and return its Ended. Its lines are the steps that it printed."""
     ended = run_script(STAGE_FILES[stage], *flags, folder=folder)
     assert ended.status == 0, ended.err
     ended.lines = steps_in(ended.out)
@@ -115,28 +123,30 @@ def run_stage(stage, *flags, folder):
 
 
 def steps_in(out):
-    """The steps that a stage printed, as lines of a record; dt in seconds, and speed in tokens per second."""
+    """Return the steps that a stage printed, as lines of a record. dt: seconds. speed: tokens per second."""
     steps = []
     for line in re.findall(r"^step (.*)$", out, re.MULTILINE):
-        number, *words, dt, _, speed, _ = line.split()
+        number, *names_and_values, dt, _, speed, _ = line.split()  # the units are left out
         step = {"kind": "step", "step": int(number), "dt": float(dt), "speed": float(speed.replace(",", ""))}
-        figures = zip(words[::2], words[1::2], strict=True)
+        figures = zip(names_and_values[::2], names_and_values[1::2], strict=True)
         steps.append(step | {name: float(value) for name, value in figures})
     return steps
 
 
 def lines_of(record):
-    """The lines of a record, as dicts; none if there is no record."""
+    """Return the lines of a record, dicts; none if there is no record."""
     if not record.exists():
         return []
     return [json.loads(line) for line in record.read_text("utf-8").splitlines()]
 
 
-def definitions(stage, *names, **given):
-    """What a stage's own source binds these names to, as a dict. given: values for the names that it uses, as F=F."""
-    scope = dict(given)
+def definitions(stage, *names, **scope):
+    """Return {name: what the source of a stage binds it to}. The rest of the stage does not run.
+
+    scope: values of the names that these definitions use, as F=F.
+    """
     for statement in ast.parse(STAGE_FILES[stage].read_text("utf-8")).body:
-        bound = set()
+        bound = set()  # the names that this statement binds
         if isinstance(statement, ast.FunctionDef):
             bound = {statement.name}
         elif isinstance(statement, ast.Assign):
@@ -147,12 +157,12 @@ def definitions(stage, *names, **given):
 
 
 def attention_of(stage):
-    """The function `attention` in a stage's own source."""
+    """Return the function `attention` of a stage."""
     return definitions(stage, "attention", math=math, torch=torch, F=F)["attention"]
 
 
 def error_of(capsys, function, *arguments):
-    """The line with which this call must end the program."""
+    """Return the line of an error with which this call must end the program."""
     with pytest.raises(SystemExit) as ended:
         function(*arguments)
     [line] = capsys.readouterr().err.splitlines()
@@ -162,7 +172,7 @@ def error_of(capsys, function, *arguments):
 
 
 def python(*words, folder=ROOT, **env):
-    """The Ended of a process `python WORDS` of its own, in a folder; env: variables beside those of this process."""
+    """Run `python WORDS` as a process of its own, and return its Ended. env: variables beside those of this process."""
     command = [sys.executable, *(str(word) for word in words)]
     env = os.environ | env
     done = subprocess.run(command, cwd=folder, env=env, input="", capture_output=True, text=True, timeout=300)
@@ -170,7 +180,10 @@ def python(*words, folder=ROOT, **env):
 
 
 def run_by_the_bench(row, flags, steps):
-    """The Ended of the process of a Row, by the lines that the bench keeps."""
+    """Run a process of a Row, as the bench does, and return an Ended with the lines that the bench keeps of it.
+
+    flags: for stages. steps: how many it may take.
+    """
     bench = {"kind": "bench", "rows": [asdict(row)], "warmup": WARMUP, "seed": 1337, "turns": 0}
     bench |= {"flags": ["--steps", "24", *flags], "variables": {}}
     record = io.StringIO()
@@ -179,28 +192,13 @@ def run_by_the_bench(row, flags, steps):
         process.take(steps - STEPS_OF_A_START)
         process.let_end()
         process.wait()
-    lines = [json.loads(line) for line in record.getvalue().splitlines()][2:]
+    _, _, *lines = [json.loads(line) for line in record.getvalue().splitlines()]  # not those of the bench and the start
     return Ended(0, "", "", lines)
-
-
-@pytest.fixture(scope="session")
-def stages(tmp_path_factory):
-    """A function that returns the Ended of a stage; each set of flags runs once."""
-    folder = tmp_path_factory.mktemp("stages")
-    runs = {}
-
-    def run_once(stage, *flags):
-        if (stage, flags) not in runs:
-            runs[stage, flags] = run_stage(stage, *flags, folder=folder)
-            runs[stage, flags].scope.clear()  # it holds the model
-        return runs[stage, flags]
-
-    return run_once
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """Let every download fail."""
+    """Let all downloads fail: a test has no network."""
 
     def fail(*args, **options):
         raise OSError("no network in a test")
@@ -211,19 +209,28 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """Fakes in place of stages, with little patience. None outlives its test."""
+    """Let the bench run a fake in place of watch.py, with little patience. Return the folder that is its repository.
+
+    No fake may outlive the test.
+    """
+    folder = tmp_path / "a folder"  # with a blank in its name
+    (folder / "stages").mkdir(parents=True)
+    (folder / "stages" / "watch.py").symlink_to(FAKE_WATCH)
+    for module in (ladder, rows):
+        monkeypatch.setattr(module, "ROOT", folder)
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setenv("FAKE_LOCK", str(lock))
+    monkeypatch.setenv("FAKE_SEEN", json.dumps(SEEN))
     monkeypatch.setattr(row_process, "PATIENCE", 60)
     monkeypatch.setattr(row_process, "PATIENCE_AT_THE_END", 0.5)
-    yield
+    yield folder
     assert all_have_ended(lock)
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """A FakeCard, and its clock in place of the machine's."""
+    """Return a FakeCard whose clock is in place of the machine's."""
     card = FakeCard()
     monkeypatch.setattr(time, "perf_counter", card.clock)
     monkeypatch.setattr(meters, "synchronize", card.synchronize)
@@ -232,6 +239,6 @@ def card(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_environment(tmp_path_factory):
-    """An environment that ends with the test. Its cache folder, not there yet, is in place of the user's."""
+    """Undo what a test does to the environment. Its cache is a folder that is not there yet, and not the user's."""
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache") / "cache")):
         yield

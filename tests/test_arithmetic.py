@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, attention_of
-from fixtures.records import A100 as RECORD_OF_A100
-from fixtures.records import GPT2, SEEN, shown_by
+from fixtures.records import A100, GPT2, SEEN, shown_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,16 +24,9 @@ B, T = 2, 80
 L, N_HEAD, C = 2, 4, 64
 V = 5003
 SHAPE = {"vocab_size": V, "n_layer": L, "n_head": N_HEAD, "n_embd": C, "seq_len": T}
-A100 = {"peak": {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, "copy": 2.039e12}  # its datasheet
-ON_A100 = {"environment": RECORD_OF_A100, "accum": 4}
+DATASHEET_OF_A100 = {"peak": {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12}, "copy": 2.039e12}
 VIEWS = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 ONLY_WRITES = ("aten::fill_", "aten::zero_", "aten::copy_", "aten::nll_loss_backward")
-
-
-def work_of(short, **shows):
-    """The Work of a micro-batch of a stage, "s05", of gpt2 on an A100. shows: what shown_by() takes."""
-    fields = SEEN | shown_by(ladder.stage_of(short), **(ON_A100 | shows))
-    return Seen(**fields | {"shape": GPT2, "batch_size": 16}).work
 
 
 # FLOPs and weights
@@ -67,7 +59,7 @@ def test_the_memory_needed_is_what_the_larger_of_s01_and_s03_holds(size, batch_s
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up the bytes that each operation reads and writes: moved[operation, numbers of its largest tensor]."""
+    """Adds up the bytes that operations read and write. moved: {(operation, numbers in its largest tensor): bytes}."""
 
     def __init__(self):
         super().__init__()
@@ -87,12 +79,12 @@ class Traffic(TorchDispatchMode):
         return result
 
     def of(self, numbers, *names):
-        """The bytes that these operations moved, if their largest tensor has this many numbers."""
+        """Return the bytes that the operations of these names moved when their largest tensor had so many numbers."""
         return sum(self.moved[f"aten::{name}", numbers] for name in names)
 
 
 def tensors_in(arguments):
-    """{id: tensor} of all tensors in arguments or results; an operation reads one only once."""
+    """Return {id: tensor} of all tensors in arguments or results. An operation reads each of them once."""
     return {id(leaf): leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
 
 
@@ -134,7 +126,7 @@ def test_passes_over_each_tensor_are_those_that_torch_makes(dtype):
 
 
 def numbers_moved(act):
-    """The numbers of four bytes that act() reads and writes."""
+    """Return how many numbers of four bytes a call of act() reads and writes."""
     with Traffic() as traffic:
         act()
     return sum(traffic.moved.values()) / 4
@@ -142,7 +134,7 @@ def numbers_moved(act):
 
 @pytest.fixture
 def trained():
-    """A parameter of 10,000 numbers, with a gradient."""
+    """Return a parameter of 10,000 numbers that has a gradient."""
     parameter = torch.nn.Parameter(torch.ones(10_000))
     parameter.grad = torch.ones(10_000)
     return parameter
@@ -208,5 +200,6 @@ def test_the_page_has_the_bytes_of_each_tensor(tensor, row):
     ],
 )
 def test_a_part_takes_what_the_sum_by_hand_says(stage, part, ms):
-    parts = arithmetic.seconds_of_parts(work_of(stage), A100)
+    fields = SEEN | shown_by(ladder.stage_of(stage), environment=A100, accum=4) | {"shape": GPT2, "batch_size": 16}
+    parts = arithmetic.seconds_of_parts(Seen(**fields).work, DATASHEET_OF_A100)
     assert 1e3 * parts[part] == pytest.approx(ms, rel=0.005)

@@ -23,7 +23,7 @@ TEXT = "First Citizen:\r\n\tBefore we proceed,   hear the na\u00efve \u2026 \U00
 
 @pytest.fixture
 def text_file(tmp_path):
-    """TEXT in a file."""
+    """Return the path of a file with TEXT."""
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())  # a byte order mark is no token
     return path
@@ -31,7 +31,7 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def merges(monkeypatch):
-    """A tokenizer of 256 bytes, one merge, "th", and the id 257 for <|endoftext|>, in place of GPT-2's."""
+    """Put a small tokenizer in place of GPT-2's, and return it: 256 bytes, one merge, "th", and <|endoftext|>."""
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256}
     special = {"<|endoftext|>": 257}
     tokenizer = tiktoken.Encoding("small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special)
@@ -41,7 +41,7 @@ def merges(monkeypatch):
 
 @pytest.fixture
 def online(monkeypatch, merges):
-    """TEXT is what the address of Tiny Shakespeare answers with. Returns what is called for it."""
+    """Let the address of Tiny Shakespeare answer with TEXT. Return the Mock in place of urlopen()."""
     urlopen = mock.Mock(side_effect=lambda url, timeout: io.BytesIO(TEXT.encode()))
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
@@ -49,20 +49,20 @@ def online(monkeypatch, merges):
 
 
 def complaint(function, *arguments):
-    """The message of the TextError that this call must raise."""
+    """Return the message of the TextError that this call must raise."""
     with pytest.raises(TextError) as raised:
         function(*arguments)
     return str(raised.value)
 
 
-def whole(source=None):
-    """All ids of a text."""
+def all_ids(source=None):
+    """Return all ids of a text, also those that are held out. source: what load_tokens() takes."""
     corpus = load_tokens(source)
     return np.concatenate([corpus.ids, corpus.held_out])
 
 
 def ring(length):
-    """A corpus of the tokens 0, 1, 2, ...: each is its own position."""
+    """Return a Corpus of the tokens 0, 1, 2, ...: each one is its own position."""
     return Corpus("ring", np.arange(length, dtype=np.uint16), None, None)
 
 
@@ -107,20 +107,18 @@ def test_an_id_past_the_vocabulary_is_refused_when_it_is_drawn():
 
 
 def test_a_text_is_tokenized_as_it_is(text_file, merges):
-    ids = whole(text_file)
+    ids = all_ids(text_file)
     assert merges.decode(ids) == TEXT
     assert ids.max() == 256  # in a text, <|endoftext|> is text like any other
 
 
 IDS = np.random.default_rng(1).integers(0, VOCAB, 500)
-HEADER = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
-
-
+HEADER_OF_LLM_C = np.array([20240520, 1, 500] + 253 * [0], np.int32).tobytes()
 RUSSIAN = "Привет, как дела?\n" * 20
 
 
 def npy(array):
-    """The bytes of a file in which numpy has saved an array."""
+    """Return the bytes of a file in which numpy has saved an array."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
@@ -149,11 +147,11 @@ def test_a_bad_file_is_refused_with_the_problem_and_the_remedy(tmp_path, merges,
     assert line.endswith("; pass one file: a text in UTF-8, or GPT-2's ids as a .npy or as a .bin of uint16")
 
 
-@pytest.mark.parametrize("header", [b"", HEADER])
+@pytest.mark.parametrize("header", [b"", HEADER_OF_LLM_C])
 @pytest.mark.parametrize("ids", [IDS, IDS % 4])  # DNA has few ids
 def test_a_bin_of_ids_is_read_with_llm_cs_header_or_without(tmp_path, header, ids):
     (tmp_path / "a.bin").write_bytes(header + ids.astype(np.uint16).tobytes())
-    assert whole(tmp_path / "a.bin").tolist() == ids.tolist()
+    assert all_ids(tmp_path / "a.bin").tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64, ">u2"])
@@ -171,13 +169,13 @@ def test_without_tiktoken_only_ids_are_read(monkeypatch, tmp_path, source):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert complaint(load_tokens, source) == "this Python has no tiktoken: type pip install tiktoken"
     np.save(tmp_path / "a.npy", IDS)
-    assert whole(tmp_path / "a.npy").tolist() == IDS.tolist()
+    assert all_ids(tmp_path / "a.npy").tolist() == IDS.tolist()
 
 
 def test_pythons_documentation_is_a_token_a_byte_by_gpt2s_numbers():
     transformers = pytest.importorskip("transformers.convert_slow_tokenizer")
     order = list(transformers.bytes_to_unicode())  # in which GPT-2 numbers the bytes
-    text = bytes(order[token] for token in whole("docs")).decode()
+    text = bytes(order[token] for token in all_ids("docs")).decode()
     assert 'The "assert" statement' in text
     assert [single_bytes().decode_single_token_bytes(token)[0] for token in range(256)] == order
 
@@ -189,13 +187,13 @@ def test_a_download_is_kept_whole_and_needed_once(online, merges, capsys):
     corpus = load_tokens()
     assert (corpus.name, corpus.source) == ("Tiny Shakespeare", None)
     assert capsys.readouterr().err.startswith("downloading Tiny Shakespeare")
-    assert merges.decode(whole()) == TEXT
+    assert merges.decode(all_ids()) == TEXT
     online.assert_called_once_with(data.SHAKESPEARE_URL, timeout=10)  # a silent server is not waited for
     assert capsys.readouterr().err == ""
 
 
 class FullDisk:
-    """Stands in for ids of which half a file is written."""
+    """Stands in for ids that fill the disk when they are written."""
 
     def tofile(self, path):
         Path(path).write_bytes(b"half")
@@ -207,24 +205,23 @@ def test_a_download_that_was_half_written_is_not_used(online, merges, monkeypatc
         patch.setattr(data, "ids_of_text", lambda content: FullDisk())
         assert load_tokens().source == "docs"
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.unfinished"))
-    assert merges.decode(whole()) == TEXT
+    assert merges.decode(all_ids()) == TEXT
 
 
 def test_another_text_than_tiny_shakespeare_is_neither_used_nor_kept(online, monkeypatch, capsys):
-    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "of another text")  # as a hotel's login page
+    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "of another text")  # which the login page of a hotel may be
     for _ in range(2):
         assert load_tokens().source == "docs"
         assert "sent another text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [OSError("no route"), http.client.IncompleteRead(b"First")])
-def test_without_a_download_pythons_documentation_takes_its_place(online, capsys, error):
-    online.side_effect = error
+def test_without_a_download_pythons_documentation_takes_its_place(online, capsys):
+    online.side_effect = error = http.client.IncompleteRead(b"First")  # which is no OSError
     assert load_tokens().source == "docs"
     assert f"no Tiny Shakespeare ({error}): taking Python's documentation instead\n" in capsys.readouterr().err
 
 
-def test_so_it_does_without_the_vocabulary_or_a_folder_for_the_cache(online, monkeypatch, text_file):
+def test_without_the_vocabulary_or_a_folder_for_the_cache_it_does_too(online, monkeypatch, text_file):
     monkeypatch.setattr(tiktoken, "get_encoding", mock.Mock(side_effect=OSError("no route")))
     assert load_tokens().source == "docs"
     monkeypatch.setenv("XDG_CACHE_HOME", str(text_file))  # not even root can make a folder in a file

@@ -16,52 +16,44 @@ from conftest import ROOT, STAGE_FILES, error_of, python
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
 CUDA = torch.device("cuda", 0)
-DOC = "Stage 5 · flash: a title.\n\nA text.\n"
 
 
 def start_ranks(world_size, rank=0):
-    """Let this process be one of several, as torchrun does."""
+    """Set what torchrun sets in one of its processes."""
     os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """parse(flag, ..., stage="s05"): what parse_args returns, in an empty folder.
+    """Return a function that calls parse_args() with flags, for a stage in an empty folder.
 
-    The machine is a CPU that can do everything, or what `device` and the words after it say.
+    The machine is a CPU that can do everything, or it has this device, its native 16-bit dtype, a problem with
+    compiling, and this memory.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which parse_args changes
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    current_devices = []
+    monkeypatch.setattr(torch.cuda, "set_device", current_devices.append)
     cards = [SimpleNamespace(total_memory=memory) for memory in (25.3e9, 12.6e9, 25.3e9)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
 
-    def parse(
-        *words, stage="s05", device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, why_no_card=None, doc=DOC
-    ):
+    def parse(*flags, stage="s05", device=CPU, dtype=torch.bfloat16, problem=None, memory=80e9, doc="A title"):
         monkeypatch.setattr(machine, "find_device", lambda name: device)
         monkeypatch.setattr(machine, "native_amp_dtype", lambda device: dtype)
         monkeypatch.setattr(machine, "compile_problem", lambda device: problem)
-        monkeypatch.setattr(machine, "why_no_card", lambda: why_no_card)
+        monkeypatch.setattr(machine, "why_no_card", lambda: None)
         monkeypatch.setattr(machine, "free_memory_of_card", lambda device: memory)
         monkeypatch.setattr(machine, "device_name", lambda device: "a machine")
-        monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *words])
+        monkeypatch.setattr(sys, "argv", [str(STAGE_FILES[stage]), *flags])
         args = parse_args(doc)
-        assert chosen == ([CUDA] if device == CUDA else [])  # so that each rank's work goes to its own card
+        assert current_devices == ([CUDA] if device == CUDA else [])  # else all ranks would work on the first card
         return args
 
     return parse
 
 
-@pytest.mark.parametrize(
-    "path, problem",
-    [
-        ("mine.py", "File exists"),
-        ("gone/w.pt", "No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize("path, problem", [("mine.py", "File exists"), ("gone/w.pt", "No such file or directory")])
 def test_a_save_that_would_fail_or_replace_a_file_is_refused_at_once(parse, capsys, tmp_path, path, problem):
     (tmp_path / "mine.py").write_text("keep")
     line = f"error: --save {path}: {problem}: pass the name of a new file in a folder that you can write to"
@@ -91,13 +83,13 @@ def test_the_defaults_of_a_cpu(parse):
 
 # free bytes of cards of 80, 24, 16, 8 and 6 GB, and of Macs: README has these in a table
 CARDS = [("", CUDA, 80e9, 16), ("", CUDA, 24e9, 8), ("", CUDA, 15e9, 4), ("", CUDA, 7.5e9, 2), ("", CUDA, 5.38e9, 1)]
-CARDS += [("", MPS, 12e9, 4), ("--seq-len 4096", CUDA, 80e9, 2)]  # with 4 s03 holds 75.4
-CARDS += [("--size gpt2-xl --seq-len 256", CUDA, 36e9, 4)]  # the update alone holds 31.1
+CARDS += [("", MPS, 12e9, 4), ("--seq-len 4096", CUDA, 80e9, 2)]  # with a batch of 4 s03 would hold 75.4 GB
+CARDS += [("--size gpt2-xl --seq-len 256", CUDA, 36e9, 4)]  # the update alone holds 31.1 GB
 
 
-@pytest.mark.parametrize("words, device, memory, batch_size", CARDS)
-def test_the_batch_of_an_accelerator_is_what_fits_into_its_memory(parse, words, device, memory, batch_size):
-    assert parse(*words.split(), device=device, memory=memory).batch_size == batch_size
+@pytest.mark.parametrize("flags, device, memory, batch_size", CARDS)
+def test_the_batch_of_an_accelerator_is_what_fits_into_its_memory(parse, flags, device, memory, batch_size):
+    assert parse(*flags.split(), device=device, memory=memory).batch_size == batch_size
 
 
 @pytest.mark.parametrize("memory, note", [(5.38e9, "batch size 1, since the"), (3e9, "batch size 1, though the")])
@@ -139,7 +131,7 @@ def test_a_variable_that_changes_what_is_measured_is_named_by_a_stage_and_on_a_p
 
 
 def test_without_docstrings_a_stage_is_called_by_its_file(parse, capsys):
-    """As python -OO has it."""
+    """python -OO drops them."""
     parse(doc=None)
     assert capsys.readouterr().out.startswith("s05_flash\n")
 

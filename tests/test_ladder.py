@@ -1,4 +1,4 @@
-"""The ladder's table against the stages' sources, the lessons and the Makefile."""
+"""The ladder's table against the stages' sources and the Makefile."""
 
 from harness import ladder
 
@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT, STAGE_FILES, python
 
 FILES = [path.stem for path in STAGE_FILES.values()]
-NAMES = [stage.name for stage in ladder.STAGES]
 # How many lines of code each stage adds to the one before, and how many it removes. A diff is what its reader learns.
 BUDGETS = {
     "s02": (1, 0),
@@ -30,20 +29,14 @@ BUDGETS = {
 }
 
 
-# The table against the files and the lessons
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_every_stage_has_its_title_and_its_lesson(name):
+def test_every_stage_has_its_title(name):
     title = f'"""Stage {int(name[1:3])} · {name[4:]}: '
     assert STAGE_FILES[name[:3]].read_text("utf-8").startswith(title), f"stages/{name}.py does not begin with {title}"
-    heading = "## " + name.replace("_", " · ")
-    lessons = (ROOT / "stages" / "README.md").read_text("utf-8").splitlines()
-    assert heading in lessons, f"stages/README.md has no lesson {heading!r}"
 
 
 def test_every_stage_has_its_class_in_this_order_and_its_budget():
-    assert NAMES == FILES
+    assert [stage.name for stage in ladder.STAGES] == FILES
     assert [*BUDGETS] == [*STAGE_FILES][1:]
 
 
@@ -53,7 +46,7 @@ def test_the_stages_that_start_a_process_group_take_ranks():
 
 
 def code_lines(stage):
-    """A stage's lines of code: no docstring, no blank line, no comment, no indentation."""
+    """Return a stage's lines of code, without docstring, blank lines, comments and indentation."""
     text = STAGE_FILES[stage].read_text("utf-8")
     docstring = ast.parse(text).body[0]
     lines = [line.split("  #")[0].strip() for line in text.splitlines()[docstring.end_lineno :]]
@@ -70,7 +63,7 @@ def test_a_diff_has_exactly_the_lines_of_its_budget(stage):
 
 
 def test_a_stage_loads_at_most_1000_lines_of_ours(tmp_path):
-    """Those of all modules, with docstrings: what its reader has to read to know all."""
+    """They are those of all its modules, with docstrings: all that its reader would have to read."""
     stage = str(STAGE_FILES["s01"])
     script = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')\n"
     script += "print(*(getattr(module, '__file__', None) for module in sys.modules.values()), sep='\\n')"

@@ -16,7 +16,7 @@ CUDA_1 = torch.device("cuda", 1)
 
 @pytest.fixture
 def system(monkeypatch):
-    """The text of the system's files by their path, and what a command prints by its name: none until a test says."""
+    """Return {path of a file of the system, or name of a command: its text}. All are empty until a test fills them."""
     texts = {}
     monkeypatch.setattr(machine, "read_text", lambda path: texts.get(str(path), ""))
     monkeypatch.setattr(machine, "command_output", lambda command: texts.get(command[0], ""))
@@ -25,7 +25,7 @@ def system(monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Two NVIDIA cards that can do everything."""
+    """Give this machine two NVIDIA cards that can do everything."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -44,10 +44,7 @@ def test_a_device_that_is_not_here_is_refused(cuda, system, monkeypatch, capsys,
     assert error_of(capsys, machine.find_device, name) == line
 
 
-NO_NUMBERS = ["WORLD_SIZE=abc", "WORLD_SIZE=0", "LOCAL_RANK=x", "SLURM_STEP_NUM_TASKS=2(x3)"]
-
-
-@pytest.mark.parametrize("setting", NO_NUMBERS)
+@pytest.mark.parametrize("setting", ["WORLD_SIZE=abc", "WORLD_SIZE=0", "LOCAL_RANK=x", "SLURM_STEP_NUM_TASKS=2(x3)"])
 def test_a_variable_of_a_launcher_that_is_no_number_is_one_line(capsys, setting):
     name, os.environ[name] = setting.split("=")
     assert error_of(capsys, ranks.check_ranks).startswith(f"error: {name} is ")
@@ -134,6 +131,6 @@ def test_a_reset_starts_the_peak_of_a_cpu_again():
 
 
 def test_a_compiler_that_pytorch_can_not_start_is_named(monkeypatch):
-    monkeypatch.setenv("CXX", "ccache g++")  # which it takes for the name of one file
+    monkeypatch.setenv("CXX", "ccache g++")  # PyTorch takes it for the name of one file
     monkeypatch.setattr(machine.Path, "exists", lambda path: True)  # Python.h
     assert machine.compile_problem(CPU) == "PyTorch finds no C++ compiler ccache g++: unset CXX"

@@ -14,20 +14,18 @@ from torch.utils._pytree import tree_leaves
 from data import VOCAB
 from model import GPT, SIZES, GPTConfig
 
-SMALL = dict(vocab_size=211, block_size=24, n_layer=3, n_head=4, n_embd=48)
-
-
+SMALL_SHAPE = dict(vocab_size=211, block_size=24, n_layer=3, n_head=4, n_embd=48)
 SDPA = attention_of("s05")
 
 
 def random_ids(B, T):
-    return torch.randint(SMALL["vocab_size"], (B, T), generator=torch.Generator().manual_seed(3))
+    return torch.randint(SMALL_SHAPE["vocab_size"], (B, T), generator=torch.Generator().manual_seed(3))
 
 
 def small():
-    """A small GPT with random biases and gains too, and weights that are large enough for errors to show."""
+    """Return a small GPT. Its biases and gains are random, too, and its weights so large that errors show."""
     torch.manual_seed(1)
-    model = GPT(GPTConfig(**SMALL), SDPA)
+    model = GPT(GPTConfig(**SMALL_SHAPE), SDPA)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.15 * torch.randn_like(p))
@@ -40,7 +38,7 @@ def small():
 @pytest.mark.parametrize("stage", ["s01", "s05"])
 def test_logits_loss_and_gradients_are_those_of_hugging_faces_gpt_2(stage):
     transformers = pytest.importorskip("transformers")
-    shape = SMALL | dict(n_positions=SMALL["block_size"], bos_token_id=None, eos_token_id=None)
+    shape = SMALL_SHAPE | dict(n_positions=SMALL_SHAPE["block_size"], bos_token_id=None, eos_token_id=None)
     reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     for p in reference.parameters():
         torch.nn.init.normal_(p, std=0.2)
@@ -114,7 +112,7 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("stage", STAGE_FILES)
 def test_all_tensors_are_on_the_device_of_the_model(stage):
     """Meta tensors stand for a card's."""
-    model = GPT(GPTConfig(**SMALL), attention_of(stage)).to("meta")
+    model = GPT(GPTConfig(**SMALL_SHAPE), attention_of(stage)).to("meta")
     ids = random_ids(2, 24).to("meta")
     with OneDevice():
         model(ids, ids).backward()

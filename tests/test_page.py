@@ -1,12 +1,13 @@
 """The table of a bench in words: on a page and in its picture."""
 
 from harness.bench import cells, page, picture
+from harness.bench.failure import error_line
 
 import os
 from pathlib import Path
 
 import pytest
-from fixtures.records import failure, probed, run, table_from
+from fixtures.records import probed, run, table_from
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -25,12 +26,12 @@ def ladder_cpu():
         cpu_run("plain", 0.8, (1, 1.01, 1, 0.99, 1)),
         cpu_run("s01", 1),
         cpu_run("s03", 2, memory=1.25),
-        cpu_run("s04", 1, (), end=failure("out of memory", out_of_memory=True)),
+        cpu_run("s04", 1, (), end=error_line("out of memory", out_of_memory=True)),
         cpu_run("s05", 3, memory=0.5),
         cpu_run("s06", 2.4),
         cpu_run("s07", 2.42),  # 1.008 times as fast, and the A/A pair is 1.04 apart
         cpu_run("s07 again", 2.42 * 1.04),
-        cpu_run("s08", 2.4, (1, 1, 1), end=failure("RuntimeError: <boom> |\nwith a bar")),
+        cpu_run("s08", 2.4, (1, 1, 1), end=error_line("RuntimeError: <boom> |\nwith a bar")),
         cpu_run("s10", 3, (1, 1, 1, 1), end=None, memory=None),
         cpu_run("s11", 1.5, tokens=2000),  # twice the tokens in 1 / 1.5 of the time
         cpu_run("s12", 1.5 * 1.03, tokens=2000),

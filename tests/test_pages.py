@@ -24,7 +24,7 @@ from model import SIZES
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 README = (ROOT / "README.md").read_text("utf-8")
 LESSONS = (ROOT / "stages" / "README.md").read_text("utf-8")
-# without what a reader's own benches left
+# git lists what is committed, so what a reader's own benches left is not tested
 COMMITTED = [ROOT / path for path in machine.command_output(["git", "-C", str(ROOT), "ls-files"]).splitlines()]
 PAGES = [path for path in COMMITTED if path.suffix == ".md" and "fixtures" not in path.parts]
 OLD_RECORDS = ("xeon-amx", "epyc-bf16", "loss-at-five-rates")  # which today's bench can't draw
@@ -42,18 +42,22 @@ def test_a_record_draws_the_page_and_the_picture_that_are_committed_beside_it(re
     assert picture.svg(table, record.stem) == record.with_suffix(".svg").read_text("utf-8"), remedy
 
 
-def lines_of_tables(path):
-    """{first cell: the other cells} of the lines of all tables of a page, without links, emphasis and any ±."""
+def rows_of_tables(path):
+    """Return {first cell: {title of a column: cell}} of all tables of a page, without links, emphasis and any ±.
+
+    Of a row that is in two tables it is the first one.
+    """
     text = re.sub(r"\[([^]]+)\][(\[][^])]+[)\]]", r"\1", (ROOT / path).read_text("utf-8"))
     text = re.sub(r"\s±\s[0-9.]+", "", text).replace("*", "")
-    lines = {}
-    for line in re.findall(r"^\| (.+) \|$", text, re.MULTILINE):
-        first, *others = [cell.strip() for cell in line.split("|")]
-        lines.setdefault(first, others)  # of a row in two tables of a page it is the first
-    return lines
+    rows = {}
+    for table in re.findall(r"(?:^\|.+\|\n)+", text, re.MULTILINE):
+        titles, _, *lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+        for cells in lines:
+            rows.setdefault(cells[0], dict(zip(titles, cells, strict=True)))
+    return rows
 
 
-def test_readme_has_the_table_of_the_h100_and_begins_with_its_ends():
+def test_readme_has_the_table_of_the_h100_and_three_of_its_speeds_before_the_first_heading():
     table = table_of(Results.load(ROOT / "results" / "h100.jsonl"))
     assert page.markdown(page.short_table(table, "stages/")) in README
     for name in ("s01", "s10", "s11"):
@@ -68,23 +72,27 @@ def test_readme_says_how_nanogpts_script_climbs():
         assert ratio.strip("(") in README
 
 
-MEASURED, BY_CARD = lines_of_tables("stages/measured.md"), lines_of_tables("README.md")
+MEASURED, BY_CARD = rows_of_tables("stages/measured.md"), rows_of_tables("README.md")
 
 
 @pytest.mark.parametrize("row, record", [("H100, ours", "h100"), ("Xeon slow in bfloat16, ours", "xeon-bf16")])
 def test_readme_says_what_our_records_say(row, record):
-    lines = lines_of_tables(f"results/{record}.md")
-    assert BY_CARD[row] == [lines[stage][1] for stage in ("s02", "s03", "s04", "s05", "s10")] + [lines["s11"][2]]
+    rows = rows_of_tables(f"results/{record}.md")
+    ratios = [rows[stage]["x row above"] for stage in ("s02", "s03", "s04", "s05", "s10")]
+    _, *cells = BY_CARD[row].values()  # without the name of the row
+    assert cells == [*ratios, rows["s11"]["x first row"]]
 
 
 @pytest.mark.parametrize("row", [row for row in BY_CARD if row in MEASURED])
 def test_readme_says_of_other_cards_what_measured_md_says(row):
-    _, *by_stage, _, _, in_all = [cell.split(" / ")[0] or "–" for cell in MEASURED[row]][:8]
-    assert [*BY_CARD[row][:4], BY_CARD[row][5]] == [*by_stage, in_all]
+    for column in ("TF32", "16 bits", "compile", "flash attention", "all together"):
+        column_of_measured = "bf16" if column == "16 bits" else column
+        measured = MEASURED[row][column_of_measured].split(" / ")[0]
+        assert BY_CARD[row][column] == (measured or "–")
 
 
 def rates_of(float32, tf32, sixteen_bits, copy):
-    """The rates of a datasheet: TFLOP/s of matmuls and GB/s of a copy. tf32: 0 on a card without it."""
+    """Return the rates of a datasheet: TFLOP/s of matmuls and GB/s of a copy. tf32: 0 on a card without it."""
     peak = {"float32": float32, "tf32": tf32, "bfloat16": sixteen_bits, "float16": sixteen_bits}
     return {"peak": {dtype: rate * 1e12 for dtype, rate in peak.items()}, "copy": copy * 1e9}
 
@@ -93,13 +101,15 @@ def rates_of(float32, tf32, sixteen_bits, copy):
 RTX_3060 = [rates_of(12.7, 12.7, 25.5, 360), rates_of(12.7 * 2 / 3, 12.7, 25.5, 360)]
 LAPTOP = [rates_of(10.9, 10.9, 21.8, 336), rates_of(13.1, 13.1, 26.2, 336), rates_of(7.8, 13.1, 26.2, 336)]
 T4 = [rates_of(8.1, 0, 65, 320), rates_of(4.2, 0, 41.9, 320)]
-
-
 CARDS = {"an RTX 3060 of 12 GB": RTX_3060, "an RTX 3060 Laptop": LAPTOP, "a T4": T4}
 
 
 def works_of(row, batch_size, has_tf32):
-    """Return (Works, before, fused): of the columns of a row, and of the last one, without and with fused AdamW."""
+    """Return (works, before, fused): the Works that a row of the predictions compares.
+
+    works: the script at first, and with each technique up to flash attention. before, fused: with all techniques but
+    fused AdamW, and with fused AdamW.
+    """
     shape = {"vocab_size": 50257, "seq_len": 1024, **SIZES["gpt2"]}
     has_flash = "flash" in row
     update = ADAMW + CLIPPING if has_flash else ADAMW  # such a script mostly clips, too
@@ -124,20 +134,20 @@ def works_of(row, batch_size, has_tf32):
 def test_measured_md_predicts_by_arithmetic(row):
     """What a GPT-2 gains step by step, and in all. It begins in float32 or in bf16."""
     [all_rates] = [CARDS[card] for card in CARDS if row.startswith(card)]
-    *cells, batch_size = MEASURED[row]
-    works, before, fused = works_of(row, int(batch_size), has_tf32=all_rates[0]["peak"]["tf32"] > 0)
+    batch_size = int(MEASURED[row]["sequences (B)"])
+    works, before, fused = works_of(row, batch_size, has_tf32=all_rates[0]["peak"]["tf32"] > 0)
     figures = []
     for slow, fast in [*pairwise(works), (before, fused), (works[0], fused)]:
         ratios = [f"{seconds_per_token(slow, rates) / seconds_per_token(fast, rates):.2f}" for rates in all_rates]
         figures += sorted({min(ratios), max(ratios)})
-    assert re.findall(r"\d\.\d\d", " ".join(cells)) == figures
+    assert re.findall(r"\d\.\d\d", " ".join(MEASURED[row].values())) == figures
 
 
 # Diffs and names
 
 
 def make(*words):
-    """What `make WORDS` does, started in the repository."""
+    """Run `make WORDS` in the repository, and return what subprocess.run() does."""
     return subprocess.run(["make", "-s", *words], cwd=ROOT, capture_output=True, text=True)
 
 
@@ -146,18 +156,21 @@ def test_make_climb_without_a_script_says_so_before_it_installs_anything():
 
 
 def changed_lines(diff):
-    """The lines that a diff removes and adds, with - and + before them, sorted, without imports and blank lines."""
+    """Return the lines that a diff removes and adds, with - and + before them. Imports and blank lines are left out."""
     lines = re.findall(r"^[-+](?![-+]).*\S", diff, re.MULTILINE)
     return sorted(line for line in lines if not re.match(r".(import \w+|from .*)$", line))
 
 
 @pytest.mark.parametrize("stage", ladder.STAGES[1:], ids=lambda stage: stage.short)
 def test_a_lesson_has_the_diff_that_make_shows_and_a_stage_its_places(stage):
-    """The places that test_ladder.py does not hold."""
+    """stages/adding.md lists the places. test_ladder.py holds the others."""
     shown = make("diff", f"N={int(stage.short[1:])}").stdout
     assert shown.startswith(STAGE_FILES[stage.short].read_text("utf-8").splitlines()[0])
     lesson = LESSONS.split(f"\n## {stage.short} · ")[1]
-    for text in (lesson, README) if stage.short == "s05" else (lesson,):
+    texts = [lesson]
+    if stage.short == "s05":
+        texts.append(README)
+    for text in texts:
         assert changed_lines(re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1]) == changed_lines(shown)
     assert "is_in" in vars(type(stage)), f"stages/harness/ladder.py does not say by what {stage.name} is seen"
     assert f"](#{stage.name.replace('_', '--')})" in LESSONS
@@ -168,7 +181,7 @@ def test_a_lesson_has_the_diff_that_make_shows_and_a_stage_its_places(stage):
 
 
 def anchors_of(text):
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", text.lower(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
@@ -185,7 +198,7 @@ def test_every_link_inside_the_repository_leads_somewhere(path):
 
 
 def commands():
-    """The commands for stages, bench and make, between backticks or in a block of a page, without comments."""
+    """Return the commands for stages, bench and make on all pages, between backticks or in a block."""
     beginning = r"python stages/s\d\d_|python bench\.py (?!--render)|make [a-z]+"
     found = set()
     for path in PAGES:
@@ -196,7 +209,7 @@ def commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_is_understood(command, monkeypatch):
-    """Every stage, flag and target is there. A script of the reader's own need not be."""
+    """Each stage, flag and target in it is there. A script of the reader's own need not be."""
     program, script, *words = shlex.split(command.replace("$FLAGS", ""))
     if program == "make":
         done = make(script, *words, "--dry-run", f"PY={sys.executable}")

@@ -28,7 +28,7 @@ def test_a_text_begins_with_the_prompt_and_the_seed_decides_how_it_goes_on(tmp_p
 
 @pytest.fixture
 def of_one_letter(tmp_path):
-    """The path of weights for which "a", the id 64, is always likelier than all other ids, by a factor of e**3."""
+    """Return the path of weights for which "a", the id 64, is always e**3 times as likely as any other id."""
     model = GPT(GPTConfig(VOCAB, 8, 1, 1, 4), None)
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
@@ -39,7 +39,7 @@ def of_one_letter(tmp_path):
     return tmp_path / "w.pt"
 
 
-def test_so_many_tokens_are_generated(of_one_letter):
+def test_as_many_tokens_are_generated_as_the_flag_says(of_one_letter):
     flags = ("--device", "cpu", "--weights", of_one_letter, "--prompt", "b", "--temperature", 0)
     assert run_script(SAMPLE, *flags, "--tokens", 7).out == "baaaaaaa\n"
 
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_last_tenth_of_the_text(of_one_letter, tmp_path)
 
 
 def save_as_a_stage(model, path):
-    """Write a GPT's weights as a stage does."""
+    """Write the weights of a GPT as a stage does."""
     torch.save({"config": vars(model.config), "weights": model.state_dict()}, path)
 
 

@@ -8,6 +8,7 @@ import argparse
 import functools
 import math
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,21 +21,21 @@ from data import VOCAB
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 IDS = torch.arange(490) ** 2 % 9973
 
-# of a flag that stands twice the last one counts
+# If a flag stands twice, the last one counts.
 ONE_MICRO_BATCH = (*FLOAT32, "--accum", "1")
-# 16-bit types are slow on a CPU that has no units for them, so these runs are short
+# 16-bit types are slow on a CPU that has no units for them, so these runs are short.
 SHORT = (*SMALL, "--no-compile", "--amp-dtype", "float32", "--seq-len", "8", "--accum", "2", "--steps", "3")
-# more steps in float16, or fewer tokens, would overflow at the scale that the GradScaler begins with
+# With more steps or fewer tokens, float16 would overflow at the scale that the GradScaler begins with.
 TWO_STEPS = (*FLOAT32, "--steps", "2")
 TWO_STEPS_FLOAT16 = (*TWO_STEPS, "--amp-dtype", "float16")
 
-BEFORE = dict(zip([*STAGE_FILES][1:], STAGE_FILES, strict=False))  # the stage before each
+BEFORE = dict(pairwise(reversed(STAGE_FILES)))  # {stage: the one before it}
 FOR_THE_LOSS = [stage.short for stage in ladder.STAGES if stage.for_the_loss]
 FOR_RANKS = [stage.short for stage in ladder.STAGES if stage.takes_ranks]
 
 
 def stages_from(first):
-    """The stages from this one on, as in "s07"."""
+    """Return the stages from this one on, as "s07"."""
     return [stage for stage in STAGE_FILES if stage >= first]
 
 
@@ -45,8 +46,22 @@ def write_ids(path, ids=IDS):
 
 
 @pytest.fixture(scope="module")
+def run_once(tmp_path_factory):
+    """Return a function that runs a stage with flags, once for all tests, and returns its Ended."""
+    folder = tmp_path_factory.mktemp("stages")
+
+    @functools.cache
+    def run(stage, *flags):
+        ended = run_stage(stage, *flags, folder=folder)
+        ended.scope.clear()  # it holds the model
+        return ended
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A function that returns the Watch of a stage that takes three compiled steps in bfloat16."""
+    """Return a function that returns the Watch of a stage, which takes three compiled steps in bfloat16 once."""
     folder = tmp_path_factory.mktemp("watched")
     write_ids(folder / "a.bin", IDS[:40])
     flags = (*SHORT, "--amp-dtype", "bfloat16", "--compile", "--data", "a.bin")
@@ -64,7 +79,7 @@ def watched(tmp_path_factory):
 
 
 def assert_same_training(run, other, tolerance=1e-4):
-    """Hold that two runs trained alike: losses at most `tolerance` nats apart, and equal norms and rates."""
+    """Assert that two runs trained alike: losses at most `tolerance` nats apart, and equal norms and rates."""
     assert run.figures("loss") == pytest.approx(other.figures("loss"), abs=tolerance, rel=0)
     for name in ("norm", "lr"):
         if name in run.of_kind("step")[0] and name in other.of_kind("step")[0]:
@@ -75,13 +90,13 @@ def assert_same_training(run, other, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("name", ["s01_baseline", "sample"])  # the diff budgets hold that all stages begin alike
-def test_it_finds_its_modules_if_python_leaves_out_its_folder(name):
+def test_a_script_finds_its_modules_though_python_leaves_out_its_folder(name):
     assert "usage:" in python("-P", f"stages/{name}.py", "--help").out
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_a_stage_trains_and_its_record_is_whole(stages, stage):
-    run = stages(stage, *ONE_MICRO_BATCH)
+def test_a_stage_prints_its_steps_and_its_loss_falls(run_once, stage):
+    run = run_once(stage, *ONE_MICRO_BATCH)
     assert run.figures("step") == [0, 1, 2, 3, 4]
     assert run.figures("loss")[-1] < run.figures("loss")[0] < 1.1 * math.log(VOCAB)
 
@@ -210,17 +225,17 @@ def test_the_update_takes_gradients_of_norm_1_and_the_log_shows_the_norm_before(
 
 
 @pytest.mark.parametrize("stage", [stage for stage in BEFORE if stage not in FOR_THE_LOSS])
-def test_a_technique_for_speed_leaves_the_loss_of_the_stage_before(stages, stage):
+def test_a_technique_for_speed_leaves_the_loss_of_the_stage_before(run_once, stage):
     before = BEFORE[stage]
     padding = math.log(50304 / VOCAB) if stage == "s06" else 0  # what it adds to the loss of equal logits
-    run, run_before = stages(stage, *ONE_MICRO_BATCH), stages(before, *ONE_MICRO_BATCH)
+    run, run_before = run_once(stage, *ONE_MICRO_BATCH), run_once(before, *ONE_MICRO_BATCH)
     assert_same_training(run, run_before, tolerance=1e-4 + 2 * padding)
     added = run.figures("loss")[0] - run_before.figures("loss")[0]
     assert added == pytest.approx(padding, abs=1e-5, rel=0.05)
 
 
-def test_micro_batches_train_as_one_batch_of_their_size(stages):
-    assert_same_training(stages("s11", *FLOAT32), stages("s10", *FLOAT32, "--batch-size", "8"))
+def test_micro_batches_train_as_one_batch_of_their_size(run_once):
+    assert_same_training(run_once("s11", *FLOAT32), run_once("s10", *FLOAT32, "--batch-size", "8"))
 
 
 @pytest.mark.parametrize("stage", stages_from("s03"))
@@ -263,12 +278,12 @@ def test_two_ranks_train_as_one_process_and_rank_0_prints_and_saves(stage, tmp_p
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
-def test_two_ranks_in_the_bench_end_well_with_the_mean_of_their_losses(stages, stage):
+def test_two_ranks_in_the_bench_end_well_with_the_mean_of_their_losses(run_once, stage):
     both = run_by_the_bench(row_of(f"torchrun --standalone --nproc_per_node=2 {stage}"), FLOAT32, steps=5)
     assert both.summary
     losses = [both.figures("loss"), [line["loss"] for line in both.of_kind("step of another rank")]]
     means = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
-    assert means == pytest.approx(stages("s11", *FLOAT32).figures("loss")[:5], abs=1e-4)
+    assert means == pytest.approx(run_once("s11", *FLOAT32).figures("loss")[:5], abs=1e-4)
 
 
 # tiny at T 8: the two embeddings, two layers of 12 C^2 + 13 C = 49,984, and the last LayerNorm

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import error_of
-from test_model import SDPA, SMALL, random_ids, small
+from test_model import SDPA, SMALL_SHAPE, random_ids, small
 from torch.nn import functional as F
 
 # The held-out loss
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 def test_the_held_out_loss_predicts_every_token_once_and_keeps_no_graph(length):
     model = small()
     ids = random_ids(1, length)[0]
-    T = SMALL["block_size"]
+    T = SMALL_SHAPE["block_size"]
     losses = []
     for i in range(1, length):
         window = ids[(i - 1) // T * T : i]
@@ -52,8 +52,8 @@ class Trap:
         return pytest.fail, ("its code has run",)
 
 
-NOT_FINITE = {"config": SMALL, "weights": {"lm_head.weight": torch.tensor([torch.nan])}}
-CONTENTS = [Trap(), torch.ones(3), {"config": SMALL, "weights": {}}, b"", b"First Citizen:\n", NOT_FINITE]
+NOT_FINITE = {"config": SMALL_SHAPE, "weights": {"lm_head.weight": torch.tensor([torch.nan])}}
+CONTENTS = [Trap(), torch.ones(3), {"config": SMALL_SHAPE, "weights": {}}, b"", b"First Citizen:\n", NOT_FINITE]
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=["code", "a tensor", "incomplete", "nothing", "a text", "NaN"])
