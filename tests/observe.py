@@ -1,4 +1,4 @@
-"""Watches what a training script asks of torch: the calls of each step, its batches, and the norms of its gradients.
+"""Observes what a training script asks of torch: the calls of each step, its batches, and the norms of its gradients.
 
 The loss does not tell whether a technique is at work, since most must leave it as it was.
 """
@@ -32,28 +32,22 @@ class Compiled(torch.nn.Module):
         return self._orig_mod(*inputs)
 
 
-class Watch:
-    """What a script asked of torch.
-
-    steps: the calls of each step, in words and in order; the first step begins with the script. batches: (x, y) of each
-    forward. matmul_precision: of float32, at the last forward. rates, norms: at each step of the optimizer, the rates
-    of its groups and the norm of all gradients that it takes. groups: the settings of its groups at the last step, and
-    as "tensors" how many each holds. card: a fake, on whose clock each part of a step takes PART. Whoever watches fills
-    in run, the Ended of the script, and scales_loss, whether its GradScaler is on.
-    """
+class Observed:
+    """What a script asked of torch."""
 
     def __init__(self, patch):
         self.patch = patch
         self.calls = []  # since the end of the last step
-        self.steps = []
-        self.batches = []
-        self.matmul_precision = None
-        self.rates = []
-        self.norms = []
-        self.groups = []
-        self.card = FakeCard()
-        self.run = None
-        self.scales_loss = None
+        self.steps = []  # the calls of each, in words and in order; the first one begins with the script
+        self.batches = []  # (x, y) of each forward
+        self.matmul_precision = None  # of float32, at the last forward
+        self.rates = []  # of the groups, at each step of the optimizer
+        self.norms = []  # of all gradients, at each step of the optimizer
+        self.groups = []  # their settings at the last step, and as "tensors" how many each holds
+        self.card = FakeCard()  # on whose clock each part of a step takes PART
+        # filled in by whoever observes
+        self.run = None  # the Ended of the script
+        self.scales_loss = None  # whether its GradScaler is on
 
     def note_calls_of(self, owner, name, noting):
         """Call noting(*arguments) before each call of owner.name, which does and returns what it ever did."""
@@ -78,6 +72,7 @@ class Watch:
             self.note_calls_of(device, "synchronize", noted)
 
     def note_batch(self, loader, device):
+        """Let a batch take its time."""
         self.card.now += PART  # the CPU makes it
 
     def note_zero_grad(self, optimizer, set_to_none=True):
@@ -134,18 +129,18 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching():
-    """Give a Watch that notes every call until the block ends."""
+def observing():
+    """Give an Observed that notes every call until the block ends."""
     with pytest.MonkeyPatch.context() as patch:
-        watch = Watch(patch)
-        patch.setattr(torch, "compile", watch.compile)
-        patch.setattr(time, "perf_counter", watch.card.clock)
-        watch.note_steps()
-        watch.note_calls_of(TokenLoader, "next_batch", watch.note_batch)
-        watch.note_calls_of(torch.nn.Module, "__call__", watch.note_forward)
-        watch.note_calls_of(torch.optim.AdamW, "step", watch.note_optimizer_step)
-        watch.note_calls_of(torch.optim.Optimizer, "zero_grad", watch.note_zero_grad)
-        watch.note_calls_of(F, "scaled_dot_product_attention", watch.note_attention)
-        watch.note_calls_of(torch.Tensor, "backward", watch.note_backward)
-        watch.note_averages()
-        yield watch
+        seen = Observed(patch)
+        patch.setattr(torch, "compile", seen.compile)
+        patch.setattr(time, "perf_counter", seen.card.clock)
+        seen.note_steps()
+        seen.note_calls_of(TokenLoader, "next_batch", seen.note_batch)
+        seen.note_calls_of(torch.nn.Module, "__call__", seen.note_forward)
+        seen.note_calls_of(torch.optim.AdamW, "step", seen.note_optimizer_step)
+        seen.note_calls_of(torch.optim.Optimizer, "zero_grad", seen.note_zero_grad)
+        seen.note_calls_of(F, "scaled_dot_product_attention", seen.note_attention)
+        seen.note_calls_of(torch.Tensor, "backward", seen.note_backward)
+        seen.note_averages()
+        yield seen

@@ -7,7 +7,7 @@ from harness.seen import Seen
 import pytest
 import torch
 from conftest import STAGE_FILES, run_by_the_bench, run_stage
-from observe import watching
+from observe import observing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -18,10 +18,10 @@ ON_CUDA = (*SMALL, "--device", "cuda")
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
 def test_a_stage_trains_on_a_card_as_on_a_cpu(stage, tmp_path):
-    with watching() as watch:
+    with observing() as seen:
         run = run_stage(stage, *ON_CUDA, folder=tmp_path)
     dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    assert f"forward in {dtype if stage >= 's03' else 'float32'}" in watch.steps[0]
+    assert f"forward in {dtype if stage >= 's03' else 'float32'}" in seen.steps[0]
     on_cpu = run_stage(stage, *ON_CPU, folder=tmp_path)
     assert run.figures("loss") == pytest.approx(on_cpu.figures("loss"), abs=0.05)
 

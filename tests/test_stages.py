@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FLOAT32, SMALL, STAGE_FILES, definitions, python, run_by_the_bench, run_stage, steps_in
-from observe import PART, watching
+from observe import PART, observing
 
 from data import VOCAB
 
@@ -60,20 +60,20 @@ def run_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """Return a function that returns the Watch of a stage, which takes three compiled steps in bfloat16 once."""
-    folder = tmp_path_factory.mktemp("watched")
+def observed(tmp_path_factory):
+    """Return a function that returns the Observed of a stage, which takes three compiled steps in bfloat16 once."""
+    folder = tmp_path_factory.mktemp("observed")
     write_ids(folder / "a.bin", IDS[:40])
     flags = (*SHORT, "--amp-dtype", "bfloat16", "--compile", "--data", "a.bin")
     flags += ("--lr", "2e-3")  # neither the default nor AdamW's own, so that a stage which ignores it is seen
 
     @functools.cache
     def watch_stage(stage):
-        with watching() as watch:
-            watch.run = run_stage(stage, *flags, folder=folder)
-        watch.scales_loss = stage >= "s03" and watch.run.scope["scaler"].is_enabled()
-        watch.run.scope.clear()  # it holds the model
-        return watch
+        with observing() as seen:
+            seen.run = run_stage(stage, *flags, folder=folder)
+        seen.scales_loss = stage >= "s03" and seen.run.scope["scaler"].is_enabled()
+        seen.run.scope.clear()  # it holds the model
+        return seen
 
     return watch_stage
 
@@ -102,10 +102,10 @@ def test_a_stage_prints_its_steps_and_its_loss_falls(run_once, stage):
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_the_time_of_a_step_is_that_of_all_its_parts_until_the_card_has_done_them(watched, stage):
+def test_the_time_of_a_step_is_that_of_all_its_parts_until_the_card_has_done_them(observed, stage):
     micro_batches = 2 if stage >= "s11" else 1
     dt = (3 * micro_batches + 1) * PART  # batches, forwards, backwards, and one update
-    for step in watched(stage).run.lines:
+    for step in observed(stage).run.lines:
         assert step["dt"] == pytest.approx(dt, abs=1e-4)
         assert step["speed"] == pytest.approx(16 * micro_batches / dt, abs=0.5)  # 2 sequences of 8 tokens in each
 
@@ -119,9 +119,9 @@ def test_the_seed_draws_the_weights(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(watched, stage):
+def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(observed, stage):
     ids = IDS[:36]
-    batches = watched(stage).batches
+    batches = observed(stage).batches
     assert len(batches) == (6 if stage >= "s11" else 3)
     for number, (x, y) in enumerate(batches):
         positions = torch.arange(16 * number, 16 * number + 16).view(2, 8)
@@ -133,28 +133,28 @@ def test_a_stage_learns_each_next_token_of_the_first_nine_tenths_of_its_text(wat
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_matmuls_may_round_to_tf32_from_s02_on(watched, stage):
-    assert watched(stage).matmul_precision == ("high" if stage >= "s02" else "highest")
+def test_matmuls_may_round_to_tf32_from_s02_on(observed, stage):
+    assert observed(stage).matmul_precision == ("high" if stage >= "s02" else "highest")
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_a_step_is_in_bfloat16_from_s03_on_and_compiled_from_s04_on_and_clears_the_gradients_once(watched, stage):
-    watch = watched(stage)
-    assert len(watch.steps) == 3
-    for calls in watch.steps:
+def test_a_step_is_in_bfloat16_from_s03_on_and_compiled_from_s04_on_and_clears_the_gradients_once(observed, stage):
+    seen = observed(stage)
+    assert len(seen.steps) == 3
+    for calls in seen.steps:
         assert calls.count("zero_grad") == calls.count("optimizer.step") == 1
         assert calls.index("zero_grad") < calls.index("backward")
         forward = "forward in bfloat16" if stage >= "s03" else "forward in float32"
         assert calls.count(forward) == calls.count("backward") == (2 if stage >= "s11" else 1)
         assert calls.count("compiled") == (calls.count(forward) if stage >= "s04" else 0)
-    compiled = [call for call in watch.steps[0] if call.startswith("compile ")]
+    compiled = [call for call in seen.steps[0] if call.startswith("compile ")]
     assert compiled == (["compile GPT with {}"] if stage >= "s04" else [])
-    assert not watch.scales_loss
+    assert not seen.scales_loss
 
 
 @pytest.mark.parametrize("stage", stages_from("s05"))
-def test_every_layer_takes_the_fused_kernel_without_a_mask_from_s05_on(watched, stage):
-    for calls in watched(stage).steps:
+def test_every_layer_takes_the_fused_kernel_without_a_mask_from_s05_on(observed, stage):
+    for calls in observed(stage).steps:
         attention = [call for call in calls if call.startswith("attention")]
         assert attention == 2 * calls.count("backward") * ["attention with {'is_causal': True}"]
 
@@ -172,28 +172,28 @@ def test_torch_compile_makes_one_graph_of_the_model_whose_weights_keep_their_nam
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(watched, stage):
-    for group in watched(stage).groups:
+def test_adamw_has_gpt_3s_betas_from_s07_on_and_is_fused_from_s10_on(observed, stage):
+    for group in observed(stage).groups:
         assert group["betas"] == ((0.9, 0.95) if stage >= "s07" else (0.9, 0.999))
         assert group["eps"] == 1e-8
         assert group["fused"] is (True if stage >= "s10" else None)
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_weights_decay_all_alike_and_from_s09_on_the_matrices_alone(watched, stage):
-    decays = [(group["weight_decay"], group["tensors"]) for group in watched(stage).groups]
+def test_weights_decay_all_alike_and_from_s09_on_the_matrices_alone(observed, stage):
+    decays = [(group["weight_decay"], group["tensors"]) for group in observed(stage).groups]
     assert decays == ([(0.1, 10), (0.0, 18)] if stage >= "s09" else [(0.1, 28)])
 
 
 @pytest.mark.parametrize("stage", STAGE_FILES)
-def test_the_optimizer_steps_at_the_rate_of_the_flag_and_from_s08_on_at_the_schedules(watched, stage):
-    watch = watched(stage)
+def test_the_optimizer_steps_at_the_rate_of_the_flag_and_from_s08_on_at_the_schedules(observed, stage):
+    seen = observed(stage)
     rates = [2e-3, 2e-3, 2e-3]
     if stage >= "s08":
         rates = [2e-3, 2e-3, 1.1e-3]  # one step of warmup, the cosine's first, and its middle
-        assert watch.run.figures("lr") == pytest.approx(rates)
+        assert seen.run.figures("lr") == pytest.approx(rates)
     groups = 2 if stage >= "s09" else 1
-    assert watch.rates == [pytest.approx([rate] * groups) for rate in rates]
+    assert seen.rates == [pytest.approx([rate] * groups) for rate in rates]
 
 
 @pytest.mark.parametrize("stage", stages_from("s08"))
@@ -213,12 +213,12 @@ def test_the_schedule_equals_torchs_warmup_and_cosine(stage, steps):
 
 
 @pytest.mark.parametrize("stage", stages_from("s07"))
-def test_the_update_takes_gradients_of_norm_1_and_the_log_shows_the_norm_before(watched, stage):
-    watch = watched(stage)
-    assert watch.norms == pytest.approx([1, 1, 1], rel=1e-3)
+def test_the_update_takes_gradients_of_norm_1_and_the_log_shows_the_norm_before(observed, stage):
+    seen = observed(stage)
+    assert seen.norms == pytest.approx([1, 1, 1], rel=1e-3)
     if stage < "s11":  # from there on the first batch is a larger one
-        assert watch.run.figures("norm")[0] == pytest.approx(watched("s06").norms[0], rel=1e-3)
-    assert min(watch.run.figures("norm")) > 1
+        assert seen.run.figures("norm")[0] == pytest.approx(observed("s06").norms[0], rel=1e-3)
+    assert min(seen.run.figures("norm")) > 1
 
 
 # What each technique does to the loss
@@ -240,16 +240,16 @@ def test_micro_batches_train_as_one_batch_of_their_size(run_once):
 
 @pytest.mark.parametrize("stage", stages_from("s03"))
 def test_float16_trains_uncompiled_on_gradients_without_their_scale(stage, tmp_path):
-    with watching() as rounded:
+    with observing() as rounded:
         run = run_stage(stage, *TWO_STEPS_FLOAT16, folder=tmp_path)
-    with watching() as exact:
+    with observing() as exact:
         assert_same_training(run, run_stage(stage, *TWO_STEPS, folder=tmp_path), tolerance=0.01)
     assert run.scope["scaler"].get_scale() == 65536
     assert rounded.norms == pytest.approx(exact.norms, rel=0.02)
-    for watch, dtype in ((rounded, "float16"), (exact, "float32")):
-        assert len(watch.norms) == 2
-        assert not [call for call in watch.steps[0] if call.startswith("compile ")]
-        assert {call for call in watch.steps[0] if call.startswith("forward")} == {f"forward in {dtype}"}
+    for seen, dtype in ((rounded, "float16"), (exact, "float32")):
+        assert len(seen.norms) == 2
+        assert not [call for call in seen.steps[0] if call.startswith("compile ")]
+        assert {call for call in seen.steps[0] if call.startswith("forward")} == {f"forward in {dtype}"}
 
 
 @pytest.mark.parametrize("stage", stages_from("s03"))
@@ -292,8 +292,8 @@ LOSS_BYTES = 4
 
 
 @pytest.mark.parametrize("stage", FOR_RANKS)
-def test_ranks_average_all_gradients_once_a_step_with_the_last_micro_batch(watched, stage):
+def test_ranks_average_all_gradients_once_a_step_with_the_last_micro_batch(observed, stage):
     averages = [f"all-reduce of {GRADIENT_BYTES} bytes", f"all-reduce of {LOSS_BYTES} bytes"]
-    for calls in watched(stage).steps:
+    for calls in observed(stage).steps:
         in_order = [call for call in calls if call.startswith(("forward", "all-reduce"))]
         assert in_order == 2 * ["forward in bfloat16"] + averages
