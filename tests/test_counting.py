@@ -40,6 +40,7 @@ def batch_of(module, **inputs):
         ({"batch": (OTHER, OTHER.masked_fill(OTHER < 20, -100))}, 36),  # only what is masked is predicted
         ({"x": OTHER, "valid": (OTHER > 5).long()}, 36),
         ({"batch": {"input_ids": TEXT, "attention_mask": TEXT}}, 32),
+        ({"inputs": {"ids": OTHER}, "targets": {"ids": LONG_TEXT}}, 36),
     ],
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):

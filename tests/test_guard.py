@@ -154,7 +154,7 @@ def test_what_trains_alone_is_watched(tmp_path, name, words):
 
 def test_a_clock_that_stands_still_is_told(tmp_path):
     ended = watch_in_a_fork(tmp_path, Loop(ONE_STEP, "time.perf_counter = lambda: 5.0").text)
-    assert "lost sight of its steps, and the script goes on: ValueError: they take no time" in ended.err
+    assert "lost sight of its steps, and the script goes on: ValueError: its steps take no time" in ended.err
 
 
 def test_modules_may_lie_as_deep_as_python_allows(tmp_path):

@@ -9,7 +9,6 @@ from harness.flags import parse
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,11 +20,11 @@ from conftest import ROOT, STAGE_FILES
 import bench
 from model import SIZES
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 README = (ROOT / "README.md").read_text("utf-8")
 LESSONS = (ROOT / "stages" / "README.md").read_text("utf-8")
 # git lists what is committed, so what a reader's own benches left is not tested
 COMMITTED = [ROOT / path for path in machine.command_output(["git", "-C", str(ROOT), "ls-files"]).splitlines()]
+pytestmark = pytest.mark.skipif(not COMMITTED, reason="git lists no files here")
 PAGES = [path for path in COMMITTED if path.suffix == ".md" and "fixtures" not in path.parts]
 OLD_RECORDS = ("xeon-amx", "epyc-bf16", "loss-at-five-rates")  # which today's bench can't draw
 RECORDS = [path for path in COMMITTED if path.match("results/*.jsonl") and path.stem not in OLD_RECORDS]
@@ -113,11 +112,13 @@ def works_of(row, batch_size, has_tf32):
     shape = {"vocab_size": 50257, "seq_len": 1024, **SIZES["gpt2"]}
     has_flash = "flash" in row
     update = ADAMW + CLIPPING if has_flash else ADAMW  # such a script mostly clips, too
-    works = [Work(shape, batch_size, on_cuda=True, flash=has_flash, update=update)]
-    if has_tf32:
-        works += [replace(works[-1], matmul_dtype=dtype) for dtype in ("tf32", "bfloat16")]
-    else:
-        works.append(replace(works[-1], matmul_dtype="float16", update=update + UNSCALING))
+    dtypes = ["float32", "tf32", "bfloat16"] if has_tf32 else ["float32", "float16"]
+    if "bf16" in row:
+        dtypes = ["bfloat16"]  # in which the script begins
+    works = []
+    for dtype in dtypes:
+        unscaling = UNSCALING if dtype == "float16" else 0
+        works.append(Work(shape, batch_size, dtype, on_cuda=True, flash=has_flash, update=update + unscaling))
     works.append(replace(works[-1], compiled=True))
     before = works[-1]
     if not has_flash:
@@ -125,8 +126,6 @@ def works_of(row, batch_size, has_tf32):
         shape = {**shape, "vocab_size": PADDED_VOCAB}  # s06 and s07 have no column
         before = replace(works[-1], shape=shape, update=works[-1].update + CLIPPING)
     fused = replace(before, update=before.update - ADAMW + FUSED_ADAMW)
-    if "bf16" in row:
-        works = works[2:]  # the script begins in bf16
     return works, before, fused
 
 

@@ -34,7 +34,7 @@ def change_of(outcome):
         return Change(row.title, "", is_same_computation=True)
     if not row.keeps_memory:  # `plain`
         return Change(row.title, "without the memory variables")
-    is_below_plain = base_row and not base_row.keeps_memory and runs_the_same(row, base_row)
+    is_below_plain = base_row is not None and not base_row.keeps_memory and runs_the_same(row, base_row)
     if is_below_plain:
         settings = " ".join(code(f"{name}={value}") for name, value in CPU_MEMORY.items())
         return Change(f"{row.title} with memory variables", f"{settings} in front of `python`")

@@ -68,9 +68,8 @@ class Row:
     def command(self, bench, process_number, folder):
         """Return the command line of a process as a list, with watch.py before the script.
 
-        bench: the first line of a record. folder: where this process writes its record, and finds the gate that allows
-        its steps. process_number: what {row} becomes, another one in each process, since two may not write one file.
-
+        bench: the first line of a record. process_number: what {row} becomes, another one in each process, since two
+        may not write one file. folder: where this process writes its record, and finds the gate that allows its steps.
         """
         watch = [str(ROOT / "stages" / "watch.py"), "--record", str(folder / "record")]
         watch += ["--seed", str(bench["seed"]), "--warmup", str(self.warmup(bench))]
@@ -78,18 +77,17 @@ class Row:
         watch += [f"+{name}" for name in self.added]
         path = str(self.stage.path) if self.stage else self.script
         script = [path] if path.endswith(".py") else ["-m", path]
-        if self.takes_flags:
-            script += bench["flags"]
-        return (
-            numbered(with_python(self.launcher), process_number) + watch + script + numbered(self.flags, process_number)
-        )
+        launcher = numbered(with_python(self.launcher), process_number)
+        shared_flags = bench["flags"] if self.takes_flags else []
+        own_flags = numbered(self.flags, process_number)
+        return [*launcher, *watch, *script, *shared_flags, *own_flags]
 
     def variables(self, bench):
         """Return the environment of its process: ours and the bench's variables, without those that disturb it."""
         variables = os.environ | bench["variables"]
         left_out = list(SPINNING) if bench["turns"] else []
         if not self.keeps_memory:
-            left_out += CPU_MEMORY
+            left_out += list(CPU_MEMORY)
         for name in left_out:
             variables.pop(name, None)
         return variables

@@ -21,12 +21,12 @@ from .timeline import is_captured
 NAMES_WITHOUT_IDS = (
     "mask(?!ed)|position|type|segment|is_next",  # attention_mask, position_ids, token_type_ids, and not masked_ids
     "length|seqlen|offset|batch_sizes|sorted_indices",  # cu_seqlens; the last two are in packed sequences
-    "(^|_)pos(_|$)",  # pos, pos_ids, and not positives
+    "(^|[_.])pos(_|$)",  # pos, pos_ids, and not positives
     "(label|target)(?!.*_in)",  # lm_labels, and not target_in, which a decoder reads
-    r"gold|(^|_)(y|tags?|outs?|outputs?)(\.|$)",  # tgt_out
+    r"gold|(^|[_.])(y|tags?|outs?|outputs?)(\.|$)",  # tgt_out
 )
 HAS_NO_IDS = re.compile("|".join(NAMES_WITHOUT_IDS), re.IGNORECASE)
-CONNECTS_NODES = re.compile("(^|_)(edge|adj)", re.IGNORECASE)  # of a graph, whose rows are nodes and no samples
+CONNECTS_NODES = re.compile("(^|[_.])(edge|adj)", re.IGNORECASE)  # of a graph, whose rows are nodes and no samples
 IDS = (torch.int64, torch.int32)  # the dtypes that nn.Embedding takes
 
 
@@ -75,11 +75,11 @@ class Signature:
             return Reading(tensors[0][1], Batch(), is_computed)
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         if shapes != self.last_shapes:  # else all is as it was: a module may be called a thousand times in a step
-            self.last_place, self.last_batch = self.place_and_batch(tensors)
+            self.last_place, self.last_batch = self.largest_text_and_batch(tensors)
             self.last_shapes = shapes
         return Reading(tensors[self.last_place][1], self.last_batch, is_computed)
 
-    def place_and_batch(self, tensors):
+    def largest_text_and_batch(self, tensors):
         """Return where the largest text stands among named tensors, 0 without one, and their Batch."""
         texts = self.texts_among(tensors)
         if not texts:
@@ -177,7 +177,7 @@ def is_label_or_mask(ids, text):
         return False
     is_shifted = torch.equal(text[..., 1:], ids[..., :-1])
     is_mask = ids.max() <= 1 < text.max()
-    return is_shifted or is_mask or ids.min() < 0
+    return bool(is_shifted or is_mask or ids.min() < 0)
 
 
 def named_tensors(pairs, around=()):
@@ -197,11 +197,13 @@ def named_tensors(pairs, around=()):
 def parts_of(name, value):
     """Return [(name, value)] of what is in a list, a tuple, a dict or a dataclass; nothing for anything else."""
     if isinstance(value, Mapping):
-        return value.items()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return zip(value._fields, value, strict=True)
-    if isinstance(value, (list, tuple)):
-        return [(f"{name}.{number}", each) for number, each in enumerate(value)]
-    return []
+        parts = value.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        parts = []
+    return [(f"{name}.{key}", part) for key, part in parts]

@@ -4,39 +4,38 @@ from .leave import leave
 
 
 class Guard:
-    """The guard of a watched script. lost: what our own code has failed to see, a set.
-
-    log: a Log.
-    """
+    """The guard of a watched script. log: a Log. lost: what our own code has failed to see, a set."""
 
     def __init__(self, log):
         self.log = log
         self.lost = set()
 
-    def around(self, function, what, ends_row=False):
+    def around(self, function, what, is_vital=False):
         """Return a function of ours that can't end the script. If it raises, that is said, and it returns None.
 
-        what: can't be seen then. ends_row: a row of a bench ends if this fails, and elsewhere it is not called again.
-        KeyboardInterrupt, which is no Exception, is meant for the script.
+        what: it looks at, as "its steps". is_vital: whether nothing can be timed without it. If it fails then, a row of
+        a bench ends, and a script runs on without another call of it. KeyboardInterrupt, which is no Exception, is
+        meant for the script.
         """
 
         def guarded(*args, **kwargs):
-            if ends_row and what in self.lost:
+            if is_vital and what in self.lost:
                 return None
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                self.lose_sight(what, error, ends_row)
+                self.lose_sight(what, error, is_vital)
+                return None
 
         return guarded
 
-    def lose_sight(self, what, error, ends_row):
+    def lose_sight(self, what, error, is_vital):
         """Say once that something can't be seen any more. The script goes on, but a row may end."""
         if what in self.lost:
             return
         self.lost.add(what)
         reason = in_a_line(error)
-        if ends_row and self.log.is_row:
+        if is_vital and self.log.is_row:
             self.end_row(f"{what} can't be watched: {reason}")
         self.log.notice(f"watch.py has lost sight of {what}, and the script goes on: {reason}")
 

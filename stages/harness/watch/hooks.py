@@ -36,8 +36,8 @@ def watch_pytorch(watcher):
     for owner, name, hook, what in hooks_of(watcher):
         call_first(owner, name, guard.around(hook, what), timeline, mark)
     # torch.compile would look into these, and skips the others while it traces
-    begin = guard.around(watcher.saw_optimizer_begin, "its steps", ends_row=True)
-    end = guard.around(watcher.saw_optimizer_end, "its steps", ends_row=True)
+    begin = guard.around(watcher.saw_optimizer_begin, "its steps", is_vital=True)
+    end = guard.around(watcher.saw_optimizer_end, "its steps", is_vital=True)
     register_optimizer_step_pre_hook(pytorch.keep_from_compiler(begin))
     register_optimizer_step_post_hook(pytorch.keep_from_compiler(end))
 

@@ -11,11 +11,18 @@ from .techniques import autocast_of
 # How PyTorch names the operation that starts a kernel, as in aten::_scaled_dot_product_flash_attention.
 SDPA_KERNEL = r"_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)"
 MATH_KERNEL = "aten::_scaled_dot_product_attention_math"
-# How PyTorch and MKL name matmuls
+# How PyTorch and MKL name matmuls.
 MATMUL = r"aten::(mm|addmm|bmm|baddbmm|convolution|_convolution|mkldnn_convolution)|.*mkl.*linear.*"
-# What autocast may compute in 16 bits, and not lgamma, hamming, mvlgamma, convert or interpolation by bilinear and the
-# like. A graph of CUDA does not show what it has in it.
-IN_16_BITS = r"mm(?!a|ing)|mv(?!l)|conv(?!ert)|(?<!i)linear(?!1d)|matmul|rnn|lstm|gru|attention|attn|GraphLaunch"
+# Parts of the names of what autocast may compute in 16 bits.
+NAMES_IN_16_BITS = (
+    "mm(?!a|ing)",  # addmm, and not lgamma or hamming
+    "mv(?!l)",  # addmv, and not mvlgamma
+    "conv(?!ert)",
+    "(?<!i)linear(?!1d)",  # and not bilinear and the like, which interpolate
+    "matmul|rnn|lstm|gru|attention|attn",
+    "GraphLaunch",  # a graph of CUDA does not show what it has in it
+)
+IN_16_BITS = re.compile("|".join(NAMES_IN_16_BITS))
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16"}  # as the profiler names them
 
 
@@ -40,10 +47,9 @@ class Operation(NamedTuple):
 def fields_of_profile(profiled, seen, device):
     """Return what the operations of a step show, as fields that replace those of a Seen, a dict.
 
-    What runs in an evaluation, as a teacher does, is not what is trained. profiled: what torch.profiler saw.
+    profiled: what torch.profiler saw.
     """
-    operations = [Operation(event, names_with_callers(event)) for event in profiled]
-    operations = [operation for operation in operations if range_of("evaluation") not in operation.names]
+    operations = operations_of_training(profiled)
     matmuls = [operation for operation in operations if is_matmul(operation)]
     in_forward = [operation for operation in matmuls if range_of("forward") in operation.names]
     kernel = kernel_of_attention(operations)
@@ -56,7 +62,7 @@ def fields_of_profile(profiled, seen, device):
         "attention_drops": attention_drops(operations),
     }
     if not seen.compile:  # kernels of torch.compile may multiply under any name
-        fields["multiplies"] = any(re.search(IN_16_BITS, operation.name) for operation in operations)
+        fields["multiplies"] = any(IN_16_BITS.search(operation.name) for operation in operations)
     dtype = dtype_of_most(matmuls)
     if dtype and seen.weights == "float32" and seen.autocast is None:  # the script casts by itself
         fields |= autocast_of(dtype, device)
@@ -65,6 +71,12 @@ def fields_of_profile(profiled, seen, device):
     if device.type != "cpu":
         fields |= fields_of_card(profiled)
     return fields
+
+
+def operations_of_training(profiled):
+    """Return the Operations of a step. What runs in an evaluation, as a teacher does, is not what is trained."""
+    operations = [Operation(event, names_with_callers(event)) for event in profiled]
+    return [operation for operation in operations if range_of("evaluation") not in operation.names]
 
 
 def multiplies_in_compiled_code(matmuls, in_forward, has_marks):

@@ -105,9 +105,9 @@ class Run:
             self.begin_next_step()
 
     def keep(self, step, micro_batches):
-        """Record a Step. The first one waits for the second, which shows what is trained."""
+        """Hold the first Step back until the second one shows what is trained, and record all others."""
         if step.dt <= 0:
-            raise ValueError("they take no time, as if the script had replaced time.perf_counter()")
+            raise ValueError("its steps take no time, as if the script had replaced time.perf_counter()")
         if self.steps_taken == 1:
             self.first_step = step, micro_batches
             self.prepare()
@@ -145,13 +145,12 @@ class Run:
         What profiles a card slows all steps that follow, so there the last step is profiled, and on a CPU the second.
         """
         device, kind = self.log.device, self.timeline.kind
-        wants_another = self.wait_for_decision()
-        if wants_another and self.steps_taken == 1 and device.type == "cpu":
-            self.profiler.start(device, kind)
-        if not wants_another:
-            if self.profiles_last and self.log.steps:
-                self.profiles_this_step = self.profiler.start(device, kind)
+        if not self.wait_for_decision():
+            may_profile = self.profiles_last and bool(self.log.steps)
+            self.profiles_this_step = may_profile and self.profiler.start(device, kind)
             self.is_over = not self.profiles_this_step
+        elif self.steps_taken == 1 and device.type == "cpu":
+            self.profiler.start(device, kind)
         if not self.is_over:
             self.begin_step()
 
