@@ -6,6 +6,8 @@ from harness.watch.events import Batch
 from harness.watch.losses import share_of
 from harness.watch.modules import unwrapped
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,12 @@ OTHER = LONG_TEXT.flip(1)
 VECTORS = torch.rand(5, 3)
 LANGUAGE_MODEL = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
 LINEAR = nn.Linear(3, 1)
+
+
+@dataclass
+class Inputs:
+    ids: torch.Tensor
+    cache: object = field(init=False)  # which nobody has set yet
 
 
 def batch_of(module, **inputs):
@@ -41,6 +49,7 @@ def batch_of(module, **inputs):
         ({"x": OTHER, "valid": (OTHER > 5).long()}, 36),
         ({"batch": {"input_ids": TEXT, "attention_mask": TEXT}}, 32),
         ({"inputs": {"ids": OTHER}, "targets": {"ids": LONG_TEXT}}, 36),
+        ({"inputs": Inputs(OTHER)}, 36),
     ],
 )
 def test_labels_are_no_text_that_a_model_reads(inputs, count):

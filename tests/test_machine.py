@@ -134,3 +134,13 @@ def test_a_compiler_that_pytorch_can_not_start_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "ccache g++")  # PyTorch takes it for the name of one file
     monkeypatch.setattr(machine.Path, "exists", lambda path: True)  # Python.h
     assert machine.compile_problem(CPU) == "PyTorch finds no C++ compiler ccache g++: unset CXX"
+
+
+def test_triton_takes_the_compiler_of_cc_and_no_other(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name == "clang" else None)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delenv("CC", raising=False)
+    assert machine.triton_problem(torch.device("cuda")) is None
+    monkeypatch.setenv("CC", "ccache gcc")
+    assert machine.triton_problem(torch.device("cuda")) == "Triton finds no C compiler ccache gcc: unset CC"

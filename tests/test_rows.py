@@ -155,8 +155,9 @@ def test_the_ladder_has_all_stages_and_on_a_cpu_plain_above_them():
     assert names(rows_of_ladder("mps", {})) == SHORTS[:-1]
 
 
-def test_where_16_bits_are_slow_the_ladder_ends_with_s10_in_float32():
-    *_, s12, last = all_rows(rows_of_ladder("cpu", {"float32": 2, "bfloat16": 1}))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_where_16_bits_are_slow_the_ladder_ends_with_s10_in_float32(dtype):
+    *_, s12, last = all_rows(rows_of_ladder("cpu", {"float32": 2, dtype: 1}))
     assert (s12.name, last.title, last.base) == ("s12", "s10 --amp-dtype float32", "s10")
 
 

@@ -8,6 +8,7 @@ from harness.watch import gate, pytorch, timeline
 from harness.watch.causes import causes
 from harness.watch.events import KINDS, Batch, Call, Habits, count_of
 from harness.watch.log import Log
+from harness.watch.operations import IN_16_BITS
 from harness.watch.profiler import StepProfiler, busy_ms
 from harness.watch.run import Run
 from harness.watch.timeline import Timeline
@@ -49,6 +50,7 @@ def test_the_peak_of_memory_is_read_anew_after_the_warm_up(monkeypatch):
     log.device = torch.device("cpu")
     for _ in range(4):
         log.add_step(Step(None, 0.1, {}), may_be_last=False)
+        log.read_last_meters()  # as if the script had ended
     assert [step.memory for step in log.steps] == [9, 9, 1, 1]
 
 
@@ -131,6 +133,12 @@ def test_a_card_is_busy_while_at_least_one_kernel_runs():
 
     events = [event(DeviceType.CUDA, 0, 1000), event(DeviceType.CUDA, 500, 2000), event(DeviceType.CUDA, 4000, 5000)]
     assert busy_ms([*events, event(DeviceType.CPU, 0, 9000)]) == 3.0
+
+
+def test_what_autocast_may_compute_in_16_bits_is_known_by_its_name():
+    in_16_bits = ["aten::addmm", "aten::mv", "aten::convolution", "aten::linear", "aten::lstm"]
+    others = ["aten::lgamma", "aten::mvlgamma", "aten::upsample_bilinear2d", "aten::upsample_linear1d", "aten::mul"]
+    assert [name for name in in_16_bits + others if IN_16_BITS.search(name)] == in_16_bits
 
 
 # What takes the time
