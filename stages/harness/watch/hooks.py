@@ -71,8 +71,8 @@ def hooks_of(watcher):
 def call_first(owner, name, hook, timeline, mark):
     """Let a function of PyTorch call a hook first, with its own arguments.
 
-    What the hook returns is what the time of the function counts as. If it returns None, that is as before. hook, and
-    mark, which is that of the timeline: guarded.
+    What the hook returns is what the time of the function counts as. If it returns None, that is as before. Both the
+    hook and mark, the timeline's, are guarded.
     """
     original = getattr(owner, name)
 

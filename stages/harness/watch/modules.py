@@ -22,7 +22,7 @@ def modules_of(module):
 
 
 def parameters_in(modules):
-    """Return the parameters that these modules hold themselves, a list."""
+    """Return the parameters that these modules hold themselves, a list. Keras' own method would make new ones."""
     return [p for module in modules for _, p in nn.Module.named_parameters(module, recurse=False)]
 
 

@@ -91,7 +91,7 @@ def attributes_of(owner):
 
 
 def is_module(owner):
-    """Return whether an object is a module, without a word to it: isinstance() asks its __class__, which may raise."""
+    """Return whether an object is a module. isinstance() would ask for its __class__, and a lazy one may raise."""
     return issubclass(type(owner), nn.Module)
 
 

@@ -17,7 +17,7 @@ class Timeline:
     """
 
     def __init__(self, profiler, add_up_lists):
-        """profiler: a StepProfiler, in which each kind gets a name. add_up_lists: takes long lists."""
+        """profiler: a StepProfiler, in which each kind gets a name. add_up_lists: reads lists that are long."""
         self.profiler = profiler
         self.add_up_lists = add_up_lists
         self.cards = []
